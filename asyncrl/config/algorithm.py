@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.checks import require, require_at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    advantage: Literal["grpo"] = "grpo"
+    """grpo: reward minus the group's mean, divided by the group's standard deviation."""
+    loss: Literal["clipped_surrogate"] = "clipped_surrogate"
+    clip_low: float = 0.2
+    """The ratio is held above 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is held below 1 + clip_high."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
+
+    def __post_init__(self) -> None:
+        require_at_least("algorithm.clip_low", self.clip_low, 0)
+        require_at_least("algorithm.clip_high", self.clip_high, 0)
+        require(
+            self.clip_low <= 1,
+            asked=f"algorithm.clip_low={self.clip_low}",
+            found="the ratio is never below 0, so clip_low over 1 clips nothing",
+            do="set algorithm.clip_low in [0, 1]",
+        )

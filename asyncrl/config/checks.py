@@ -1,0 +1,23 @@
+"""The checks that config sections share; each raises ConfigError in the three-part form."""
+
+from __future__ import annotations
+
+from asyncrl.errors import ConfigError, explain
+
+
+def require(condition: bool, *, asked: str, found: str, do: str) -> None:
+    if not condition:
+        raise ConfigError(explain(asked, found, do))
+
+
+def require_at_least(key: str, value: float, minimum: float) -> None:
+    require(
+        value >= minimum,
+        asked=f"{key}={value}",
+        found=f"{key} must be at least {minimum}",
+        do=f"set {key} to {minimum} or more",
+    )
+
+
+def require_positive(key: str, value: float) -> None:
+    require(value > 0, asked=f"{key}={value}", found=f"{key} must be above 0", do=f"set {key} to a positive value")

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.config.checks import require, require_at_least
+
+SINKS = ("wandb", "tensorboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilityConfig:
+    sinks: list[str] = field(default_factory=list)
+    """Metric sinks besides metrics.jsonl: wandb, tensorboard."""
+    wandb_project: str = "asyncrl"
+    """W&B project; the run is recorded offline when no login is found."""
+    samples_per_step: int = 2
+    """Trajectories per optimizer step that are written to samples.jsonl."""
+    progress: bool = True
+    """Live progress on a terminal; otherwise one line a step."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.sinks) - set(SINKS))
+        require(
+            not unknown,
+            asked=f"observability.sinks={list(self.sinks)}",
+            found=f"unknown sinks {unknown}; metrics.jsonl is always written",
+            do=f"choose from {list(SINKS)}",
+        )
+        require_at_least("observability.samples_per_step", self.samples_per_step, 0)

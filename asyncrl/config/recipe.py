@@ -1,0 +1,96 @@
+"""The whole recipe and the checks that span its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.batch import BatchConfig
+from asyncrl.config.checkpoint import CheckpointConfig
+from asyncrl.config.checks import require
+from asyncrl.config.data import DataConfig
+from asyncrl.config.evaluation import EvalConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.observability import ObservabilityConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.run import RayConfig, RunSection
+from asyncrl.config.staleness import StalenessConfig
+from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.weights import WeightsConfig
+
+Mode = Literal["sync", "one_step_off", "fully_async"]
+Interrupt = Literal["abort_resume", "keep", "drain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    mode: Mode = "fully_async"
+    """sync, one_step_off and fully_async are presets of lag limit and publish behaviour over the same machinery."""
+    resume: str = "never"
+    """never refuses a directory that holds a run; auto goes on from its last checkpoint; a path names a checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    run: RunSection = field(default_factory=RunSection)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        batch, staleness = self.batch, self.staleness
+        require(
+            batch.group_size >= 2 or self.algorithm.advantage != "grpo",
+            asked=f"batch.group_size={batch.group_size} with algorithm.advantage={self.algorithm.advantage}",
+            found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
+            do="set batch.group_size to 2 or more",
+        )
+        trajectories = batch.groups_per_step * batch.group_size
+        require(
+            trajectories % self.trainer.num_ranks == 0,
+            asked=f"{batch.groups_per_step} groups x {batch.group_size} trajectories on {self.trainer.num_ranks} ranks",
+            found=f"{trajectories} trajectories do not divide evenly over trainer.num_ranks={self.trainer.num_ranks}",
+            do="choose batch.groups_per_step, batch.group_size or trainer.num_ranks so that they do",
+        )
+        require(
+            staleness.publish_every_steps <= self.max_lag + 1,
+            asked=f"staleness.publish_every_steps={staleness.publish_every_steps} in mode {self.mode}",
+            found=f"max_lag is {self.max_lag}: nothing trainable could exist before the next publish",
+            do=f"set staleness.publish_every_steps to at most {self.max_lag + 1}, or raise staleness.max_lag",
+        )
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens
+        require(
+            longest <= self.rollout.max_model_len,
+            asked=f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
+            f"rollout.sampling.max_response_tokens={self.rollout.sampling.max_response_tokens} = {longest} tokens",
+            found=f"rollout.{self.rollout.engine}.max_model_len={self.rollout.max_model_len}",
+            do=f"raise rollout.{self.rollout.engine}.max_model_len to {longest} or lower the other two",
+        )
+        require(
+            longest <= self.trainer.max_tokens_per_microbatch,
+            asked=f"trainer.max_tokens_per_microbatch={self.trainer.max_tokens_per_microbatch}",
+            found=f"one trajectory may have {longest} tokens and is never split",
+            do=f"raise trainer.max_tokens_per_microbatch to {longest}",
+        )
+        require(
+            self.eval.every_steps == 0 or bool(self.data.eval),
+            asked=f"eval.every_steps={self.eval.every_steps}",
+            found="data.eval names no held-out set",
+            do="set data.eval={held_out: FILE} or eval.every_steps=0",
+        )
+
+    @property
+    def max_lag(self) -> int:
+        """The lag limit that the mode resolves to, in optimizer steps."""
+        return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
+
+    @property
+    def interrupt(self) -> Interrupt:
+        """What a publish does to generations in flight, as the mode resolves it."""
+        return self.rollout.interrupt if self.mode == "fully_async" else "drain"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.checks import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_response_tokens: int = 256
+    """Tokens of one response, over all its segments."""
+    stop: list[str] = field(default_factory=list)
+    """Texts, each a single token of the vocabulary, that end a response besides the end-of-sequence tokens."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.sampling.temperature", self.temperature, 0)
+        require_at_least("rollout.sampling.max_response_tokens", self.max_response_tokens, 1)
+        require_at_least("rollout.sampling.top_k", self.top_k, 0)
+        require(
+            0 < self.top_p <= 1,
+            asked=f"rollout.sampling.top_p={self.top_p}",
+            found="top_p must lie in (0, 1]",
+            do="set rollout.sampling.top_p=1 to switch the filter off",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchEngineConfig:
+    num_slots: int = 64
+    """Requests that one replica decodes at once; more wait in its queue."""
+    max_model_len: int = 512
+    """Longest prompt plus response, in tokens."""
+    chunk_tokens: int = 16
+    """Tokens that are streamed together; what a dying replica can lose per request is at most this."""
+    device: str = "auto"
+    """auto takes cuda where there is one."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.torch.num_slots", self.num_slots, 1)
+        require_at_least("rollout.torch.max_model_len", self.max_model_len, 2)
+        require_at_least("rollout.torch.chunk_tokens", self.chunk_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmEngineConfig:
+    tensor_parallel_size: int = 1
+    """GPUs of one replica."""
+    max_model_len: int = 4096
+    """Longest prompt plus response, in tokens."""
+    max_num_seqs: int = 256
+    """Requests that one replica decodes at once."""
+    gpu_memory_utilization: float = 0.85
+    """Share of the GPU's memory that vLLM takes."""
+    enforce_eager: bool = False
+    """Skip CUDA graphs and torch.compile."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.vllm.tensor_parallel_size", self.tensor_parallel_size, 1)
+        require_at_least("rollout.vllm.max_model_len", self.max_model_len, 2)
+        require_at_least("rollout.vllm.max_num_seqs", self.max_num_seqs, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    num_replicas: int = 2
+    engine: Literal["torch", "vllm"] = "torch"
+    torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
+    vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
+    interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
+    """What a publish does to generations in flight. sync and one_step_off drain whatever stands here."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    environment: str = "single_turn"
+    """A name from asyncrl.environments, or custom `package.module:Name`."""
+    reward: str = "math"
+    """A name from asyncrl.rewards, or custom `package.module:function`."""
+    max_attempts: int = 3
+    """Times that a group whose environment or reward raised is tried before it ends `failed`."""
+    max_failed_fraction: float = 0.1
+    """Share of ended groups that may be `failed` (counted from 32 ended groups on) before the run stops."""
+    gate_timeout_s: float = 300.0
+    """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
+    request_timeout_s: float = 1800.0
+    """Longest that one response may take over all its attempts."""
+    poll_interval_s: float = 0.02
+    """Shortest time between two collections of streamed tokens from a replica."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.num_replicas", self.num_replicas, 1)
+        require_at_least("rollout.max_attempts", self.max_attempts, 1)
+        require_at_least("rollout.max_failed_fraction", self.max_failed_fraction, 0)
+        require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
+        require_positive("rollout.request_timeout_s", self.request_timeout_s)
+        require_positive("rollout.poll_interval_s", self.poll_interval_s)
+        limit = self.max_model_len
+        require(
+            self.sampling.max_response_tokens < limit,
+            asked=f"rollout.sampling.max_response_tokens={self.sampling.max_response_tokens}",
+            found=f"rollout.{self.engine}.max_model_len={limit} leaves no room for a prompt",
+            do=f"raise rollout.{self.engine}.max_model_len or shorten the responses",
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.torch.max_model_len if self.engine == "torch" else self.vllm.max_model_len

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.checks import require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    name: str | None = None
+    """Name of the run; the recipe's file name when it is left out."""
+    dir: str | None = None
+    """Run directory; runs/<name> when it is left out."""
+    max_steps: int = 100
+    """Optimizer steps of the whole run, over all restarts."""
+    seed: int = 0
+    """Of the prompt order, of sampling and of initialisation."""
+    shutdown_timeout_s: float = 10.0
+    """Longest that an interrupted run waits for the step in progress before it gives that step up."""
+
+    def __post_init__(self) -> None:
+        require_at_least("run.max_steps", self.max_steps, 1)
+        require_at_least("run.seed", self.seed, 0)
+        require_positive("run.shutdown_timeout_s", self.shutdown_timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    address: str | None = None
+    """auto or host:port joins a running cluster; without it a local one is started and ended with the run."""
+    start_timeout_s: float = 300.0
+    """Longest that the actors may take to start."""
+    health_interval_s: float = 2.0
+    """Seconds between two health checks of every actor."""
+    health_timeout_s: float = 20.0
+    """A process that answers no health check for this long counts as dead."""
+
+    def __post_init__(self) -> None:
+        require_positive("ray.start_timeout_s", self.start_timeout_s)
+        require_positive("ray.health_interval_s", self.health_interval_s)
+        require_positive("ray.health_timeout_s", self.health_timeout_s)

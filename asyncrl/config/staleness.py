@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.checks import require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessConfig:
+    max_lag: int = 2
+    """Limit on the lag of every trained token, in optimizer steps. Read in mode fully_async; sync is 0, one_step_off 1."""
+    publish_every_steps: int = 1
+    """Optimizer steps between publishes; at most max_lag + 1."""
+    on_overdue: Literal["wait"] = "wait"
+    """What a step does when a group that it must train is not ready: wait for it."""
+    overdue_timeout_s: float = 600.0
+    """Longest wait for the groups of one step before the run stops with a named error."""
+
+    def __post_init__(self) -> None:
+        require_at_least("staleness.max_lag", self.max_lag, 0)
+        require_at_least("staleness.publish_every_steps", self.publish_every_steps, 1)
+        require_positive("staleness.overdue_timeout_s", self.overdue_timeout_s)

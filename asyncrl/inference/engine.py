@@ -1,0 +1,78 @@
+"""The protocol that every inference engine implements; its conformance suite is `asyncrl.testing.engine_suite`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.weights.transport import Digest, TransferSource
+
+PauseMode = Literal["abort", "keep", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
+    `generated_tokens` counts since start."""
+
+    alive: bool
+    running: int
+    waiting: int
+    version: int | None
+    busy_s: float
+    generated_tokens: int
+    detail: str = ""
+
+
+class InferenceEngine(Protocol):
+    """One copy of the policy. All methods are called from one asyncio loop.
+
+    Versions: an engine starts with version None (dummy weights) unless it was built to load real ones. `commit`
+    stamps every token sampled after it. An engine that is paused starts no request: `generate` waits.
+    """
+
+    async def start(self) -> None:
+        """Loads the model; returns when requests can be served. Raises GenerationError naming what failed."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Streams the tokens of one request; the last chunk, and only it, has a `finish_reason`.
+
+        Raises GenerationError: the request does not fit the engine, or the engine has stopped.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        """Ends these requests (None: all, queued ones too) with finish_reason "abort" after the tokens so far.
+        Unknown ids are ignored: they may just have finished."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no token is being sampled. abort: requests in flight end as by `abort(None)`. keep: they
+        freeze and go on at `resume` with the KV cache they have. drain: those running finish first, those still
+        queued stay queued. Idempotent."""
+        ...
+
+    async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """Receives and applies one publish while paused; returns this side's digest if `manifest.verify`.
+
+        Raises WeightTransferError, DeadlineExceeded; the weights are then undefined and the caller keeps the
+        engine paused.
+        """
+        ...
+
+    async def commit(self, version: int | None) -> None:
+        """Stamps tokens sampled from now on with `version`; None leaves it as it is."""
+        ...
+
+    async def resume(self) -> None:
+        """Lets sampling go on. Idempotent."""
+        ...
+
+    def health(self) -> EngineHealth: ...
+
+    async def stop(self) -> None:
+        """Ends all requests with GenerationError and frees everything. Idempotent."""
+        ...

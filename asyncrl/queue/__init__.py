@@ -1,0 +1,1 @@
+"""The bounded-staleness message queue: a broker with acknowledgements between rollouter and trainer."""

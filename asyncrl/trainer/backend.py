@@ -1,0 +1,67 @@
+"""The protocol of a training backend: one instance per trainer rank, all ranks call the same method together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl.types import RankPlan, TensorSpec, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+TrajectoryKey = tuple[int, int]
+"""(ordinal, index of the trajectory in its group)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMetrics:
+    """Of one optimizer step, over all ranks.
+
+    `loss` is the normalised global loss; `clip_fraction`, `ratio_mean`, `kl_behavior` (k1 estimate, mean of
+    behaviour minus policy log-probability), `entropy` are means over the trained tokens; `ratio_max` is their
+    maximum. `trained_tokens` and `packed_tokens` (prompts included) are global counts.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    clip_fraction: float
+    ratio_mean: float
+    ratio_max: float
+    kl_behavior: float
+    entropy: float
+    trained_tokens: int
+    packed_tokens: int
+
+
+class TrainBackend(Protocol):
+    def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
+        """One optimizer step over this rank's micro-batches; collective over ranks. The same on every rank."""
+        ...
+
+    def logprobs(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, torch.Tensor]:
+        """Log-probabilities of the response tokens of this rank's sequences, [T] float32 each, no gradient.
+        Collective over ranks. At temperature 1."""
+        ...
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors of `named_weights` in its order. Local: gathers nothing."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors in HF naming and in the replicas' dtype, one at a time. Producing one is collective: every
+        rank must walk the whole iterator. A tied tensor comes once, under the name that HF keeps."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes model, optimizer and RNG state of all ranks below `directory`; collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restores what `save` wrote, also with another number of ranks; collective."""
+        ...

@@ -1,0 +1,280 @@
+"""The records that cross module boundaries. Frozen, slotted, numpy arrays; no dicts.
+
+Shape letters: P prompt tokens, T response tokens (policy and environment together).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+SegmentKind = Literal["policy", "environment"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `[start, stop)` of a response that one source wrote.
+
+    `version` is the policy version that sampled them, stamped by the replica; for `kind="environment"` it is the
+    version of the policy segment before it and carries no meaning for staleness.
+    """
+
+    start: int
+    stop: int
+    version: int
+    replica_id: int
+    kind: SegmentKind = "policy"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One attempt at a prompt.
+
+    Attributes:
+        prompt_ids: [P] int32.
+        response_ids: [T] int32, tokens of the policy and, in multi-turn tasks, of the environment.
+        logprobs: [T] float32, behaviour policy, as the replica reported at sampling time after temperature, top-k
+            and top-p; 0 where the environment wrote the token.
+        loss_mask: [T] bool, True where the policy wrote the token and it may be trained.
+        segments: tile `[0, T)` in order; empty only when T is 0.
+        reward: total reward; `reward_parts` its named components.
+        started_s, finished_s: wall-clock seconds since the epoch.
+
+    Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
+        prompt_ids=[5, 6, 7], response_ids=[9, 9, 4, 4, 2], logprobs=[-.1, -.2, -.1, -.3, -.1], loss_mask=[True] * 5,
+        segments=(Segment(0, 2, version=7, replica_id=0), Segment(2, 5, version=8, replica_id=1))
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    loss_mask: np.ndarray
+    segments: tuple[Segment, ...]
+    reward: float
+    reward_parts: tuple[tuple[str, float], ...] = ()
+    finish_reason: FinishReason = "stop"
+    turns: int = 1
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    def validate(self) -> Trajectory:
+        """Returns self after checking the length relations. Raises ValueError naming the relation that fails."""
+        n = len(self.response_ids)
+        if len(self.prompt_ids) == 0:
+            raise ValueError("prompt_ids is empty: a trajectory needs at least one prompt token")
+        if len(self.logprobs) != n or len(self.loss_mask) != n:
+            raise ValueError(f"response_ids {n}, logprobs {len(self.logprobs)}, loss_mask {len(self.loss_mask)} differ")
+        at = 0
+        for segment in self.segments:
+            if segment.start != at or segment.stop <= segment.start:
+                raise ValueError(f"segments do not tile [0, {n}): {segment} after {at}")
+            if segment.kind == "environment" and bool(self.loss_mask[segment.start : segment.stop].any()):
+                raise ValueError(f"loss_mask is set inside an environment segment: {segment}")
+            at = segment.stop
+        if at != n:
+            raise ValueError(f"segments end at {at}, the response has {n} tokens")
+        if not np.isfinite(self.reward):
+            raise ValueError(f"reward is {self.reward}")
+        return self
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among policy segments; None when the policy wrote nothing."""
+        return min((s.version for s in self.segments if s.kind == "policy"), default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryGroup:
+    """The `group_size` trajectories of one prompt. `attempt` counts re-issues of the same ordinal, from 0."""
+
+    ordinal: int
+    attempt: int
+    trajectories: tuple[Trajectory, ...]
+
+    def validate(self) -> TrajectoryGroup:
+        if not self.trajectories:
+            raise ValueError(f"group {self.ordinal} has no trajectories")
+        for trajectory in self.trajectories:
+            trajectory.validate()
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        versions = [v for t in self.trajectories if (v := t.oldest_version) is not None]
+        return min(versions, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to generate one group: `(ordinal, attempt)` names it, `version` is the one published at admission."""
+
+    ordinal: int
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What packing needs to know of a trajectory: token counts, and how many of them are trained."""
+
+    prompt: int
+    response: int
+    trained: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """A leased group without its tokens, for planning: one entry per trajectory in `lengths` and `rewards`.
+
+    `lag_sum`, `lag_max`, `trained_tokens` are over the tokens of the group that will be trained; lags in optimizer
+    steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put.
+    """
+
+    ordinal: int
+    attempt: int
+    lengths: tuple[Lengths, ...]
+    rewards: tuple[float, ...]
+    lag_sum: int
+    lag_max: int
+    lag_in_flight_sum: int
+    trained_tokens: int
+    segments: int
+    interrupted: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseManifest:
+    """The groups that step `step` trains, oldest deadline first. `overdue_wait_s`: time spent on mandatory ones."""
+
+    step: int
+    groups: tuple[GroupSummary, ...]
+    overdue_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
+
+    `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """Token ids in, token ids out.
+
+    `request_id` is unique per attempt to send it. The uniform draw for the token at absolute response position
+    `i` depends only on `(seed, first_position + i)`, so a resumed request continues the same random stream:
+    `first_position` is the number of response tokens that `prompt_ids` already ends with. `prompt_ids` is [P] int32.
+    `sampling.max_tokens` is the remaining budget.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int = 0
+    first_position: int = 0
+    session_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenChunk:
+    """Newly sampled tokens of one request, all by one policy version.
+
+    `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
+    the request goes on; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    version: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (torch's name without the prefix, e.g. "bfloat16") of one weight tensor in HF naming."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Bytes `[offset, offset + nbytes)` of tensor number `tensor`, placed at `bucket_offset` of its bucket."""
+
+    tensor: int
+    offset: int
+    nbytes: int
+    bucket_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One unit of transfer: `nbytes` bytes holding `slices` at 16-byte aligned offsets."""
+
+    index: int
+    nbytes: int
+    slices: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one publish sends. Built by `weights.plan.plan_buckets`; equal on both sides.
+
+    `version` None leaves the replicas' version as it is. `verify`: whether both sides compute the digest.
+    """
+
+    publish_id: int
+    version: int | None
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    verify: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainSequence:
+    """One trajectory as a trainer rank consumes it: where to fetch it and its advantage per trajectory."""
+
+    ordinal: int
+    index: int
+    advantage: float
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """The micro-batches of one rank for one optimizer step. Every rank has the same number of micro-batches.
+
+    `normalizer` is the global number of trained tokens (or sequences): each token's loss is divided by it.
+    """
+
+    step: int
+    microbatches: tuple[tuple[TrainSequence, ...], ...]
+    normalizer: float
+    ordinals: tuple[int, ...] = field(default=())

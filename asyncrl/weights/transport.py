@@ -1,0 +1,77 @@
+"""The protocols of a weight transport. One sender (trainer rank 0), any number of receivers (replica workers).
+
+A transport only moves buckets. When to pause, verify, retry and commit is the checkpoint engine's business
+(`weights/checkpoint_engine.py`), the manifest travels by the control plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl.types import Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Digest = tuple[int, ...]
+"""One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSource:
+    """What a receiver needs to join a sender; plain values, so that it can cross any process boundary.
+
+    `address`, `segment`: transport specific (ZeroMQ endpoint and shared-memory name, or host:port of the store).
+    `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
+    """
+
+    transport: str
+    address: str
+    segment: str
+    bucket_bytes: int
+    num_receivers: int
+    receiver: int
+    epoch: int
+
+
+class WeightSink(Protocol):
+    """Where received bytes go. `write` is called in manifest order; a tensor may come in several slices."""
+
+    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
+        """`data`: [n] uint8, bytes `[offset, offset + n)` of the tensor. Valid only during the call: copy it.
+
+        Raises WeightTransferError: the sink has no such tensor, or its shape or dtype differs.
+        """
+        ...
+
+
+class WeightSender(Protocol):
+    def open(self) -> TransferSource:
+        """Creates the resources and returns what receivers need (with receiver=0: callers number the copies)."""
+        ...
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        """Sends every bucket to all receivers; returns when all have taken the last one. `weights` come in the
+        order of `manifest.tensors`. Returns this side's digest if `manifest.verify`.
+
+        Raises WeightTransferError: a tensor is missing, extra or of another shape; a receiver reported an error.
+        Raises DeadlineExceeded: a receiver did not answer in time; the message names it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees memory, sockets and files. Idempotent; safe after an error."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        """Writes one publish into `sink`; returns this side's digest if `manifest.verify`.
+
+        Raises WeightTransferError, DeadlineExceeded. A sink's own error is reported to the sender too.
+        """
+        ...
+
+    def close(self) -> None: ...
