@@ -87,6 +87,8 @@ class RolloutConfig:
     """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: float = 1800.0
     """Longest that one response may take over all its attempts."""
+    reward_timeout_s: float = 30.0
+    """Longest that one reward may take; the attempt at the group fails then."""
     poll_interval_s: float = 0.02
     """Shortest time between two collections of streamed tokens from a replica."""
 
@@ -96,6 +98,7 @@ class RolloutConfig:
         require_at_least("rollout.max_failed_fraction", self.max_failed_fraction, 0)
         require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
         require_positive("rollout.request_timeout_s", self.request_timeout_s)
+        require_positive("rollout.reward_timeout_s", self.reward_timeout_s)
         require_positive("rollout.poll_interval_s", self.poll_interval_s)
         limit = self.max_model_len
         require(

@@ -1,0 +1,1 @@
+"""What is trained on: dataset rows, their order, their token ids, and the built-in arithmetic task."""

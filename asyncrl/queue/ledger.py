@@ -153,10 +153,11 @@ class Ledger:
         than its admission.
         """
         record = self._issued(ticket, "put")
-        if oldest_version is not None and not ticket.version <= oldest_version <= self.version:
+        # The replicas serve a version a moment before the ledger hears of it, so the upper bound is the trained steps.
+        if oldest_version is not None and not ticket.version <= oldest_version <= self.step:
             raise LedgerError(
                 f"group {ticket.ordinal}: oldest token has version {oldest_version}, outside "
-                f"[admission {ticket.version}, published {self.version}]"
+                f"[admission {ticket.version}, trained steps {self.step}]"
             )
         done = replace(record, version=ticket.version if oldest_version is None else oldest_version)
         if has_signal:

@@ -1,0 +1,1 @@
+"""Training with PyTorch's FSDP2 and Hugging Face models; gloo on CPU, nccl on CUDA, one code path."""

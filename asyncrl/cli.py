@@ -1,0 +1,93 @@
+"""`asyncrl-train RECIPE.yaml [key=value ...]`.
+
+Exit codes: 0 the run reached run.max_steps; 1 it failed, the error is named; 2 bad input, nothing was started;
+130 and 143 it was ended by SIGINT or SIGTERM, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.checkpoint.store import check_resumable
+from asyncrl.config.load import environment_defaults, load_recipe
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.preflight import check_packages, check_recipe, describe
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_SIGNAL_BASE = 128
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-train",
+        description="Train a language model by asynchronous reinforcement learning.",
+        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130/143 ended by a signal with a checkpoint",
+    )
+    parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    arguments = parser.parse_intermixed_args(argv)
+    console = Console(stderr=False)
+    for name, value in environment_defaults().items():
+        os.environ.setdefault(name, value)
+    try:
+        return _train(arguments.recipe, arguments.overrides, dry_run=arguments.dry_run, console=console)
+    except ConfigError as e:
+        Console(stderr=True).print(f"asyncrl-train: this recipe cannot run\n{e}", markup=False, highlight=False, soft_wrap=True)
+        return EXIT_BAD_INPUT
+
+
+def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console) -> int:
+    recipe = load_recipe(path, overrides)
+    name = recipe.run.name or path.stem
+    directory = RunDirectory(Path(recipe.run.dir or Path("runs") / name))
+    words = [w for w in overrides if not w.startswith("resume=")]
+    command = shlex.join(["asyncrl-train", str(path), *words])
+    start_from = None if dry_run else directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
+    if start_from is not None:
+        check_resumable(recipe, start_from)
+    found = check_recipe(recipe)
+    console.print(f"asyncrl-train {name}", style="bold", highlight=False)
+    describe(recipe, found, lambda line: console.print("  " + line, highlight=False, markup=False, soft_wrap=True))
+    if dry_run:
+        console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
+        return 0
+    check_packages(recipe)
+    directory.lock(command)
+    console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
+
+    from asyncrl.observability.logs import configure_driver
+    from asyncrl.run import run
+
+    configure_driver(directory.log, console)
+    directory.write_config(recipe, name)
+    resume = f"{command} resume=auto"
+    try:
+        result = run(recipe, name, directory, start_from, console)
+    except KeyboardInterrupt:
+        console.print("interrupted before the first step", highlight=False)
+        return EXIT_SIGNAL_BASE + 2
+    except AsyncRLError as e:
+        logger.error("the run failed: %s: %s", type(e).__name__, e)
+        console.print(f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True)
+        return EXIT_FAILED
+    if result.signal is not None:
+        console.print(f"ended after step {result.step}; go on with: {resume}", highlight=False, soft_wrap=True)
+        return EXIT_SIGNAL_BASE + result.signal
+    console.print(f"done: {result.step} steps in {directory.path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

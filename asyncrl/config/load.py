@@ -1,0 +1,129 @@
+"""Recipes: YAML with `base:` includes and `key=value` overrides -> a validated `Recipe`. The only user of OmegaConf."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import AsyncRLError, ConfigError, explain
+
+
+def load_recipe(path: Path, overrides: list[str]) -> Recipe:
+    """The recipe in `path` over its bases, with `key=value` overrides on top.
+
+    Relative paths inside a recipe are relative to the working directory; those under `base:` to the file.
+    Raises ConfigError: unknown or misspelt key, impossible value, missing file, broken YAML.
+    """
+    merged = OmegaConf.structured(Recipe)
+    for layer in _layers(path, ()):
+        merged = _merge(merged, layer, str(path))
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override), f"the override {override!r}")
+    try:
+        recipe = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as e:
+        key = str(e.full_key) if e.full_key else str(e)
+        raise ConfigError(
+            explain(f"the recipe {path}", f"{key} is not set", f"set it in the recipe, or pass {key}=VALUE")
+        ) from e
+    except OmegaConfBaseException as e:
+        if isinstance(e.__cause__, AsyncRLError):
+            raise e.__cause__ from None
+        raise ConfigError(explain(f"the recipe {path}", _first_line(e), "mend this value")) from e
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def known_keys(schema: type = Recipe, prefix: str = "") -> list[str]:
+    """Every key that a recipe may set, in full ("rollout.sampling.temperature")."""
+    keys: list[str] = []
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        inner = hints[field.name]
+        name = prefix + field.name
+        keys += known_keys(inner, name + ".") if is_dataclass(inner) else [name]  # type: ignore[arg-type]
+    return keys
+
+
+def environment_defaults() -> dict[str, str]:
+    """Environment variables that the launch code reads or sets for every process of a run on CPU.
+
+    One thread per process: processes that share cores and spin in OpenMP slow each other down tenfold.
+    """
+    return {"OMP_NUM_THREADS": os.environ.get("ASYNCRL_THREADS_PER_PROCESS", "1")}
+
+
+def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
+    """The bases of `path`, outermost first, then `path` itself."""
+    if path.resolve() in seen:
+        chain = " -> ".join(str(p) for p in (*seen, path))
+        raise ConfigError(explain(f"the recipe {seen[0]}", f"its bases include each other: {chain}", "break the circle"))
+    try:
+        content = OmegaConf.load(path)
+    except FileNotFoundError as e:
+        known = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        close = get_close_matches(str(path), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"recipes in {path.parent}: {known or 'none'}"
+        asked = f"the recipe {path}" if not seen else f"base {path} of {seen[-1]}"
+        raise ConfigError(explain(asked, "there is no such file", hint)) from e
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as e:
+        raise ConfigError(explain(f"the recipe {path}", f"it cannot be read: {e}", "mend the file")) from e
+    if not isinstance(content, DictConfig):
+        raise ConfigError(explain(f"the recipe {path}", "it is not a mapping of sections", "see recipes/quickstart.yaml"))
+    bases = content.pop("base", None) or []
+    layers: list[DictConfig] = []
+    for base in [bases] if isinstance(bases, str) else bases:
+        layers += _layers(path.parent / base, (*seen, path.resolve()))
+    return [*layers, content]
+
+
+def _parse_override(override: str) -> DictConfig:
+    key, equals, _ = override.partition("=")
+    if not equals or not key or key.startswith("-"):
+        raise ConfigError(
+            explain(f"the override {override!r}", "it is not of the form key=value", "write for example trainer.lr=1e-4")
+        )
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as e:
+        raise ConfigError(explain(f"the override {override!r}", f"it cannot be parsed: {e}", "quote the value")) from e
+
+
+def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, layer)
+    except ConfigKeyError as e:
+        key = str(e.full_key)
+        depth = key.count(".") + 1
+        siblings = {".".join(known.split(".")[:depth]) for known in known_keys()}
+        close = get_close_matches(key, siblings, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else "docs/recipes.md lists every key"
+        raise ConfigError(explain(f"{key} in {origin}", "there is no such key", hint)) from e
+    except OmegaConfBaseException as e:
+        choices = _choices(str(e.full_key))
+        do = f"choose from {choices}" if choices else "give it a value of that type"
+        raise ConfigError(explain(f"{e.full_key or 'a section'} in {origin}", _first_line(e), do)) from e
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _choices(key: str) -> list[Any]:
+    """The values of a `Literal` key; empty for any other."""
+    schema: Any = Recipe
+    for name in key.split("."):
+        if not is_dataclass(schema):
+            return []
+        schema = get_type_hints(schema).get(name)
+    return [a for a in get_args(schema) if isinstance(a, str)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

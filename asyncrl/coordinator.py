@@ -1,0 +1,330 @@
+"""The coordinator: decides when to train, publish, evaluate and save. Runs in the driver's asyncio loop.
+
+Consumes: leases of the message queue (lengths, rewards, lags; never a token).
+Produces: optimizer steps, publishes, checkpoints, one metrics record per step.
+Waits for: groups, the trainer, the replicas; each wait has a deadline from the recipe.
+Unblocked by: the rollouter's puts.
+Stops when: `run.max_steps` are trained, a stop is asked for, or any part of the run dies: the first error ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.algorithms import build_advantage
+from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.inference.replica import ReplicaStats
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.progress import ProgressView
+from asyncrl.observability.step import StepClock, StepRecord
+from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.queue.message_queue import LeaseWait
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.trainer.packing import plan_step
+from asyncrl.types import LeaseManifest, RankPlan
+from asyncrl.weights.checkpoint_engine import CheckpointEngine, PublishReport
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Longest long poll: how late a stop can be noticed."""
+
+
+class Queue(Protocol):
+    """The training side of the message queue."""
+
+    async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait: ...
+    async def commit(self, step: int) -> LedgerCounts: ...
+    async def published(self, version: int) -> None: ...
+    async def wait_idle(self, wait_s: float) -> bool: ...
+    async def counts(self) -> LedgerCounts: ...
+    async def save(self, directory: Path) -> LedgerCounts: ...
+    async def load(self, directory: Path) -> LedgerCounts: ...
+    async def ping(self, timeout_s: float) -> float: ...
+
+
+class Trainers(Protocol):
+    async def train_step(self, plans: tuple[RankPlan, ...]) -> TrainMetrics: ...
+    async def save(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None: ...
+    async def ping(self, timeout_s: float) -> float: ...
+
+
+class RolloutSide(Protocol):
+    async def run(self) -> None: ...
+    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult: ...
+    async def stats(self, timeout_s: float) -> RolloutStats: ...
+
+
+class ReplicaSide(Protocol):
+    async def stats(self, timeout_s: float) -> ReplicaStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that the coordinator drives, built by the composition root."""
+
+    queue: Queue
+    trainers: Trainers
+    rollouter: RolloutSide
+    replicas: tuple[ReplicaSide, ...]
+    weights: CheckpointEngine
+    checkpoints: CheckpointStore
+    metrics: MetricsLog
+    events: EventLog
+    progress: ProgressView
+
+
+class Coordinator:
+    """Args:
+    start_from: checkpoint to go on from; None starts at step 0.
+    """
+
+    def __init__(self, recipe: Recipe, parts: Parts, start_from: Path | None) -> None:
+        self._recipe = recipe
+        self._parts = parts
+        self._start_from = start_from
+        self._step = 0
+        self._published = -1
+        self._saved = -1
+        self._clock = StepClock()
+        self._advantages = build_advantage(recipe.algorithm.advantage)
+        self._stop = asyncio.Event()
+
+    @property
+    def step(self) -> int:
+        """`global_steps`: optimizer steps completed."""
+        return self._step
+
+    def stop(self) -> None:
+        """Ends the run after the step in progress, with a checkpoint. Idempotent."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Trains until the end or a stop; always leaves a checkpoint of the last complete step.
+
+        Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
+        progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
+        """
+        training = asyncio.create_task(self._train(), name="training")
+        guards = [
+            asyncio.create_task(self._parts.rollouter.run(), name="rollouter"),
+            asyncio.create_task(self._watch_health(), name="health"),
+        ]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set() and not training.done():
+                await asyncio.wait([training, *guards], timeout=self._recipe.run.shutdown_timeout_s)
+            failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
+            for task in failed[1:]:
+                logger.error("also: %s: %s", task.get_name(), task.exception())
+            if failed:
+                await failed[0]
+            if not training.done():
+                raise DeadlineExceeded(
+                    explain(
+                        f"stop after step {self._step + 1}",
+                        f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s",
+                        "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer",
+                    )
+                )
+        finally:
+            for task in (training, stop, *guards):
+                task.cancel()
+            await asyncio.gather(training, stop, *guards, return_exceptions=True)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        recipe, parts = self._recipe, self._parts
+        if self._start_from is not None:
+            await self._resume(self._start_from)
+        await parts.weights.open()
+        await self._publish()
+        initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else None
+        self._clock.mark(await self._replica_stats())
+        while self._step < recipe.run.max_steps and not self._stop.is_set():
+            record = await self._one_step()
+            if record is None:
+                break
+            if initial is not None:
+                record.add("eval/initial_accuracy", initial["eval/accuracy"])
+                initial = None
+            parts.metrics.write(record.values)
+            parts.progress.stepped(record.values)
+            if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
+                await self._save()
+        if self._saved != self._step:
+            await self._save()
+
+    async def _one_step(self) -> StepRecord | None:
+        """Leases, trains, commits and publishes one step; None when a stop came before its groups were ready."""
+        recipe, parts = self._recipe, self._parts
+        self._clock.start()
+        manifest = await self._lease()
+        if manifest is None:
+            return None
+        waited_s = self._clock.lap()
+        advantages = [self._advantages(np.asarray(group.rewards)) for group in manifest.groups]
+        plans = plan_step(
+            manifest,
+            advantages,
+            num_ranks=recipe.trainer.num_ranks,
+            max_tokens_per_microbatch=recipe.trainer.max_tokens_per_microbatch,
+        )
+        metrics = await parts.trainers.train_step(plans)
+        train_s = self._clock.lap()
+        counts = await parts.queue.commit(self._step)
+        self._step += 1
+        record = StepRecord(self._step)
+        record.of_batch(manifest)
+        record.of_training(metrics, train_s)
+        last = self._step >= recipe.run.max_steps
+        report: PublishReport | None = None
+        if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
+            if recipe.mode != "fully_async":
+                waited_s += await self._drain()
+            report = await self._publish()
+            counts = await parts.queue.counts()
+        record.of_publish(report)
+        record.of_queue(counts)
+        if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
+            for name, value in (await self._evaluate()).items():
+                record.add(name, value)
+        stats = await self._replica_stats()
+        record.of_time(self._clock, stats, waited_s)
+        record.of_cpu(stats, await self._cpu_times())
+        return record
+
+    async def _lease(self) -> LeaseManifest | None:
+        deadline = time.monotonic() + self._recipe.staleness.overdue_timeout_s
+        while not self._stop.is_set():
+            answer = await self._parts.queue.lease(self._step, POLL_S)
+            if isinstance(answer, LeaseManifest):
+                return answer
+            if time.monotonic() > deadline:
+                what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
+                raise DeadlineExceeded(
+                    explain(
+                        f"the groups of step {self._step + 1}",
+                        f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}",
+                        "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s",
+                    )
+                )
+        return None
+
+    async def _drain(self) -> float:
+        """Waits until no group is being generated; returns the seconds it took."""
+        started = time.monotonic()
+        while not await self._parts.queue.wait_idle(POLL_S):
+            if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
+                raise DeadlineExceeded(
+                    explain(
+                        f"drain before the publish of version {self._step}",
+                        f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: "
+                        f"{await self._parts.queue.counts()}",
+                        "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s",
+                    )
+                )
+        return time.monotonic() - started
+
+    async def _publish(self) -> PublishReport:
+        report = await self._parts.weights.publish(self._step)
+        await self._parts.queue.published(self._step)
+        self._published = self._step
+        self._parts.events.write(
+            "publish",
+            version=report.version,
+            publish_s=report.publish_s,
+            pause_s=report.pause_s,
+            transfer_s=report.transfer_s,
+            bytes=report.nbytes,
+            verified=report.verified,
+            attempts=report.attempts,
+        )
+        return report
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it."""
+        started = time.monotonic()
+        results = [
+            await self._parts.rollouter.evaluate(name, self._recipe.run.seed, self._recipe.eval.timeout_s)
+            for name in self._recipe.data.eval
+        ]
+        for r in results:
+            self._parts.events.write(
+                "evaluation",
+                step=self._step,
+                version=self._published,
+                name=r.name,
+                accuracy=r.accuracy,
+                prompts=r.num_prompts,
+            )
+            logger.info("evaluation after step %d: %s accuracy %.3f (%d)", self._step, r.name, r.accuracy, r.num_prompts)
+        values = {f"eval/accuracy/{r.name}": r.accuracy for r in results} if len(results) > 1 else {}
+        values["eval/accuracy"] = float(np.mean([r.accuracy for r in results]))
+        values["eval/response_tokens_mean"] = float(np.mean([r.response_tokens_mean for r in results]))
+        values["eval/time_s"] = time.monotonic() - started
+        self._parts.progress.evaluated(values["eval/accuracy"])
+        return values
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """A checkpoint between two steps: trainer, ledger and ready groups of the same moment."""
+        parts, started = self._parts, time.monotonic()
+        temporary = parts.checkpoints.begin(self._step)
+        await parts.queue.save(temporary / "queue")
+        await parts.trainers.save(temporary / "trainer")
+        state = RunState.of(self._recipe, global_steps=self._step, elapsed_s=self._clock.elapsed_s)
+        path = await asyncio.to_thread(parts.checkpoints.finish, temporary, state)
+        self._saved = self._step
+        parts.events.write("checkpoint", step=self._step, path=path.name, save_s=time.monotonic() - started)
+
+    async def _resume(self, checkpoint: Path) -> None:
+        state = read_state(checkpoint)
+        await self._parts.trainers.load(checkpoint / "trainer")
+        counts = await self._parts.queue.load(checkpoint / "queue")
+        self._step = self._saved = state.global_steps
+        self._clock = StepClock(state.elapsed_s)
+        self._parts.metrics.truncate_after(self._step)
+        self._parts.events.write("resume", step=self._step, checkpoint=checkpoint.name)
+        logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
+
+    # -- guards --------------------------------------------------------------------------------------------------
+
+    async def _watch_health(self) -> None:
+        """Asks every process whether it is alive; raises ProcessDied or DeadlineExceeded naming the one that is not."""
+        parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
+        while True:
+            await asyncio.sleep(self._recipe.ray.health_interval_s)
+            await asyncio.gather(
+                parts.queue.ping(timeout_s),
+                parts.trainers.ping(timeout_s),
+                parts.rollouter.stats(timeout_s),
+                *(replica.stats(timeout_s) for replica in parts.replicas),
+            )
+
+    async def _replica_stats(self) -> list[ReplicaStats]:
+        timeout_s = self._recipe.ray.health_timeout_s
+        return list(await asyncio.gather(*(r.stats(timeout_s) for r in self._parts.replicas)))
+
+    async def _cpu_times(self) -> dict[str, float]:
+        """CPU seconds of queue, rollouter and trainers."""
+        parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
+        queue_s, trainers_s, rollout = await asyncio.gather(
+            parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
+        )
+        return {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}

@@ -1,0 +1,142 @@
+"""Reads a dataset from a file, a directory or the hub: `load_rows`. Row order is the order of the files, by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.data.rows import PromptRow, parse_json_line, parse_record
+from asyncrl.errors import DataError, explain
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+SUFFIXES = (".jsonl", ".parquet")
+_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A dataset on the Hugging Face hub: `name` (with or without organisation), its configuration and split."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+
+    def __str__(self) -> str:
+        return f"{self.name}{f'/{self.config}' if self.config else ''}:{self.split}"
+
+
+def load_rows(source: str) -> list[PromptRow]:
+    """All rows of `source`: a JSONL or parquet file, a directory of them, or a hub name.
+
+    Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
+    """
+    if looks_like_path(source):
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise _missing(source, path)
+        rows = [row for file in _files(path) for row in _read_file(file)]
+    else:
+        rows = list(read_hub(parse_hub_name(source)))
+    if not rows:
+        raise DataError(explain(f"the dataset {source}", "it has no rows", "name one that has, or generate it anew"))
+    return rows
+
+
+def looks_like_path(source: str) -> bool:
+    """True when `source` exists, or can only be meant as a file: its suffix, its start or its folder says so."""
+    path = Path(source).expanduser()
+    if path.exists() or source.startswith((".", "/", "~")) or path.suffix in (*SUFFIXES, ".json"):
+        return True
+    return ":" not in source and "/" in source and path.parent.is_dir()
+
+
+def parse_hub_name(source: str) -> HubName:
+    """Splits `name`, `org/name`, `org/name/config`, each with an optional `:split`. Raises DataError."""
+    name, colon, split = source.partition(":")
+    parts = name.split("/")
+    if len(parts) > 3 or not all(parts) or (colon and not split):
+        do = "write name, org/name or org/name/config, then optionally :split; or the path of a file"
+        raise DataError(explain(f"the dataset {source}", "neither a file nor a hub name", do))
+    return HubName("/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train")
+
+
+def read_hub(hub: HubName) -> Iterator[PromptRow]:
+    """Rows of a hub dataset, downloaded on first use. Raises DataError with the hub's own reason."""
+    import datasets  # takes seconds to import, and most runs read files
+
+    try:
+        dataset = datasets.load_dataset(hub.name, hub.config, split=hub.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        do = "check the name, configuration and split; log in for a private one; or give the path of a file"
+        raise DataError(explain(f"the dataset {hub} from the hub", f"{type(error).__name__}: {error}", do)) from error
+    for number, record in enumerate(dataset):
+        yield parse_record(record, f"{hub}:row {number}")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    suffixes = sorted({file.suffix for file in files})
+    if len(suffixes) != 1:
+        found = f"both {' and '.join(suffixes)} files" if suffixes else "no .jsonl and no .parquet file in it"
+        # the same rows are often kept in both formats: reading both would silently double them
+        raise DataError(explain(f"the directory {path}", found, "name one file, or a directory of one format"))
+    return files
+
+
+def _read_file(path: Path) -> Iterator[PromptRow]:
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    else:
+        found = f"the suffix {path.suffix or '(none)'}"
+        raise DataError(explain(f"the dataset {path}", found, "give a .jsonl (one object a line) or a .parquet file"))
+
+
+def _read_jsonl(path: Path) -> Iterator[PromptRow]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield parse_json_line(line, f"{path}:{number}")
+    except UnicodeDecodeError as error:
+        raise DataError(explain(f"the dataset {path}", f"not UTF-8: {error}", "save it as UTF-8")) from error
+
+
+def _read_parquet(path: Path) -> Iterator[PromptRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it anew")) from error
+    with file:
+        yield from _parquet_rows(file, path)
+
+
+def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path) -> Iterator[PromptRow]:
+    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+    number = 0
+    for batch in file.iter_batches(columns=columns):
+        for record in batch.to_pylist():
+            yield parse_record(record, f"{path}:row {number}")
+            number += 1
+
+
+def _missing(source: str, path: Path) -> DataError:
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    names = [entry.name for entry in folder.iterdir()]
+    wanted = path.relative_to(folder).parts[0]
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    found = f"no such file; {folder}/ holds {close[0]}" if close else f"no such file in {folder}/"
+    do = f"name {folder / close[0]} or another existing file" if close else "name an existing file"
+    hint = "; the built-in task is written by `python tools/make_arithmetic_dataset.py`"
+    return DataError(explain(f"the dataset {source}", found, do + hint))

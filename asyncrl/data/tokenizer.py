@@ -1,0 +1,153 @@
+"""From rows to token ids: the tokenizer, the chat template and the tokens that end a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import jinja2
+import numpy as np
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.rows import PromptRow
+from asyncrl.errors import ConfigError, DataError, explain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RenderedPrompts:
+    """Rows beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`; `num_dropped` were too long."""
+
+    rows: tuple[PromptRow, ...]
+    prompt_ids: tuple[np.ndarray, ...]
+    num_dropped: int
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that `model.chat_template` names, if any.
+
+    Raises ConfigError: no tokenizer there, no such template file, or no chat template at all.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        do = "name a directory that holds a tokenizer, or a hub name that this machine can reach"
+        raise ConfigError(explain(f"the tokenizer of model.path={model.path}", str(error), do)) from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    if not tokenizer.chat_template:
+        do = "set model.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
+        raise ConfigError(explain(f"the chat template of model.path={model.path}", "its tokenizer has none", do))
+    return tokenizer
+
+
+class PromptRenderer:
+    """Turns the messages of a row into the token ids that the policy continues."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+        self._tokenizer = tokenizer
+        self._options = {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
+
+    def prompt_ids(self, row: PromptRow) -> np.ndarray:
+        """[P] int32: the row through the chat template, up to where the assistant's turn begins.
+
+        Raises DataError naming the row: the template refuses its messages, or renders nothing.
+        """
+        messages = [{"role": m.role, "content": m.content} for m in row.messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._options
+            )
+        except jinja2.TemplateError as error:
+            do = "correct the row's roles or the chat template"
+            raise DataError(explain(f"the prompt of {row.origin}", f"the chat template fails: {error}", do)) from error
+        if len(ids) == 0:
+            raise DataError(explain(f"the prompt of {row.origin}", "it renders to no token", "check the chat template"))
+        return np.asarray(ids, dtype=np.int32)
+
+
+def render_rows(
+    rows: Sequence[PromptRow],
+    renderer: PromptRenderer,
+    max_prompt_tokens: int,
+    on_long_prompt: Literal["error", "drop"],
+) -> RenderedPrompts:
+    """Every row with its prompt of at most `max_prompt_tokens` tokens.
+
+    Raises DataError: a prompt is longer and `on_long_prompt` is "error", or no row is left.
+    """
+    kept: list[tuple[PromptRow, np.ndarray]] = []
+    for row in rows:
+        ids = renderer.prompt_ids(row)
+        if len(ids) <= max_prompt_tokens:
+            kept.append((row, ids))
+        elif on_long_prompt == "error":
+            found = f"{len(ids)} tokens, data.max_prompt_tokens={max_prompt_tokens}"
+            do = f"set data.max_prompt_tokens to {len(ids)} or more, or data.on_long_prompt=drop"
+            raise DataError(explain(f"the prompt of {row.origin}", found, do))
+    if not kept:
+        found = f"every one of {len(rows)} prompts has more than data.max_prompt_tokens={max_prompt_tokens} tokens"
+        raise DataError(explain("prompts to train on", found, "raise data.max_prompt_tokens"))
+    return RenderedPrompts(tuple(row for row, _ in kept), tuple(ids for _, ids in kept), len(rows) - len(kept))
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, stop: Sequence[str]) -> tuple[int, ...]:
+    """The ids that end a response, ascending: the tokenizer's end of sequence, those of the model's
+    generation_config.json, and the `stop` texts.
+
+    Raises ConfigError: a stop text is not one token, or nothing at all would end a response.
+    """
+    ids = set(_generation_eos(model))
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    for text in stop:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        if len(encoded) != 1:
+            found = f"{len(encoded)} tokens {tokenizer.convert_ids_to_tokens(encoded)}"
+            raise ConfigError(explain(f"rollout.sampling.stop={text!r}", found, "choose texts that are one token each"))
+        ids.add(encoded[0])
+    if not ids:
+        found = "neither its tokenizer nor its generation_config.json names one"
+        raise ConfigError(explain(f"a token that ends a response of {model.path}", found, "set rollout.sampling.stop"))
+    return tuple(sorted(ids))
+
+
+def _generation_eos(model: ModelConfig) -> tuple[int, ...]:
+    file = _generation_config_file(model)
+    if file is None:
+        return ()
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise ConfigError(explain(f"the generation config {file}", f"not JSON: {error}", "save it anew")) from error
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+
+
+def _generation_config_file(model: ModelConfig) -> Path | None:
+    directory = Path(model.path).expanduser()
+    if directory.is_dir():
+        file = directory / "generation_config.json"
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model.path, "generation_config.json", revision=model.revision))
+    except EntryNotFoundError:
+        return None  # the file is optional
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(explain(f"model.chat_template={path}", str(error), "name a readable Jinja file")) from error

@@ -1,0 +1,46 @@
+"""The protocol of an environment: turns a prompt into a trajectory by calling the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrl.data.rows import PromptRow
+from asyncrl.rewards import RewardResult
+from asyncrl.rollout.generation import Generation
+from asyncrl.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One attempt at one prompt. `prompt_ids` [P] int32 after the chat template."""
+
+    row: PromptRow
+    prompt_ids: np.ndarray
+    ordinal: int
+    index: int
+
+
+class Session(Protocol):
+    """What an environment may ask for. Interruptions by weight updates are invisible here."""
+
+    async def generate(self, prompt_ids: np.ndarray) -> Generation:
+        """The policy's next response to these tokens. Raises GenerationError."""
+        ...
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Text without special tokens."""
+        ...
+
+    async def reward(self, response: str, row: PromptRow) -> RewardResult:
+        """The recipe's reward, computed outside the event loop. Raises what it raises, or DeadlineExceeded."""
+        ...
+
+
+class Environment(Protocol):
+    def run(self, task: Task, session: Session) -> Coroutine[Any, Any, Trajectory]:
+        """(async) One trajectory. An exception fails the attempt at the group, never the run."""
+        ...

@@ -1,0 +1,219 @@
+"""A replica: one inference engine behind a gate. Runs as a Ray actor.
+
+Consumes: requests of generation clients, publishes of the checkpoint engine.
+Produces: chunks of tokens stamped with the version that sampled them, kept per client until it collects them.
+Waits for: the gate. It is closed until the first committed version and during every publish; a request that waits
+longer than `gate_timeout_s` gets an error that says why.
+Stops when: `stop` is called; requests in flight then end with an error chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.inference.engine import EngineHealth, InferenceEngine, PauseMode
+from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.weights.transport import Digest, TransferSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process."""
+
+    replica_id: int
+    pid: int
+    health: EngineHealth
+    paused_s: float
+    cpu_s: float
+
+
+class _Outbox:
+    """Chunks that wait for one client."""
+
+    def __init__(self) -> None:
+        self.chunks: list[TokenChunk] = []
+        self.arrived = asyncio.Event()
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.chunks.append(chunk)
+        self.arrived.set()
+
+    async def take(self, wait_s: float) -> list[TokenChunk]:
+        try:
+            await asyncio.wait_for(self.arrived.wait(), wait_s)
+        except TimeoutError:
+            return []
+        taken, self.chunks = self.chunks, []
+        self.arrived.clear()
+        return taken
+
+
+class Replica:
+    """Args:
+    build_engine: makes the engine, in the process of the replica.
+    serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate waits for a commit.
+    """
+
+    def __init__(
+        self,
+        replica_id: int,
+        build_engine: Callable[[], InferenceEngine],
+        *,
+        gate_timeout_s: float,
+        serves_at_once: bool = False,
+    ) -> None:
+        self._id = replica_id
+        self._engine = build_engine()
+        self._gate_timeout_s = gate_timeout_s
+        self._serves_at_once = serves_at_once
+        self._gate = asyncio.Event()
+        self._closed_because = "it has no committed version yet: its weights are placeholders until the first publish"
+        self._closed_at: float | None = None
+        self._paused_s = 0.0
+        self._outboxes: dict[str, _Outbox] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._received: tuple[int, Digest | None] | None = None
+
+    async def start(self) -> ReplicaStats:
+        await self._engine.start()
+        if self._serves_at_once:
+            self._gate.set()
+        return await self.stats()
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    async def submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
+        """Starts these requests; what they produce is collected by `collect(client_id)`."""
+        outbox = self._outboxes.setdefault(client_id, _Outbox())
+        for request in requests:
+            if request.request_id in self._tasks:
+                outbox.add(_final(request, None, error=f"request_id {request.request_id} is already in flight"))
+                continue
+            task = asyncio.create_task(self._serve(request, outbox), name=f"request {request.request_id}")
+            self._tasks[request.request_id] = task
+            task.add_done_callback(lambda _, key=request.request_id: self._tasks.pop(key, None))
+
+    async def collect(self, client_id: str, wait_s: float) -> list[TokenChunk]:
+        """All chunks since the last call, in order; waits at most `wait_s` for the first one."""
+        return await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends these requests; unknown ids are ignored. Those that wait at the gate end without a token."""
+        await self._engine.abort(request_ids)
+        if not self._gate.is_set():
+            for request_id in request_ids:
+                if (task := self._tasks.get(request_id)) is not None:
+                    task.cancel()
+
+    # -- publish -------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Closes the gate and interrupts generation by `mode`; returns when no token is being sampled."""
+        self._close_gate("a publish of weights is in progress")
+        await self._engine.pause(mode)
+
+    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """Receives and applies a publish; the gate stays closed until `commit`. Returns this side's digest.
+
+        Raises WeightTransferError when the gate is open: weights never change under a running generation.
+        """
+        if self._gate.is_set():
+            raise WeightTransferError(f"replica {self._id} was sent weights without a pause")
+        self._received = None
+        digest = await self._engine.load_weights(manifest, source, timeout_s)
+        self._received = (manifest.publish_id, digest)
+        return digest
+
+    async def commit(self, publish_id: int, version: int | None, digest: Digest | None) -> None:
+        """Serves the weights of `publish_id` as `version` and opens the gate.
+
+        Raises WeightTransferError: these weights were not received completely, or their digest is another one.
+        """
+        if self._received is None or self._received[0] != publish_id:
+            raise WeightTransferError(f"replica {self._id}: commit of publish {publish_id}, received {self._received}")
+        if digest is not None and self._received[1] != digest:
+            raise WeightTransferError(f"replica {self._id}: the digest of publish {publish_id} differs")
+        await self._engine.commit(version)
+        if self._engine.health().version is None:
+            raise WeightTransferError(f"replica {self._id}: the first publish must carry a version")
+        await self._engine.resume()
+        self._open_gate()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> ReplicaStats:
+        """Raises GenerationError when the engine is no longer alive: the replica is useless then."""
+        health = self._engine.health()
+        if not health.alive:
+            raise GenerationError(f"the engine of replica {self._id} is dead: {health.detail}")
+        paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
+        cpu = os.times()
+        return ReplicaStats(self._id, os.getpid(), health, paused_s, cpu.user + cpu.system)
+
+    async def stop(self) -> None:
+        self._close_gate("the replica is stopping")
+        await self._engine.stop()
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: GenerationRequest, outbox: _Outbox) -> None:
+        """Passes one request through the gate to the engine; whatever goes wrong becomes its final chunk."""
+        try:
+            await self._pass_gate()
+            async for chunk in self._engine.generate(request):
+                outbox.add(chunk)
+        except asyncio.CancelledError:
+            outbox.add(_final(request, self._engine.health().version))
+            raise
+        except AsyncRLError as e:
+            outbox.add(_final(request, self._engine.health().version, error=str(e)))
+        except Exception as e:  # noqa: BLE001 - task boundary: the client gets it as the request's error
+            logger.exception("request %s failed", request.request_id)
+            outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
+
+    async def _pass_gate(self) -> None:
+        if self._gate.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._gate.wait(), self._gate_timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"replica {self._id} did not serve within {self._gate_timeout_s} s: {self._closed_because}"
+            ) from None
+
+    def _close_gate(self, because: str) -> None:
+        self._closed_because = because
+        if self._closed_at is None:
+            self._closed_at = time.monotonic()
+        self._gate.clear()
+
+    def _open_gate(self) -> None:
+        if self._closed_at is not None:
+            self._paused_s += time.monotonic() - self._closed_at
+            self._closed_at = None
+        self._gate.set()
+
+
+def _final(request: GenerationRequest, version: int | None, error: str | None = None) -> TokenChunk:
+    """The chunk that ends a request without a token: aborted, or refused because of `error`."""
+    return TokenChunk(
+        request_id=request.request_id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        version=-1 if version is None else version,
+        finish_reason="abort",
+        error=error,
+    )

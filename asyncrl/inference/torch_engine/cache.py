@@ -1,0 +1,138 @@
+"""Keys and values of all slots, and the attention over them.
+
+Shape letters: N rows that decode, S query tokens, H query heads, K key-value heads, D head size, L max_model_len.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.torch_engine.slots import Moves
+
+ATTENTION_NAME = "asyncrl_slot"
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it; [rows, S, H, D], and no attention weights.
+
+    A single query token is laid out as [rows, K, H/K, D], so that the query heads that share keys are read as a
+    sequence: no key is repeated in memory.
+
+    Args:
+        query: [rows, H, S, D]. key, value: [rows, K, kv, D]. attention_mask: additive, broadcasts to [rows, H, S, kv].
+    Raises:
+        GenerationError: the model asks for an attention that this is not (soft capping, sinks).
+    """
+    for unsupported in ("softcap", "s_aux"):
+        if settings.get(unsupported) is not None:
+            raise GenerationError(
+                explain(f"model class {type(module).__name__}", f"its attention uses {unsupported}", "use engine: vllm")
+            )
+    rows, heads, length, head_size = query.shape
+    scale = settings.get("scaling")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if length == 1:
+        query = query.reshape(rows, key.shape[1], -1, head_size)
+        out = attend(query, key, value, attn_mask=attention_mask, scale=scale)
+        return out.reshape(rows, 1, heads, -1), None
+    out = attend(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=key.shape[1] != heads)
+    return out.transpose(1, 2), None
+
+
+class SlotCache:
+    """Keys and values of the running requests, dense: row r of layer l is `keys[l][r, :, :length]`.
+
+    Stands where transformers expects a cache: `update` stores one token per row and returns views of what the
+    attention reads. A layer's memory is taken at its first update, from the shapes that the model itself produces.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        self._num_slots = num_slots
+        self._max_model_len = max_model_len
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._rows = torch.zeros(0, dtype=torch.int64)
+        self._positions = self._rows
+        self._kv_len = 0
+
+    def aim(self, rows: torch.Tensor, positions: torch.Tensor, kv_len: int) -> None:
+        """Sets where the next forward pass writes: `rows` are 0..N-1, `positions` [N] int64, all below `kv_len`."""
+        self._rows, self._positions, self._kv_len = rows, positions, kv_len
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key, value: [N, K, 1, D]. Returns views [N, K, kv_len, D]."""
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._allocate(key)
+            self._values[layer_idx] = self._allocate(value)
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        n = len(self._rows)
+        return keys[:n, :, : self._kv_len], values[:n, :, : self._kv_len]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._kv_len
+
+    def move(self, moves: Moves) -> None:
+        """Follows the rows of a `SlotTable`."""
+        if len(moves.source) == 0:
+            return
+        source, target = torch.from_numpy(moves.source), torch.from_numpy(moves.target)
+        for store in (self._keys, self._values):
+            for layer in store.values():
+                layer[target.to(layer.device)] = layer[source.to(layer.device)]
+
+    def fill(self, rows: torch.Tensor, prompts: PromptCache, prompt_rows: torch.Tensor) -> None:
+        """Copies prompt `prompt_rows[i]` to slot `rows[i]`."""
+        for layer_idx, (keys, values) in prompts.layers.items():
+            width = keys.shape[2]
+            self._keys[layer_idx][rows, :, :width] = keys[prompt_rows]
+            self._values[layer_idx][rows, :, :width] = values[prompt_rows]
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self._num_slots, like.shape[1], self._max_model_len, like.shape[3])
+        # Zeros, not empty: masked positions still enter a product with weight 0, and 0 * nan is nan.
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+class PromptCache:
+    """Keys and values of prompts while they are prefilled, in chunks of tokens that lie at the same place in each."""
+
+    def __init__(self, num_prompts: int, width: int) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_prompts = num_prompts
+        self._width = width
+        self._start = 0
+
+    def aim(self, start: int) -> None:
+        self._start = start
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """key, value: [prompts, K, S, D]. Returns views [prompts, K, start + S, D]."""
+        if layer_idx not in self.layers:
+            self.layers[layer_idx] = (self._allocate(key), self._allocate(value))
+        keys, values = self.layers[layer_idx]
+        stop = self._start + key.shape[2]
+        keys[:, :, self._start : stop] = key
+        values[:, :, self._start : stop] = value
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._start
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((self._num_prompts, like.shape[1], self._width, like.shape[3]))

@@ -1,0 +1,275 @@
+"""`TorchEngine`: the asyncio side of the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import TorchEngineConfig
+from asyncrl.errors import GenerationError, WeightTransferError, explain
+from asyncrl.inference.engine import EngineHealth, PauseMode
+from asyncrl.inference.torch_engine.loop import DecodeLoop
+from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
+from asyncrl.inference.torch_engine.transfer import Transfer
+from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.weights.transport import Digest, TransferSource
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 30.0
+
+
+class TorchEngine:
+    """An `InferenceEngine` in this process: a slot loop over the Hugging Face forward pass.
+
+    The model lives in a thread of its own; this side sends it commands and is handed reports. Until a version is
+    committed, requests wait in the queue: dummy weights sample nothing.
+
+    Args:
+        load_real_weights: load the model's files and start as version 0; otherwise random weights and version None.
+        replica_seed: of the random weights.
+    """
+
+    def __init__(
+        self, model: ModelConfig, settings: TorchEngineConfig, *, load_real_weights: bool, replica_seed: int = 0
+    ) -> None:
+        self._config = model
+        self._settings = settings
+        self._real_weights = load_real_weights
+        self._seed = replica_seed
+        chosen = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(chosen)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="torch-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._runner: ModelRunner | None = None
+        self._decode: DecodeLoop | None = None
+        self._transfer: Transfer | None = None
+        self._streams: dict[str, asyncio.Queue[TokenChunk | GenerationError]] = {}
+        self._tickets = itertools.count()
+        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._drains: set[int] = set()
+        self._paused = False
+        self._failure: BaseException | None = None
+        self._stopped = False
+
+    async def start(self) -> None:
+        if self._loop is not None:
+            raise GenerationError(explain("start", "the engine was started before", "make a new engine"))
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._thread.start()
+        await self._started
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self._require_alive()
+        self._check(request)
+        stream: asyncio.Queue[TokenChunk | GenerationError] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._commands.put(Submit(request))
+        try:
+            while True:
+                item = await stream.get()  # its end is owed by the thread, which fails every stream when it dies
+                if isinstance(item, GenerationError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            if self._streams.get(request.request_id) is stream:  # the consumer left early
+                del self._streams[request.request_id]
+                self._commands.put(Abort((request.request_id,)))
+
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        if self._alive:  # otherwise every request has ended with an error already
+            await self._ask(lambda ticket: Abort(None if request_ids is None else tuple(request_ids), ticket))
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._require_alive()
+        await self._ask(lambda ticket: Pause(mode, ticket), drains=mode == "drain")
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._require_alive()
+        self._paused = False
+        for ticket in tuple(self._drains):
+            found = explain("pause(drain)", "resume() came before the running requests had finished", "pause again")
+            if not self._answers[ticket].done():
+                self._answers[ticket].set_exception(GenerationError(found))
+        await self._ask(Resume)
+
+    async def commit(self, version: int | None) -> None:
+        self._require_alive()
+        await self._ask(lambda ticket: Commit(version, ticket))
+
+    async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        self._require_alive()
+        if not self._paused or self._transfer is None:
+            raise WeightTransferError(
+                explain("load_weights", "the engine is sampling", "await pause(...) before a publish")
+            )
+        return await self._transfer.receive(manifest, source, timeout_s)
+
+    def health(self) -> EngineHealth:
+        if self._decode is None:
+            return EngineHealth(self._alive, 0, 0, None, 0.0, 0, self._detail)
+        counters = self._decode.counters
+        running = counters.running if self._alive else 0
+        waiting = max(0, len(self._streams) - running)
+        version, busy_s, generated = counters.version, counters.busy_s, counters.generated_tokens
+        return EngineHealth(self._alive, running, waiting, version, busy_s, generated, self._detail)
+
+    async def stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._commands.put(Stop())
+        self._fail_pending("the engine was stopped", None)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the decode thread did not end within %g s and is left behind", _JOIN_TIMEOUT_S)
+        if self._transfer is not None:
+            await self._transfer.close()
+        self._transfer = self._decode = self._runner = None
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread.is_alive() and self._failure is None and not self._stopped
+
+    @property
+    def _detail(self) -> str:
+        if self._failure is not None:
+            return f"{type(self._failure).__name__}: {self._failure}"
+        return "stopped" if self._stopped else ""
+
+    def _require_alive(self) -> None:
+        if not self._alive or self._decode is None:
+            found = self._detail or "it has not been started"
+            raise GenerationError(explain("the torch engine", found, "start a new engine")) from self._failure
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raises GenerationError for a request that would not fit, or would end the thread for all others."""
+        assert self._runner is not None
+        prompt, sampling, limit = request.prompt_ids, request.sampling, self._settings.max_model_len
+        do = ""
+        if request.request_id in self._streams:
+            found, do = "a request of that id is in flight", "use a new id per attempt"
+        elif prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
+            found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
+            do = "send a one-dimensional array of at least one token id"
+        elif sampling.max_tokens < 1:
+            found, do = f"max_tokens={sampling.max_tokens}", "ask for at least one token"
+        elif len(prompt) + sampling.max_tokens > limit:
+            found = f"max_model_len={limit}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
+            do = "shorten the prompt or the response, or raise rollout.torch.max_model_len"
+        elif not 0 <= int(prompt.min()) <= int(prompt.max()) < self._runner.vocab_size:
+            found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {self._runner.vocab_size}"
+            do = "tokenize with the model's own tokenizer"
+        elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            found, do = str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+        if do:
+            raise GenerationError(explain(f"generate {request.request_id!r}", found, do))
+
+    async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
+        """Sends a command and waits until the thread has answered or died."""
+        assert self._loop is not None
+        ticket = next(self._tickets)
+        answer = self._answers[ticket] = self._loop.create_future()
+        if drains:
+            self._drains.add(ticket)
+        self._commands.put(command(ticket))
+        try:
+            await answer
+        finally:
+            self._drains.discard(ticket)
+            self._answers.pop(ticket, None)
+
+    # The decode thread.
+
+    def _main(self) -> None:
+        """Loads the model and runs the loop until it is stopped or breaks."""
+        try:
+            if self._device.type == "cpu":
+                torch.set_num_threads(1)  # replicas share the cores; spinning threads cost ten times more than they give
+            runner, decode = self._load()
+            self._post(lambda: self._on_loaded(runner, decode))
+            decode.run()
+        except Exception as error:
+            logger.exception("the torch engine died")
+            failure = error  # `error` is unbound when the block ends
+            self._post(lambda: self._on_death(failure))
+
+    def _load(self) -> tuple[ModelRunner, DecodeLoop]:
+        model = load_model(self._config, self._device, real_weights=self._real_weights, seed=self._seed)
+        runner = ModelRunner(model, self._settings)
+        with torch.inference_mode():
+            runner.warm_up()
+        decode = DecodeLoop(
+            runner,
+            self._commands,
+            lambda report: self._post(lambda: self._on_report(report)),
+            num_slots=self._settings.num_slots,
+            chunk_tokens=self._settings.chunk_tokens,
+            version=0 if self._real_weights else None,
+        )
+        return runner, decode
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the event loop was closed without stop(): nobody is left to answer
+            logger.warning("the event loop is closed: the torch engine ends")
+            self._commands.put(Stop())
+
+    # Back on the event loop.
+
+    def _on_loaded(self, runner: ModelRunner, decode: DecodeLoop) -> None:
+        self._runner, self._decode = runner, decode
+        self._transfer = Transfer(runner.model.state_dict(), self._device)
+        assert self._started is not None
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _on_report(self, report: Report) -> None:
+        for chunk in report.chunks:
+            if chunk.finish_reason is None:
+                stream = self._streams.get(chunk.request_id)
+            else:
+                stream = self._streams.pop(chunk.request_id, None)
+            if stream is not None:
+                stream.put_nowait(chunk)
+        for ticket in report.tickets:
+            answer = self._answers.get(ticket)
+            if answer is not None and not answer.done():
+                answer.set_result(None)
+
+    def _on_death(self, error: Exception) -> None:
+        self._failure = error
+        self._fail_pending(f"{type(error).__name__}: {error}", error)
+
+    def _fail_pending(self, found: str, cause: BaseException | None) -> None:
+        """Ends everything that waits for the thread with a GenerationError of its own."""
+
+        def failure() -> GenerationError:
+            error = GenerationError(explain(f"the torch engine for {self._config.path}", found, "start a new engine"))
+            error.__cause__ = cause
+            return error
+
+        for stream in self._streams.values():
+            stream.put_nowait(failure())
+        self._streams.clear()
+        for answer in (self._started, *self._answers.values()):
+            if answer is not None and not answer.done():
+                answer.set_exception(failure())

@@ -1,0 +1,286 @@
+"""The decode loop: one thread that owns the model, the slots and the queue of requests.
+
+Consumes commands; produces reports (chunks and acknowledgements, one for all requests of a step). Waits for a command when
+nothing may be sampled. Stops at `Stop`, or at an error, which it hands over: no request is left without an answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
+from asyncrl.inference.torch_engine.sampling import sample
+from asyncrl.inference.torch_engine.slots import SlotTable
+from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
+
+NO_VERSION = -1
+"""Stamp of an empty chunk that ends a request before any version was committed."""
+_IDLE_WAIT_S = 1.0
+_EMPTY_IDS = np.zeros(0, np.int32)
+_EMPTY_LOGPROBS = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True)
+class _Wave:
+    """Requests whose prompts are prefilled together. `requests[i]` lists those that share prompt number i; a prompt of
+    one token has nothing to prefill and is not here."""
+
+    prefill: Prefill
+    requests: list[list[GenerationRequest]]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.requests))
+
+
+@dataclass(slots=True)
+class Counters:
+    """Read by other threads; written by the decode thread alone."""
+
+    running: int = 0
+    version: int | None = None
+    busy_s: float = 0.0
+    generated_tokens: int = 0
+    abort_s: float = 0.0
+    """Time that the last abort or abort-pause took inside the thread."""
+
+
+class DecodeLoop:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        commands: queue.SimpleQueue[Command],
+        report: Callable[[Report], None],
+        *,
+        num_slots: int,
+        chunk_tokens: int,
+        version: int | None,
+    ) -> None:
+        self._runner = runner
+        self._commands = commands
+        self._report = report
+        self._slots = SlotTable(num_slots, chunk_tokens)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._wave: _Wave | None = None
+        self._paused = False
+        self._drain_tickets: list[int] = []
+        self._chunks: list[TokenChunk] = []
+        self._tickets: list[int] = []
+        self.counters = Counters(version=version)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Serves until `Stop`. Raises whatever breaks it: the thread's owner turns that into failed requests."""
+        while self._serve_commands():
+            self._flush_report()  # an abort is answered before the next step, not after it
+            if self._active:
+                started = time.perf_counter()
+                self._round()
+                self.counters.busy_s += time.perf_counter() - started
+                self._flush_report()
+
+    @property
+    def _running(self) -> int:
+        return self._slots.n + (self._wave.size if self._wave else 0)
+
+    @property
+    def _draining(self) -> bool:
+        return bool(self._drain_tickets)
+
+    @property
+    def _active(self) -> bool:
+        """Whether a round would do anything. Without a version the weights are dummies: nothing is sampled."""
+        if self._paused or self.counters.version is None:
+            return False
+        return self._running > 0 or bool(self._waiting)
+
+    def _serve_commands(self) -> bool:
+        """Serves every command that waits, and waits for one when there is nothing else to do; False at `Stop`."""
+        if not self._active:
+            try:
+                if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
+                    return False
+            except queue.Empty:
+                return True
+        while not self._commands.empty():
+            if not self._serve(self._commands.get_nowait()):
+                return False
+        self.counters.running = self._running
+        return True
+
+    def _serve(self, command: Command) -> bool:
+        match command:
+            case Submit(request):
+                self._waiting.append(request)
+            case Abort(request_ids, ticket):
+                self._abort(request_ids)
+                if ticket is not None:
+                    self._tickets.append(ticket)
+            case Pause():
+                self._pause(command)
+            case Resume(ticket):
+                self._paused = False
+                self._drain_tickets.clear()
+                self._tickets.append(ticket)
+            case Commit(version, ticket):
+                self._commit(version)
+                self._tickets.append(ticket)
+            case Stop():
+                return False
+        return True
+
+    def _pause(self, command: Pause) -> None:
+        if command.mode == "drain" and not self._paused and self._running > 0:
+            self._drain_tickets.append(command.ticket)
+            return
+        if command.mode == "abort":
+            # A repeated pause must not end what was queued behind the first one.
+            self._abort(self._running_ids() if self._paused else None)
+        self._emit_buffered()
+        self._paused = True
+        self._tickets += [*self._drain_tickets, command.ticket]
+        self._drain_tickets.clear()
+
+    def _commit(self, version: int | None) -> None:
+        self._emit_buffered()
+        if version is not None:
+            self.counters.version = version
+        if self._wave:  # half of a prompt under each version would match neither
+            self._wave.prefill = Prefill(self._wave.prefill.prompts)
+
+    def _running_ids(self) -> tuple[str, ...]:
+        in_wave = [r.request_id for same in (self._wave.requests if self._wave else ()) for r in same]
+        return (*self._slots.request_ids, *in_wave)
+
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        started = time.perf_counter()
+        slots = self._slots
+        ids = None if request_ids is None else frozenset(request_ids)
+        self._finish(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")
+        queued: deque[GenerationRequest] = deque()
+        for request in self._waiting:
+            self._keep_or_end(request, ids, queued)
+        self._waiting = queued
+        if self._wave:
+            for place, same in enumerate(self._wave.requests):
+                kept: deque[GenerationRequest] = deque()
+                for request in same:
+                    self._keep_or_end(request, ids, kept)
+                self._wave.requests[place] = list(kept)
+            if self._wave.size == 0:
+                self._wave = None
+        self.counters.abort_s = time.perf_counter() - started
+
+    def _keep_or_end(
+        self, request: GenerationRequest, ids: frozenset[str] | None, kept: deque[GenerationRequest]
+    ) -> None:
+        if ids is None or request.request_id in ids:
+            self._emit(request.request_id, _EMPTY_IDS, _EMPTY_LOGPROBS, "abort")
+        else:
+            kept.append(request)
+
+    def _round(self) -> None:
+        """One prefill pass if prompts wait for it, then one decode step."""
+        if self._wave is None and not self._draining:
+            self._wave = self._admit()
+        if self._wave:
+            self._runner.prefill(self._wave.prefill)
+            if self._wave.prefill.finished:
+                self._seat(self._wave)
+                self._wave = None
+        if self._slots.n:
+            self._step()
+        self.counters.running = self._running
+        if self._draining and self._running == 0:
+            self._paused = True
+            self._tickets += self._drain_tickets
+            self._drain_tickets.clear()
+
+    def _admit(self) -> _Wave | None:
+        """Takes from the queue, in order, what the free slots and one prefill pass hold.
+
+        Prompts that are equal but for their last token are prefilled once: the last token is always fed by the
+        decode step, which makes the first sampled token like any other.
+        """
+        free = self._slots.num_slots - self._slots.n
+        prompts: dict[bytes, list[GenerationRequest]] = {}
+        width = 0
+        while self._waiting and free > 0:
+            request = self._waiting[0]
+            cached = request.prompt_ids[:-1]
+            if len(cached) == 0:
+                self._slots.add(self._waiting.popleft())
+            else:
+                key = cached.tobytes()
+                wider = max(width, len(cached))
+                if prompts and key not in prompts and (len(prompts) + 1) * wider > self._runner.prefill_tokens:
+                    break
+                prompts.setdefault(key, []).append(self._waiting.popleft())
+                width = wider
+            free -= 1
+        if not prompts:
+            return None
+        return _Wave(Prefill([same[0].prompt_ids[:-1] for same in prompts.values()]), list(prompts.values()))
+
+    def _seat(self, wave: _Wave) -> None:
+        places: list[int] = []
+        rows: list[int] = []
+        for place, same in enumerate(wave.requests):
+            for request in same:
+                places.append(place)
+                rows.append(self._slots.add(request))
+        self._runner.seat(wave.prefill, places, rows)
+
+    def _step(self) -> None:
+        slots = self._slots
+        logits = self._runner.decode(slots.tokens, slots.lengths)
+        drawn, drawn_logprobs = sample(logits, slots.sampling())
+        tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise GenerationError(
+                explain(
+                    f"a token by version {self.counters.version}",
+                    "log-probabilities that are not finite: the weights or the activations overflow",
+                    "look at train/grad_norm of the steps before it; model.inference_dtype=bfloat16 spans more than float16",
+                )
+            )
+        self.counters.generated_tokens += slots.n
+        due = slots.advance(tokens, logprobs)
+        for row in due.full.tolist():
+            self._emit(slots.request_ids[row], *slots.take(row), None)
+        if len(due.stopped) or len(due.exhausted):
+            self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
+
+    def _finish(self, rows: np.ndarray, reason: FinishReason) -> None:
+        self._finish_each([(rows, reason)])
+
+    def _finish_each(self, ends: list[tuple[np.ndarray, FinishReason]]) -> None:
+        for rows, reason in ends:
+            for row in rows.tolist():
+                self._emit(self._slots.request_ids[row], *self._slots.take(row), reason)
+        self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
+
+    def _emit_buffered(self) -> None:
+        """A chunk has one version, and a pause leaves nothing behind that the client could lose."""
+        for row in self._slots.buffered_rows().tolist():
+            self._emit(self._slots.request_ids[row], *self._slots.take(row), None)
+
+    def _emit(self, request_id: str, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason | None) -> None:
+        version = self.counters.version
+        stamp = NO_VERSION if version is None else version
+        self._chunks.append(TokenChunk(request_id, ids, logprobs, stamp, reason))
+
+    def _flush_report(self) -> None:
+        if self._chunks or self._tickets:
+            self._report(Report(tuple(self._chunks), tuple(self._tickets)))
+            self._chunks.clear()
+            self._tickets.clear()

@@ -1,0 +1,54 @@
+"""What crosses between the asyncio side and the decode thread. `ticket` numbers a command that is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.inference.engine import PauseMode
+from asyncrl.types import GenerationRequest, TokenChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submit:
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """`request_ids` None: all. `ticket` None: nobody waits for the answer."""
+
+    request_ids: tuple[str, ...] | None
+    ticket: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    mode: PauseMode
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    version: int | None
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Submit | Abort | Pause | Resume | Commit | Stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """What happened since the last report: chunks in the order sampled, then the tickets of finished commands."""
+
+    chunks: tuple[TokenChunk, ...] = ()
+    tickets: tuple[int, ...] = ()

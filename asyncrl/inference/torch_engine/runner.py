@@ -1,0 +1,145 @@
+"""The model: loading it, prefilling prompts, decoding one token per slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import TorchEngineConfig
+from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
+from asyncrl.inference.torch_engine.slots import Moves
+
+PREFILL_TOKENS = 1024
+"""Tokens of one prefill pass, padding included: bounds its memory, and how long it delays the running requests."""
+
+
+def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool, seed: int) -> Any:
+    """The model in `config.inference_dtype` on `device`, with slot attention and gradients off.
+
+    Without `real_weights` only its config is read and the parameters are random (from `seed`); buffers that are
+    computed, such as rotary frequencies, are right either way.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+    hub = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    kind = {"dtype": getattr(torch, config.inference_dtype), "attn_implementation": ATTENTION_NAME}
+    path = str(Path(config.path).expanduser()) if Path(config.path).expanduser().exists() else config.path
+    if real_weights:
+        model = AutoModelForCausalLM.from_pretrained(path, **hub, **kind).to(device)
+    else:
+        architecture = AutoConfig.from_pretrained(path, **hub)
+        with torch.random.fork_rng(), device:
+            torch.manual_seed(seed)
+            remote = {"trust_remote_code": config.trust_remote_code}
+            model = AutoModelForCausalLM.from_config(architecture, **remote, **kind)
+    return model.eval().requires_grad_(False)
+
+
+def check_architecture(config: Any, max_model_len: int) -> None:
+    """Raises GenerationError when the model's attention or its positions do not fit the slot loop."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(text, "layer_types", None) or (default,))
+    slides = "sliding_attention" in kinds and (window or 0) < max_model_len
+    foreign = kinds - {"full_attention", "sliding_attention"}
+    positions = getattr(text, "max_position_embeddings", None)
+    asked = f"model {text.model_type} in the torch engine with max_model_len={max_model_len}"
+    if foreign or slides:
+        found = f"layers of kind {sorted(foreign)}" if foreign else f"a sliding window of {window} tokens"
+        raise GenerationError(explain(asked, found, "use rollout.engine=vllm, or a max_model_len within the window"))
+    if positions is not None and positions < max_model_len:
+        do = f"set rollout.torch.max_model_len to at most {positions}"
+        raise GenerationError(explain(asked, f"the model has {positions} positions", do))
+
+
+class Prefill:
+    """Prompts on their way into the cache: `prompts` are the token ids [p] int32 of each, none empty."""
+
+    def __init__(self, prompts: list[np.ndarray]) -> None:
+        self.prompts = prompts
+        self.width = max(map(len, prompts))
+        self.done = 0
+        self.cache = PromptCache(len(prompts), self.width)
+
+    @property
+    def finished(self) -> bool:
+        return self.done == self.width
+
+
+class ModelRunner:
+    """Forward passes over slots `[0, n)`. Used by one thread, under `torch.inference_mode`."""
+
+    def __init__(self, model: Any, settings: TorchEngineConfig, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
+        check_architecture(model.config, settings.max_model_len)
+        self.model = model
+        self.prefill_tokens = prefill_tokens
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._dtype, self._device = model.dtype, model.device
+        self._cache = SlotCache(settings.num_slots, settings.max_model_len)
+        self._positions = torch.arange(settings.max_model_len, device=self._device)
+        self._rows = torch.arange(settings.num_slots, device=self._device)
+        self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
+
+    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+        """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.
+
+        Args:
+            tokens, lengths: [n] int64.
+        """
+        positions = torch.from_numpy(lengths).to(self._device)
+        kv_len = int(lengths.max()) + 1
+        self._cache.aim(self._rows[: len(tokens)], positions, kv_len)
+        output = self.model(
+            input_ids=torch.from_numpy(tokens).to(self._device)[:, None],
+            position_ids=positions[:, None],
+            attention_mask=self._mask(positions, kv_len)[:, None, None],
+            past_key_values=self._cache,
+            use_cache=False,
+        )
+        return output.logits[:, -1].float()
+
+    def prefill(self, prefill: Prefill) -> None:
+        """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
+        size = max(1, self.prefill_tokens // len(prefill.prompts))
+        start, stop = prefill.done, min(prefill.done + size, prefill.width)
+        ids = np.zeros((len(prefill.prompts), stop - start), np.int64)
+        for row, prompt in enumerate(prefill.prompts):
+            piece = prompt[start:stop]
+            ids[row, : len(piece)] = piece
+        positions = self._positions[start:stop]
+        prefill.cache.aim(start)
+        self.model.base_model(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            position_ids=positions[None],
+            attention_mask=self._mask(positions, stop)[None, None],
+            past_key_values=prefill.cache,
+            use_cache=False,
+        )
+        prefill.done = stop
+
+    def seat(self, prefill: Prefill, prompts: list[int], rows: list[int]) -> None:
+        """Copies prompt number `prompts[i]` of a finished prefill to slot `rows[i]`."""
+        on = self._device
+        self._cache.fill(torch.tensor(rows, device=on), prefill.cache, torch.tensor(prompts, device=on))
+
+    def move(self, moves: Moves) -> None:
+        self._cache.move(moves)
+
+    def warm_up(self) -> None:
+        """One pass of each kind: takes the cache's memory, and a model that does not fit fails here."""
+        prefill = Prefill([np.zeros(1, np.int32)])
+        self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        self.prefill(prefill)
+        self.seat(prefill, [0], [0])
+
+    def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
+        """[m, kv_len] additive: the token at `positions[i]` ([m] int64) sees itself and what lies before it."""
+        return torch.where(self._positions[:kv_len] <= positions[:, None], self._visible, self._hidden)

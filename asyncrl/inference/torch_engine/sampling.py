@@ -1,0 +1,104 @@
+"""Drawing tokens: a counter-based random stream per request and a vectorised sampler over rows.
+
+Shape letters: N rows (requests that decode now), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK_64 = (1 << 64) - 1
+
+
+def stream_key(seed: int) -> int:
+    """The unsigned 64-bit state from which the stream of `seed` starts; any Python integer is a seed."""
+    return int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[N] float64 in [0, 1 - 2**-52], each a function of (seed, position) alone.
+
+    Args:
+        keys: [N] uint64, from `stream_key`.
+        positions: [N] int64, absolute response positions.
+    Source: SplitMix64 (Steele, Lea, Flood 2014), read at an arbitrary place instead of in sequence. 52 bits, not 53:
+        `u * total` is then below `total` in float64 for every total, so that the inverse CDF never runs off its end.
+    """
+    state = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(12)) * 2.0**-52
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """How each row draws. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N] int64 (0 off),
+    `uniforms` [N] float64."""
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    uniforms: np.ndarray
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row.
+
+    A row's result depends on its own logits and settings alone, never on the rows beside it.
+
+    Args:
+        logits: [N, V] float32.
+    Returns:
+        token ids [N] int64 and their log-probabilities [N] float32: after temperature, top-k and top-p (in this
+        order, top-p on what top-k left); for greedy rows at temperature 1 without filters.
+    """
+    greedy = rows.temperature == 0
+    scale = np.where(greedy, np.float32(1), rows.temperature)
+    filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1))
+    if (scale != 1).any():
+        logits = logits / torch.from_numpy(scale).to(logits.device)[:, None]
+    if filtered.any():
+        logits = logits.masked_fill(~_kept(logits, rows, filtered), float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if greedy.all():
+        tokens = logprobs.argmax(dim=-1)
+    else:
+        tokens = _inverse_cdf(logprobs, torch.from_numpy(rows.uniforms).to(logits.device))
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(dim=-1), tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds the draw. float64, so that no tail token is rounded away;
+    `right=True`, so that a token of probability 0 is never chosen."""
+    cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+
+
+def _kept(logits: torch.Tensor, rows: SamplingRows, filtered: np.ndarray) -> torch.Tensor:
+    """[N, V] bool, the tokens that top-k and top-p leave; everything in the rows that use neither.
+
+    The tokens stay in vocabulary order, so that a filtered neighbour does not change which token a draw picks.
+    """
+    vocabulary = logits.shape[1]
+    off = ~filtered | (rows.top_k == 0)
+    top_k = torch.from_numpy(np.where(off, vocabulary, rows.top_k)).to(logits.device)
+    top_p = torch.from_numpy(np.where(filtered, rows.top_p, np.float32(1))).to(logits.device)
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    beyond_k = torch.arange(vocabulary, device=logits.device) >= top_k[:, None]
+    probabilities = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1, dtype=torch.float64)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The token that crosses top_p is kept; with top_p=1 nothing may be lost to rounding.
+    beyond_p = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    return torch.zeros_like(beyond_k.expand_as(order)).scatter(1, order, ~(beyond_k | beyond_p))

@@ -1,0 +1,150 @@
+"""The state of the requests that decode now, one row each, kept dense: rows `[0, n)` are taken. numpy only.
+
+Every per-token rule (budget, stop tokens, chunk boundaries) is a vector operation over the rows; Python touches a
+single row only when it is added, emits a chunk or ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.inference.torch_engine.sampling import SamplingRows, stream_key, uniforms
+from asyncrl.types import GenerationRequest
+
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Advance:
+    """Rows that need attention after a step, ascending: `stopped` on a stop token, `exhausted` at their budget, `full`
+    at a chunk boundary. Disjoint."""
+
+    stopped: np.ndarray
+    exhausted: np.ndarray
+    full: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Rows `source` have become rows `target`; whatever else is kept per row has to follow."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+class SlotTable:
+    """Rows of running requests. `length` counts the tokens whose keys and values are cached; `token` is the next input."""
+
+    def __init__(self, num_slots: int, chunk_tokens: int) -> None:
+        self.num_slots = num_slots
+        self.n = 0
+        self.request_ids: list[str] = []
+        self._row_of: dict[str, int] = {}
+        self._length = np.zeros(num_slots, np.int64)
+        self._token = np.zeros(num_slots, np.int64)
+        self._left = np.zeros(num_slots, np.int64)
+        self._position = np.zeros(num_slots, np.int64)
+        self._key = np.zeros(num_slots, np.uint64)
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_p = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int64)
+        self._stop = np.full((num_slots, 1), _NO_TOKEN, np.int64)
+        self._buffered = np.zeros(num_slots, np.int64)
+        self._ids = np.zeros((num_slots, chunk_tokens), np.int32)
+        self._logprobs = np.zeros((num_slots, chunk_tokens), np.float32)
+        self._rows = np.arange(num_slots)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n] int64, a copy: the next input token of each row."""
+        return self._token[: self.n].copy()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[n] int64, a copy: the position of that token, equal to the number of tokens cached before it."""
+        return self._length[: self.n].copy()
+
+    def sampling(self) -> SamplingRows:
+        n = self.n
+        return SamplingRows(
+            self._temperature[:n], self._top_p[:n], self._top_k[:n], uniforms(self._key[:n], self._position[:n])
+        )
+
+    def add(self, request: GenerationRequest) -> int:
+        """Takes the next row for a request of whose prompt all but the last token are cached; returns the row."""
+        row, sampling, stop = self.n, request.sampling, request.sampling.stop_token_ids
+        assert row < self.num_slots, "no free slot"
+        self._length[row] = len(request.prompt_ids) - 1
+        self._token[row] = request.prompt_ids[-1]
+        self._left[row] = sampling.max_tokens
+        self._position[row] = request.first_position
+        self._key[row] = stream_key(request.seed)
+        self._temperature[row] = sampling.temperature
+        self._top_p[row] = sampling.top_p
+        self._top_k[row] = sampling.top_k
+        if len(stop) > self._stop.shape[1]:
+            wider = ((0, 0), (0, len(stop) - self._stop.shape[1]))
+            self._stop = np.pad(self._stop, wider, constant_values=_NO_TOKEN)
+        self._stop[row] = _NO_TOKEN
+        self._stop[row, : len(stop)] = stop
+        self._buffered[row] = 0
+        self.request_ids.append(request.request_id)
+        self._row_of[request.request_id] = row
+        self.n += 1
+        return row
+
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> Advance:
+        """Appends one sampled token per row ([n] int64, [n] float32) and tells which rows need attention."""
+        n = self.n
+        buffered = self._buffered[:n]
+        self._ids[self._rows[:n], buffered] = tokens
+        self._logprobs[self._rows[:n], buffered] = logprobs
+        self._token[:n] = tokens
+        self._length[:n] += 1
+        self._position[:n] += 1
+        self._left[:n] -= 1
+        buffered += 1
+        stopped = (self._stop[:n] == tokens[:, None]).any(axis=1)
+        exhausted = (self._left[:n] == 0) & ~stopped
+        full = (buffered == self._ids.shape[1]) & ~stopped & ~exhausted
+        return Advance(np.flatnonzero(stopped), np.flatnonzero(exhausted), np.flatnonzero(full))
+
+    def take(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Empties the row's buffer; returns its token ids [k] int32 and log-probabilities [k] float32."""
+        k = self._buffered[row]
+        self._buffered[row] = 0
+        return self._ids[row, :k].copy(), self._logprobs[row, :k].copy()
+
+    def buffered_rows(self) -> np.ndarray:
+        return np.flatnonzero(self._buffered[: self.n])
+
+    def rows_of(self, request_ids: list[str]) -> np.ndarray:
+        """Rows of those among `request_ids` that run, ascending and each once."""
+        found = {self._row_of[i] for i in request_ids if i in self._row_of}
+        return np.array(sorted(found), dtype=np.int64)
+
+    def remove(self, rows: np.ndarray) -> Moves:
+        """Frees `rows` and closes the gaps with the last rows that stay."""
+        gone = np.zeros(self.n, bool)
+        gone[rows] = True
+        for row in rows:
+            del self._row_of[self.request_ids[row]]
+        n = self.n - int(gone.sum())
+        target = np.flatnonzero(gone[:n])
+        source = n + np.flatnonzero(~gone[n:])
+        for column in self._columns():
+            column[target] = column[source]
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            self.request_ids[new] = self.request_ids[old]
+            self._row_of[self.request_ids[new]] = new
+        del self.request_ids[n:]
+        self.n = n
+        return Moves(source, target)
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return (
+            self._length, self._token, self._left, self._position, self._key, self._temperature, self._top_p,
+            self._top_k, self._stop, self._buffered, self._ids, self._logprobs,
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The metrics of one optimizer step: declared once with unit and meaning, written to `metrics.jsonl` and the sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+DECLARED: dict[str, str] = {
+    "step": "global_steps after the step",
+    "time_s": "seconds since the run began, over all restarts, time between them left out",
+    "reward/mean": "mean reward of the trained trajectories",
+    "reward/std": "standard deviation of the rewards of the trained trajectories",
+    "reward/zero_signal_fraction": "share of trained groups whose rewards are all equal",
+    "eval/accuracy": "share of correct held-out responses, by version `step`; on the steps that evaluated",
+    "eval/initial_accuracy": "the same before the first optimizer step of this process; on its first line",
+    "eval/response_tokens_mean": "mean length of the held-out responses, tokens",
+    "eval/time_s": "seconds that the evaluation took",
+    "staleness/lag_max": "largest lag of a token trained in this step, optimizer steps",
+    "staleness/lag_mean": "mean lag over the tokens trained in this step, optimizer steps",
+    "staleness/lag_in_flight_mean": "the part of lag_mean that arose while the group was being generated",
+    "staleness/lag_in_queue_mean": "the part of lag_mean that arose while the group was ready",
+    "staleness/overdue_wait_s": "seconds that the step waited only for groups that it had to train",
+    "staleness/masked_tokens_fraction": "share of the step's tokens that were masked for being over the limit",
+    "rollout/tokens_per_s": "tokens sampled by all replicas per second of wall time",
+    "rollout/segments_mean": "mean number of segments of a trained trajectory",
+    "rollout/interrupted_fraction": "share of trained trajectories with tokens of more than one version",
+    "rollout/response_tokens_mean": "mean length of the trained responses, tokens",
+    "queue/admitted": "groups admitted since the run began",
+    "queue/running": "groups being generated",
+    "queue/ready": "groups that wait to be trained",
+    "queue/leased": "groups leased to a step",
+    "queue/trained": "groups trained since the run began",
+    "queue/filtered": "groups without learning signal since the run began",
+    "queue/expired": "groups given up for being overdue since the run began",
+    "queue/failed": "groups that spent their retry budget since the run began",
+    "weights/publish_s": "seconds of the whole publish after this step; 0 when none followed",
+    "weights/pause_s": "seconds that the fleet did not generate because of it",
+    "weights/transfer_s": "seconds of its transfer",
+    "weights/bytes": "bytes sent to each replica",
+    "weights/attempts": "times that the weights were sent",
+    "train/loss": "loss over the global batch",
+    "train/grad_norm": "global gradient norm before clipping",
+    "train/lr": "learning rate",
+    "train/tokens_per_s": "tokens packed (prompts too) per second of the optimizer step",
+    "train/step_s": "seconds of the optimizer step",
+    "train/trained_tokens": "tokens in the loss",
+    "train/clip_fraction": "share of trained tokens whose ratio was clipped",
+    "train/ratio_mean": "mean ratio of policy to behaviour probability over the trained tokens",
+    "train/ratio_max": "largest such ratio",
+    "train/kl_behavior": "mean of behaviour minus policy log-probability (k1)",
+    "train/entropy": "mean entropy of the policy at the trained tokens, nats",
+    "idle/trainer_fraction": "share of the step's wall time in which the trainer waited for groups",
+    "idle/rollout_fraction": "share of the step's wall time in which replicas decoded nothing, mean over replicas",
+    "cpu/coordinator_s": "CPU seconds of the driver since it started",
+    "cpu/queue_s": "CPU seconds of the message queue since it started",
+    "cpu/rollouter_s": "CPU seconds of the rollouter since it started",
+    "cpu/replicas_s": "CPU seconds of all replicas since they started",
+    "cpu/trainers_s": "CPU seconds of all trainer ranks since they started",
+}
+"""Name -> unit and meaning. `eval/accuracy/<set>` is declared for every held-out set when there are several."""
+
+REQUIRED = frozenset(
+    name for name in DECLARED if name.partition("/")[0] not in ("eval", "cpu") and name != "reward/zero_signal_fraction"
+)
+"""The names that every line of `metrics.jsonl` has."""
+
+Record = Mapping[str, float]
+
+
+class Sink(Protocol):
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes one object per optimizer step to `path`, and to every sink.
+
+    A non-finite value is written as null: JSON has no other way to say it.
+    """
+
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        self._path = path
+        self._sinks = sinks
+
+    def write(self, record: Record) -> None:
+        """Raises ValueError naming a metric that is not declared, or a required one that is missing."""
+        unknown = [n for n in record if n not in DECLARED and not n.startswith("eval/accuracy/")]
+        missing = sorted(REQUIRED - set(record))
+        if unknown or missing:
+            raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")
+        values = {name: (value if math.isfinite(value) else None) for name, value in record.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+        for sink in self._sinks:
+            sink.write(int(record["step"]), record)
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the lines of steps after `step`: the run goes on from there and will take them again."""
+        if not self._path.exists():
+            return
+        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(self._path)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

@@ -1,0 +1,83 @@
+"""What a person sees while the run goes on: a live table on a terminal, otherwise one line a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from asyncrl.observability.metrics import Record
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressView:
+    """Args:
+    live: draw a table that is updated in place; otherwise log one line per step.
+    """
+
+    def __init__(self, console: Console, *, max_steps: int, first_step: int, live: bool) -> None:
+        self._max_steps = max_steps
+        self._ends: deque[float] = deque([time.monotonic()], maxlen=21)
+        self._accuracy: float | None = None
+        self._bar = Progress(TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[eta]}"))
+        self._task = self._bar.add_task("step", total=max_steps, completed=first_step, eta="")
+        self._live = Live(self._bar, console=console, refresh_per_second=4) if live else None
+        if self._live is not None:
+            self._live.start()
+
+    def evaluated(self, accuracy: float) -> None:
+        self._accuracy = accuracy
+
+    def stepped(self, record: Record) -> None:
+        self._ends.append(time.monotonic())
+        self._accuracy = record.get("eval/accuracy", self._accuracy)
+        step = int(record["step"])
+        step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        eta = f"{_duration((self._max_steps - step) * step_s)} left, {step_s:.2f} s a step"
+        accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
+        logger.info(
+            "step %d/%d  reward %.3f  accuracy %s  lag %.2f (max %d)  queue running %d ready %d trained %d  "
+            "rollout %.0f tok/s  train %.0f tok/s  %s",
+            *(step, self._max_steps, record["reward/mean"], accuracy),
+            *(record["staleness/lag_mean"], record["staleness/lag_max"]),
+            *(record["queue/running"], record["queue/ready"], record["queue/trained"]),
+            *(record["rollout/tokens_per_s"], record["train/tokens_per_s"], eta),
+        )
+        if self._live is not None:
+            self._bar.update(self._task, completed=step, eta=eta)
+            self._live.update(Group(self._bar, _table(record, accuracy)))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def _table(record: Record, accuracy: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    rows = {
+        "learning": f"reward {record['reward/mean']:.3f}   held-out accuracy {accuracy}   loss {record['train/loss']:+.4f}   "
+        f"grad norm {record['train/grad_norm']:.3f}",
+        "staleness": f"lag mean {record['staleness/lag_mean']:.2f} max {record['staleness/lag_max']:.0f}   "
+        f"in flight {record['staleness/lag_in_flight_mean']:.2f} in queue {record['staleness/lag_in_queue_mean']:.2f}",
+        "queue": "   ".join(
+            f"{name} {record[f'queue/{name}']:.0f}"
+            for name in ("admitted", "running", "ready", "leased", "trained", "filtered", "expired", "failed")
+        ),
+        "speed": f"rollout {record['rollout/tokens_per_s']:.0f} tok/s   train {record['train/tokens_per_s']:.0f} tok/s   "
+        f"publish {1000 * record['weights/publish_s']:.0f} ms",
+        "idle": f"trainer {record['idle/trainer_fraction']:.0%}   rollout {record['idle/rollout_fraction']:.0%}",
+    }
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}", text)
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

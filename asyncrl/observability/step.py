@@ -1,0 +1,129 @@
+"""Assembles the metrics record of one optimizer step from what each part reports."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+
+from asyncrl.inference.replica import ReplicaStats
+from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.types import LeaseManifest
+from asyncrl.weights.checkpoint_engine import PublishReport
+
+
+class StepClock:
+    """Wall time of a run and of its current step.
+
+    Args:
+        elapsed_s: seconds of earlier processes of the run.
+    """
+
+    def __init__(self, elapsed_s: float = 0.0) -> None:
+        self._began = time.monotonic() - elapsed_s
+        self._marked_at = self._lapped_at = time.monotonic()
+        self._busy_s = 0.0
+        self._generated_tokens = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def start(self) -> None:
+        self._lapped_at = time.monotonic()
+
+    def lap(self) -> float:
+        """Seconds since `start` or the last lap."""
+        now = time.monotonic()
+        lapped, self._lapped_at = now - self._lapped_at, now
+        return lapped
+
+    def mark(self, stats: Sequence[ReplicaStats]) -> tuple[float, float, int]:
+        """Ends an interval: wall seconds, busy seconds of all replicas and tokens they sampled since the last mark."""
+        now = time.monotonic()
+        busy_s = sum(s.health.busy_s for s in stats)
+        tokens = sum(s.health.generated_tokens for s in stats)
+        interval = now - self._marked_at, busy_s - self._busy_s, tokens - self._generated_tokens
+        self._marked_at, self._busy_s, self._generated_tokens = now, busy_s, tokens
+        return interval
+
+
+class StepRecord:
+    """Collects the metrics of one step; `values` is the record when every `of_*` was called."""
+
+    def __init__(self, step: int) -> None:
+        self.values: dict[str, float] = {"step": step}
+
+    def add(self, name: str, value: float) -> None:
+        self.values[name] = value
+
+    def of_batch(self, manifest: LeaseManifest) -> None:
+        groups = manifest.groups
+        rewards = np.concatenate([np.asarray(g.rewards, np.float64) for g in groups])
+        trajectories = len(rewards)
+        tokens = max(1, sum(g.trained_tokens for g in groups))
+        lag_mean = sum(g.lag_sum for g in groups) / tokens
+        in_flight_mean = sum(g.lag_in_flight_sum for g in groups) / tokens
+        self.values |= {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/zero_signal_fraction": float(np.mean([min(g.rewards) == max(g.rewards) for g in groups])),
+            "staleness/lag_max": max(g.lag_max for g in groups),
+            "staleness/lag_mean": lag_mean,
+            "staleness/lag_in_flight_mean": in_flight_mean,
+            "staleness/lag_in_queue_mean": lag_mean - in_flight_mean,
+            "staleness/overdue_wait_s": manifest.overdue_wait_s,
+            "staleness/masked_tokens_fraction": 0.0,
+            "rollout/segments_mean": sum(g.segments for g in groups) / trajectories,
+            "rollout/interrupted_fraction": sum(g.interrupted for g in groups) / trajectories,
+            "rollout/response_tokens_mean": float(np.mean([n.response for g in groups for n in g.lengths])),
+        }
+
+    def of_training(self, metrics: TrainMetrics, step_s: float) -> None:
+        self.values |= {
+            "train/loss": metrics.loss,
+            "train/grad_norm": metrics.grad_norm,
+            "train/lr": metrics.lr,
+            "train/tokens_per_s": metrics.packed_tokens / step_s,
+            "train/step_s": step_s,
+            "train/trained_tokens": metrics.trained_tokens,
+            "train/clip_fraction": metrics.clip_fraction,
+            "train/ratio_mean": metrics.ratio_mean,
+            "train/ratio_max": metrics.ratio_max,
+            "train/kl_behavior": metrics.kl_behavior,
+            "train/entropy": metrics.entropy,
+        }
+
+    def of_publish(self, report: PublishReport | None) -> None:
+        self.values |= {
+            "weights/publish_s": report.publish_s if report else 0.0,
+            "weights/pause_s": report.pause_s if report else 0.0,
+            "weights/transfer_s": report.transfer_s if report else 0.0,
+            "weights/bytes": report.nbytes if report else 0,
+            "weights/attempts": report.attempts if report else 0,
+        }
+
+    def of_queue(self, counts: LedgerCounts) -> None:
+        self.values |= {f"queue/{name}": count for name, count in asdict(counts).items()}
+
+    def of_time(self, clock: StepClock, stats: Sequence[ReplicaStats], waited_s: float) -> None:
+        """`waited_s`: how long the trainer waited for groups in this step."""
+        wall_s, busy_s, tokens = clock.mark(stats)
+        self.values |= {
+            "time_s": clock.elapsed_s,
+            "rollout/tokens_per_s": tokens / wall_s,
+            "idle/trainer_fraction": min(1.0, waited_s / wall_s),
+            "idle/rollout_fraction": max(0.0, 1.0 - busy_s / (wall_s * len(stats))),
+        }
+
+    def of_cpu(self, stats: Sequence[ReplicaStats], times: Mapping[str, float]) -> None:
+        own = os.times()
+        self.values |= {
+            "cpu/coordinator_s": own.user + own.system,
+            "cpu/replicas_s": sum(s.cpu_s for s in stats),
+            **times,
+        }

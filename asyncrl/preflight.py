@@ -1,0 +1,109 @@
+"""Everything that can be wrong with a recipe, checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.dataset import load_rows, looks_like_path
+from asyncrl.data.model_files import check_model
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_token_ids
+from asyncrl.environments import build_environment
+from asyncrl.errors import ConfigError, explain
+from asyncrl.rewards import build_reward
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found: `notes` are things that could only be checked when the run starts (hub names)."""
+
+    train_prompts: int | None
+    dropped_prompts: int
+    eval_prompts: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def check_recipe(recipe: Recipe) -> Preflight:
+    """Reads model files, tokenizer and every row of every dataset that is local. Starts and downloads nothing.
+
+    Raises ConfigError, DataError naming the key, file or row.
+    """
+    build_environment(recipe.rollout.environment)
+    build_reward(recipe.rollout.reward)
+    notes: list[str] = []
+    facts = check_model(recipe.model.path)
+    renderer = None
+    if facts.is_local:
+        tokenizer = load_tokenizer(recipe.model)
+        stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
+        renderer = PromptRenderer(tokenizer, recipe.model)
+    else:
+        notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
+
+    def count(source: str) -> tuple[int | None, int]:
+        if not looks_like_path(source):
+            notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
+            return None, 0
+        rows = load_rows(source)
+        if renderer is None:
+            return len(rows), 0
+        prompts = render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
+        if not prompts.rows:
+            raise ConfigError(
+                explain(
+                    f"data from {source}",
+                    f"all {prompts.num_dropped} prompts are longer than data.max_prompt_tokens",
+                    f"raise data.max_prompt_tokens above {recipe.data.max_prompt_tokens}",
+                )
+            )
+        return len(prompts.rows), prompts.num_dropped
+
+    train, dropped = count(recipe.data.train)
+    held_out = {name: count(source)[0] for name, source in recipe.data.eval.items()}
+    return Preflight(train, dropped, {n: c for n, c in held_out.items() if c is not None}, tuple(notes))
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raises ConfigError when the chosen engine cannot run in this environment."""
+    if recipe.rollout.engine == "vllm":
+        raise ConfigError(
+            explain(
+                "rollout.engine=vllm",
+                "the vLLM adapter is not part of this version; its recipes can be checked with --dry-run",
+                "set rollout.engine=torch",
+            )
+        )
+
+
+def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> None:
+    """The resolved plan in a few lines."""
+    batch, rollout, trainer = recipe.batch, recipe.rollout, recipe.trainer
+    slots = (recipe.max_lag + 1) * batch.groups_per_step
+    trajectories = batch.groups_per_step * batch.group_size
+    engine = rollout.vllm if rollout.engine == "vllm" else rollout.torch
+    detail = f" x {rollout.vllm.tensor_parallel_size} GPUs" if rollout.engine == "vllm" else ""
+    emit(
+        f"mode      {recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
+        f"step(s), generations in flight: {recipe.interrupt}"
+    )
+    emit(
+        f"batch     {batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
+        f"{trajectories // trainer.num_ranks} per rank; at most {slots} groups ({slots * batch.group_size} "
+        f"trajectories) exist at once"
+    )
+    emit(
+        f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {engine.max_model_len}, "
+        f"{rollout.environment}, reward {rollout.reward}"
+    )
+    emit(
+        f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
+        f"{trainer.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
+    )
+    prompts = "prompts from the hub" if found.train_prompts is None else f"{found.train_prompts} prompts"
+    dropped = f" ({found.dropped_prompts} too long, dropped)" if found.dropped_prompts else ""
+    total = recipe.run.max_steps * batch.groups_per_step
+    epochs = f" = {total / found.train_prompts:.2f} epochs" if found.train_prompts else ""
+    emit(f"data      {prompts}{dropped}; {recipe.run.max_steps} steps train {total} groups{epochs}")
+    for note in found.notes:
+        emit(f"note      {note}")

@@ -1,0 +1,50 @@
+"""The training side of the message queue over its Ray actor handle: each call has a deadline and a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.queue.message_queue import LeaseWait
+from asyncrl.remote import reply
+from asyncrl.types import LeaseManifest
+
+CALL_TIMEOUT_S = 60.0
+"""Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+
+
+class QueueControl:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait:
+        return await self._call("lease", wait_s, step, wait_s)
+
+    async def commit(self, step: int) -> LedgerCounts:
+        return await self._call("commit", 0.0, step)
+
+    async def published(self, version: int) -> None:
+        await self._call("published", 0.0, version)
+
+    async def wait_idle(self, wait_s: float) -> bool:
+        return await self._call("wait_idle", wait_s, wait_s)
+
+    async def counts(self) -> LedgerCounts:
+        return await self._call("counts", 0.0)
+
+    async def close_admission(self) -> None:
+        await self._call("close_admission", 0.0)
+
+    async def save(self, directory: Path) -> LedgerCounts:
+        return await self._call("save", 0.0, directory)
+
+    async def load(self, directory: Path) -> LedgerCounts:
+        return await self._call("load", 0.0, directory)
+
+    async def ping(self, timeout_s: float) -> float:
+        return await reply(self.handle.ping.remote(), timeout_s=timeout_s, what="ping of the message queue")
+
+    async def _call(self, method: str, wait_s: float, *args: Any) -> Any:
+        call = getattr(self.handle, method).remote(*args)
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what=f"{method} of the message queue")

@@ -1,0 +1,38 @@
+"""Looks up a part by name, or by the documented escape hatch `package.module:Name`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from asyncrl.errors import ConfigError, explain
+
+T = TypeVar("T")
+
+
+def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
+    """The entry `name` of `known`, or the attribute that `package.module:Name` names.
+
+    Raises ConfigError, naming the recipe's `key`, with the closest known name.
+    """
+    if name in known:
+        return known[name]
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise ConfigError(
+                explain(
+                    f"{key}={name}",
+                    f"cannot import it: {e}",
+                    "name an importable `package.module:Name`; the module must be on PYTHONPATH",
+                )
+            ) from e
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        explain(f"{key}={name}", f"known names are {sorted(known)}", f"{hint}Choose one, or `package.module:Name`")
+    )

@@ -1,0 +1,78 @@
+"""How the rollouter and the other actors reach each other: each call has a deadline and fails with a named error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.remote import reply
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.types import GenerationRequest, Ticket, TokenChunk, TrajectoryGroup
+
+CALL_TIMEOUT_S = 60.0
+"""Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+
+FOREVER_S = 10 * 365 * 86400.0
+
+
+class ReplicaActorChannel:
+    """A `ReplicaChannel` over a Ray actor handle."""
+
+    def __init__(self, replica_id: int, handle: Any, client_id: str) -> None:
+        self._handle = handle
+        self._client_id = client_id
+        self._name = f"replica {replica_id}"
+
+    async def submit(self, requests: list[GenerationRequest]) -> None:
+        call = self._handle.submit.remote(self._client_id, requests)
+        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"submit to {self._name}")
+
+    async def collect(self, wait_s: float) -> list[TokenChunk]:
+        call = self._handle.collect.remote(self._client_id, wait_s)
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what=f"collect from {self._name}")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await reply(self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, what=f"abort on {self._name}")
+
+
+class QueueChannel:
+    """The rollout side of the message queue over its Ray actor handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
+        call = self._handle.admit.remote(limit, wait_s)
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what="admit of the message queue")
+
+    async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
+        call = self._handle.put.remote(ticket, group)
+        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"put of group {ticket.ordinal} into the message queue")
+
+    async def nack(self, ticket: Ticket, reason: str) -> bool:
+        call = self._handle.nack.remote(ticket, reason)
+        return await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"nack of group {ticket.ordinal}")
+
+
+class RolloutControl:
+    """The coordinator's side of the rollouter over its Ray actor handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def start(self, timeout_s: float) -> RolloutStats:
+        return await reply(self.handle.start.remote(), timeout_s=timeout_s, what="start of the rollouter")
+
+    async def run(self) -> None:
+        """Returns when the rollouter was stopped; raises what ended it. Waits as long as the run lasts: the health
+        watch of the coordinator is its deadline."""
+        await reply(self.handle.run.remote(), timeout_s=FOREVER_S, what="run of the rollouter")
+
+    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
+        call = self.handle.evaluate.remote(name, seed)
+        return await reply(call, timeout_s=timeout_s, what=f"evaluation of {name} by the rollouter")
+
+    async def stats(self, timeout_s: float) -> RolloutStats:
+        return await reply(self.handle.stats.remote(), timeout_s=timeout_s, what="health of the rollouter")
+
+    async def stop(self, timeout_s: float) -> None:
+        await reply(self.handle.stop.remote(), timeout_s=timeout_s, what="stop of the rollouter")

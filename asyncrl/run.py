@@ -1,0 +1,239 @@
+"""The composition root: builds every part of a run from its recipe, wires them and shuts them down.
+
+    PromptStream --ordinal--> MessageQueue.admit ==ticket==> Rollouter --generate--> Router --> Replica[0..R)
+                                  |  ^                          |  environment + reward            |
+                                  |  |                          v                                  |
+                                  |  +------- put(group) -------+                                  |
+                                  | lease(step) -> ids, lengths, rewards, lags                     |
+                                  v                                                                |
+    Coordinator: plan (advantages, packing, shards) --> TrainerWorker[0..D) fetch(ids) -> step     |
+                                  |                                                                |
+                                  +-- commit(step) ; publish(version) ==> CheckpointEngine ========+
+
+The driver's process runs the coordinator; MessageQueue, Rollouter, Replica and TrainerWorker are Ray actors, held
+by handles of this module for the whole run. Control carries ids, lengths, rewards and versions; tokens go from the
+rollouter to the queue and from there to the trainer rank that needs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.config.load import environment_defaults
+from asyncrl.config.recipe import Recipe
+from asyncrl.coordinator import Coordinator, Parts
+from asyncrl.errors import AsyncRLError
+from asyncrl.inference import build_engine
+from asyncrl.inference.channel import ReplicaControl
+from asyncrl.inference.replica import Replica
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.logs import LOG_PATH_VARIABLE
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.progress import ProgressView
+from asyncrl.observability.sinks import build_sinks
+from asyncrl.queue.channel import QueueControl
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.rollout.channels import QueueChannel, ReplicaActorChannel, RolloutControl
+from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
+from asyncrl.trainer.pool import TrainerPool
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.weights.checkpoint_engine import CheckpointEngine
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 3.0
+"""Longest that one part may take to stop before its process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """`signal`: the number of the signal that ended the run early, None when it reached `run.max_steps`."""
+
+    step: int
+    signal: int | None
+
+
+def run(recipe: Recipe, name: str, directory: RunDirectory, start_from: Path | None, console: Console) -> RunResult:
+    """Runs to the end or to a signal. Raises the first error of any part, after everything was shut down."""
+    _start_ray(recipe, directory)
+    try:
+        return asyncio.run(_run(recipe, name, directory, start_from, console))
+    finally:
+        ray.shutdown()
+
+
+async def _run(
+    recipe: Recipe, name: str, directory: RunDirectory, start_from: Path | None, console: Console
+) -> RunResult:
+    signals: list[int] = []
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    on_stop: list[Any] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stopped.set()
+        logger.warning("%s: ending with a checkpoint", signal.Signals(number).name)
+        for call in on_stop:
+            call()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    actors = _Actors(recipe, directory)
+    metrics = MetricsLog(directory.metrics, build_sinks(recipe, name, directory.path))
+    events = EventLog(directory.events)
+    live = recipe.observability.progress and console.is_terminal
+    progress = ProgressView(console, max_steps=recipe.run.max_steps, first_step=0, live=live)
+    try:
+        if not await _until(stopped, actors.start()):
+            return RunResult(0, signals[0])
+        events.write("start", name=name, step=0, resumed=start_from is not None)
+        coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), start_from)
+        on_stop.append(coordinator.stop)
+        await coordinator.run()
+        outcome = "interrupted" if signals and coordinator.step < recipe.run.max_steps else "finished"
+        events.write("end", outcome=outcome, step=coordinator.step)
+        return RunResult(coordinator.step, signals[0] if outcome == "interrupted" else None)
+    except Exception as e:
+        events.write("fault", error=type(e).__name__, message=str(e))
+        raise
+    finally:
+        progress.close()
+        await actors.stop()
+        metrics.close()
+        events.close()
+
+
+async def _until(stopped: asyncio.Event, work: Any) -> bool:
+    """Awaits `work`; False when `stopped` was set first, `work` is cancelled then."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopped.wait())
+    await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    await task
+    return True
+
+
+def _start_ray(recipe: Recipe, directory: RunDirectory) -> None:
+    ray.init(
+        address=recipe.ray.address,
+        include_dashboard=None if recipe.ray.address else False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={
+            "env_vars": {**environment_defaults(), LOG_PATH_VARIABLE: str(directory.log)},
+            "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
+        },
+    )
+
+
+class _Actors:
+    """The actors of a run and the channels to them."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory) -> None:
+        self._recipe = recipe
+        self._directory = directory
+        gpus = recipe.rollout.vllm.tensor_parallel_size if recipe.rollout.engine == "vllm" else self._torch_gpus()
+        queue_spec = QueueSpec(
+            groups_per_step=recipe.batch.groups_per_step,
+            max_lag=recipe.max_lag,
+            max_groups=recipe.run.max_steps * recipe.batch.groups_per_step,
+            max_attempts=recipe.rollout.max_attempts,
+            max_failed_fraction=recipe.rollout.max_failed_fraction,
+            dynamic_sampling=recipe.algorithm.dynamic_sampling,
+            events_path=directory.events,
+        )
+        on_driver = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        options = {"num_cpus": 0, "max_concurrency": 1000}
+        self.queue = QueueControl(
+            ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)
+        )
+        self.replicas = {
+            i: ReplicaControl(
+                i,
+                ray.remote(Replica)
+                .options(**options, num_gpus=gpus)
+                .remote(
+                    i,
+                    functools.partial(build_engine, recipe.rollout, recipe.model, load_real_weights=False),
+                    gate_timeout_s=recipe.rollout.gate_timeout_s,
+                ),
+            )
+            for i in range(recipe.rollout.num_replicas)
+        }
+        channels = {i: ReplicaActorChannel(i, r.handle, "rollouter") for i, r in self.replicas.items()}
+        spec = RolloutSpec(recipe, directory.samples)
+        self.rollouter = RolloutControl(
+            ray.remote(Rollouter)
+            .options(**options, scheduling_strategy=on_driver)
+            .remote(spec, QueueChannel(self.queue.handle), channels)
+        )
+        self._trainers: TrainerPool | None = None
+
+    async def start(self) -> None:
+        """Starts all of them at once. Raises what any of them raises."""
+        recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
+        spec = TrainerSpec(
+            model=recipe.model,
+            trainer=recipe.trainer,
+            algorithm=recipe.algorithm,
+            temperature=recipe.rollout.sampling.temperature,
+            seed=recipe.run.seed,
+            max_steps=recipe.run.max_steps,
+        )
+        async with asyncio.TaskGroup() as group:
+            trainers = group.create_task(
+                TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._torch_gpus(), timeout_s=timeout_s)
+            )
+            group.create_task(self.rollouter.start(timeout_s))
+            for replica in self.replicas.values():
+                group.create_task(replica.start(timeout_s))
+        self._trainers = trainers.result()
+
+    def parts(self, metrics: MetricsLog, events: EventLog, progress: ProgressView) -> Parts:
+        assert self._trainers is not None
+        recipe = self._recipe
+        return Parts(
+            queue=self.queue,
+            trainers=self._trainers,
+            rollouter=self.rollouter,
+            replicas=tuple(self.replicas.values()),
+            weights=CheckpointEngine(recipe.weights, self._trainers, self.replicas, interrupt=recipe.interrupt),
+            checkpoints=CheckpointStore(self._directory.checkpoints, recipe.checkpoint.keep),
+            metrics=metrics,
+            events=events,
+            progress=progress,
+        )
+
+    async def stop(self) -> None:
+        """Asks every part to stop, all at once, and kills what does not in time."""
+        stops = [self.rollouter.stop(STOP_TIMEOUT_S), *(r.stop(STOP_TIMEOUT_S) for r in self.replicas.values())]
+        if self._trainers is not None:
+            stops.append(self._trainers.stop())
+        for failure in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(failure, AsyncRLError):
+                logger.info("while stopping: %s", failure)
+            elif isinstance(failure, BaseException):
+                logger.warning("while stopping: %r", failure)
+        for handle in (self.rollouter.handle, self.queue.handle, *(r.handle for r in self.replicas.values())):
+            ray.kill(handle)
+
+    def _torch_gpus(self) -> int:
+        """GPUs of one trainer rank or torch replica: one where the cluster has any."""
+        return 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0

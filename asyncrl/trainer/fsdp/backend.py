@@ -1,0 +1,131 @@
+"""The TrainBackend of FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncrl.algorithms import build_loss
+from asyncrl.algorithms.loss import LossInputs
+from asyncrl.errors import RunFailed, explain
+from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
+from asyncrl.trainer.fsdp import state
+from asyncrl.trainer.fsdp.batch import PackedBatch, pack
+from asyncrl.trainer.fsdp.optimizer import build_optimizer
+from asyncrl.trainer.fsdp.policy import load_policy, shard
+from asyncrl.trainer.fsdp.totals import StepTotals
+from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import RankPlan, TensorSpec, Trajectory
+
+
+class FsdpBackend:
+    """One rank. Needs torch.distributed's default group, whose timeout bounds every collective made here.
+
+    The loss of a token is divided by the plan's global normalizer and multiplied by the number of ranks, because FSDP
+    averages gradients over ranks: the result is the same for every packing and every number of ranks.
+    """
+
+    def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
+        """Loads and shards the model; collective. Raises ConfigError: the model cannot be read or trained."""
+        self._spec, self._world_size, self._rank, self._device = spec, world_size, rank, device
+        torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
+        fsdp = spec.trainer.fsdp
+        self._policy = load_policy(spec.model, fsdp, device)
+        self._mesh = init_device_mesh(device.type, (world_size,))
+        shard(self._policy, self._mesh, fsdp)
+        self._optimizer = build_optimizer(self._policy.causal_lm, spec.trainer)
+        self._loss = build_loss(spec.algorithm)
+        self._temperature = spec.temperature or 1.0
+        self._publish_dtype: torch.dtype = getattr(torch, spec.model.inference_dtype)
+
+    def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
+        """One optimizer step; see `TrainBackend`.
+
+        Raises:
+            RunFailed: loss or gradient is not finite. The weights and the optimizer are as before the step.
+            ValueError: a trajectory is missing or differs from its plan.
+        """
+        self._policy.train()
+        totals = StepTotals(self._device)
+        for microbatch in plan.microbatches:
+            batch = pack(microbatch, trajectories, predict="trained", device=self._device)
+            logprobs, entropy = self._policy(batch.tokens, self._temperature)
+            inputs = LossInputs(logprobs, batch.behavior_logprobs, batch.advantages, batch.mask)
+            loss = self._loss(inputs) / plan.normalizer
+            (loss * self._world_size).backward()
+            totals.add(loss, self._loss.statistics(inputs), entropy, batch)
+        rate = learning_rate(plan.step, peak=self._spec.trainer.lr, warmup_steps=self._spec.trainer.warmup_steps)
+        grad_norm = self._clip_gradients()
+        metrics = totals.reduce(grad_norm, rate)
+        self._check_finite(metrics, plan.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    @torch.no_grad()
+    def logprobs(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, torch.Tensor]:
+        """[T] float32 on the CPU for each sequence of this rank, at temperature 1; see `TrainBackend`."""
+        self._policy.eval()
+        found: dict[TrajectoryKey, torch.Tensor] = {}
+        for microbatch in plan.microbatches:
+            batch: PackedBatch = pack(microbatch, trajectories, predict="response", device=self._device)
+            logprobs, _ = self._policy(batch.tokens, 1.0)
+            counts = [s.lengths.response for s in microbatch]
+            parts = logprobs[: sum(counts)].cpu().split(counts)  # nothing predicted still gives one placeholder
+            found.update(((s.ordinal, s.index), part) for s, part in zip(microbatch, parts, strict=True))
+        return found
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        width = self._publish_dtype.itemsize
+        return tuple(
+            TensorSpec(name, tuple(t.shape), self._spec.model.inference_dtype, t.numel() * width)
+            for name, t in state.published_tensors(self._policy.causal_lm)
+        )
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainBackend`. Tensors lie on the trainer's device; one may share memory with the master weights where
+        nothing had to be gathered or cast, so take it before the next step."""
+        for name, tensor in state.published_tensors(self._policy.causal_lm):
+            # cast before gathering: half the bytes for 16-bit replicas
+            yield name, state.full(tensor.detach().to(self._publish_dtype))
+
+    def save(self, directory: Path) -> None:
+        state.save(directory, self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+
+    def load(self, directory: Path) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
+        state.load(directory, self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+
+    def _clip_gradients(self) -> float:
+        """Scales gradients to at most `max_grad_norm` and returns their global norm before that."""
+        parameters = [p for p in self._policy.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = state.full(total)
+        limit = self._spec.trainer.max_grad_norm
+        if limit > 0:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return float(norm)
+
+    def _check_finite(self, metrics: TrainMetrics, step: int) -> None:
+        """Every rank sees the same reduced numbers, so every rank raises."""
+        if math.isfinite(metrics.grad_norm) and math.isfinite(metrics.loss):
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        raise RunFailed(
+            explain(
+                f"optimizer step {step}",
+                f"loss {metrics.loss}, gradient norm {metrics.grad_norm}, largest ratio {metrics.ratio_max}",
+                "resume from the last checkpoint with a lower trainer.lr, or param_dtype=float32 to find the cause",
+            )
+        )

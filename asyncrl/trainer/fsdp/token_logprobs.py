@@ -1,0 +1,98 @@
+"""Log-probabilities of chosen tokens from hidden states, without ever holding [tokens, vocabulary] as a whole.
+
+The output layer and the softmax run over chunks of rows, in the forward pass and again in the backward pass, which
+recomputes the chunk's logits from the saved log-sum-exp. Peak extra memory is a few chunks; the price is one more
+product with the output matrix.
+Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LOGITS_PER_CHUNK = 1 << 26
+"""Entries of one [C, V] block: 256 MiB in float32."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`log_softmax((hidden @ weight.T + bias) / temperature)` at the targets, in float32.
+
+    Args:
+        hidden: [N, D], weight: [V, D], bias: [V] or None, all of one dtype; logits are formed in it, as the replicas
+            do, and everything after them in float32.
+        targets: [N] int64.
+
+    Returns:
+        Log-probabilities [N] float32, differentiable, and entropies [N] float32 in nats, which carry no gradient.
+    """
+    chunk = max(1, logits_per_chunk // weight.shape[0])
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, 1.0 / temperature, chunk)  # pyright: ignore[reportReturnType]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        scale: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_N, normalizers_N, entropies_N = (
+            torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
+        )
+        for start in range(0, len(targets_N), chunk):
+            rows = slice(start, start + chunk)
+            logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, scale)
+            normalizer_C = logits_CV.logsumexp(-1)
+            logprobs_N[rows] = logits_CV.gather(-1, targets_N[rows, None]).squeeze(-1) - normalizer_C
+            normalizers_N[rows] = normalizer_C
+            probabilities_CV = (logits_CV - normalizer_C[:, None]).exp_()
+            entropies_N[rows] = normalizer_C - torch.linalg.vecdot(probabilities_CV, logits_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N)
+        ctx.scale, ctx.chunk = scale, chunk
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_N = grads[0]
+        hidden_ND, weight_VD, bias_V, targets_N, normalizers_N = ctx.saved_tensors
+        grad_hidden_ND = torch.empty_like(hidden_ND)
+        # float32 sums: bfloat16 would lose the small contributions of late chunks
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for start in range(0, len(targets_N), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale)
+            scaled_C1 = grad_N[rows, None] * ctx.scale
+            # d logprob / d logit = onehot(target) - softmax
+            grad_CV = logits_CV.sub_(normalizers_N[rows, None]).exp_().mul_(-scaled_C1)
+            grad_CV.scatter_add_(-1, targets_N[rows, None], scaled_C1)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            grad_CV = grad_CV.to(weight_VD.dtype)
+            grad_hidden_ND[rows] = grad_CV @ weight_VD
+            grad_weight_VD += grad_CV.T @ hidden_ND[rows]
+        grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None
+
+
+def _logits(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """[C, V] float32, a tensor of its own that may be overwritten."""
+    logits = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).float()
+    return logits if scale == 1.0 else logits.mul_(scale)

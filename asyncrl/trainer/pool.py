@@ -1,0 +1,187 @@
+"""The trainer ranks as the coordinator sees them: one object, every wait with a deadline.
+
+Consumes: one plan per rank and step.   Produces: the metrics of the step; publishes; checkpoints.
+Waits for: all ranks together, at most the timeout of the call.
+Stops when: `stop` is called. After an error other than RunFailed from `train_step`, or WeightTransferError and
+DeadlineExceeded from `send_weights`, ranks may stand in different collectives: stop the pool and start another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrl.errors import DeadlineExceeded, ProcessDied
+from asyncrl.remote import reply, reply_now
+from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
+from asyncrl.weights.transport import Digest, TransferSource
+
+logger = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 120.0
+BLAME_S = 5.0
+"""When one rank fails, the others fail with it: how long to look for the one that died."""
+STOP_TIMEOUT_S = 5.0
+CONTROL = "control"
+"""Ray concurrency group of `ping`, with a thread of its own; every other method runs in the default one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFetch:
+    """How a rank gets tokens: from the queue actor, past the coordinator."""
+
+    queue: Any
+    timeout_s: float = FETCH_TIMEOUT_S
+
+    def __call__(self, ordinals: Sequence[int]) -> Sequence[TrajectoryGroup]:
+        what = f"fetch of {len(ordinals)} groups from the message queue"
+        return reply_now(self.queue.fetch.remote(list(ordinals)), timeout_s=self.timeout_s, what=what)
+
+
+class TrainerActor:
+    """A TrainerWorker as a Ray actor. It names the worker only inside, so that the driver never imports torch."""
+
+    def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
+        from asyncrl.trainer.worker import TrainerWorker
+
+        self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        return self._worker.address(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group=CONTROL)
+    def ping(self) -> int:
+        return self._worker.ping()
+
+
+class TrainerPool:
+    """Build with `start`. One call at a time, except `ping`, which answers during a step."""
+
+    def __init__(self, spec: TrainerSpec, actors: Sequence[Any], start_timeout_s: float) -> None:
+        self._spec = spec
+        self._actors = list(actors)
+        self._start_timeout_s = start_timeout_s
+
+    @classmethod
+    async def start(
+        cls, spec: TrainerSpec, queue_handle: Any, num_gpus_per_rank: float, timeout_s: float
+    ) -> TrainerPool:
+        """`spec.trainer.num_ranks` actors with the model loaded.
+
+        Args:
+            queue_handle: actor handle of the MessageQueue.
+            num_gpus_per_rank: 0 trains on the CPU.
+            timeout_s: for all of it.
+
+        Raises:
+            ConfigError: the model cannot be read or trained.
+            DeadlineExceeded, ProcessDied: naming the rank. Nothing is left running.
+        """
+        options = {} if num_gpus_per_rank else {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+        actor_class = ray.remote(concurrency_groups={CONTROL: 1})(TrainerActor).options(
+            num_cpus=0,  # placed by the run, not by Ray's count of cores
+            num_gpus=num_gpus_per_rank,
+            **options,
+        )
+        fetch = QueueFetch(queue_handle)
+        pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        try:
+            rendezvous = pool._actors[0].open_rendezvous.remote()
+            address = await pool._named(rendezvous, "open_rendezvous", 0, timeout_s)
+            await pool._on_all("start", *address, timeout_s=max(deadline - time.monotonic(), 0))
+        except BaseException:  # also a cancelled start leaves no actor behind; re-raised
+            pool.kill()
+            raise
+        return pool
+
+    async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
+        """One optimizer step. Raises RunFailed (not finite; nothing changed), DeadlineExceeded, ProcessDied, and what
+        the queue raises for groups that are not leased."""
+        if len(plans) != len(self._actors):
+            raise ValueError(f"{len(plans)} plans for {len(self._actors)} trainer ranks")
+        refs = [actor.call.remote("train_step", plan) for actor, plan in zip(self._actors, plans, strict=True)]
+        return (await self._together(refs, "train_step", self._spec.trainer.step_timeout_s))[0]
+
+    async def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return await self._on(0, "weight_specs", timeout_s=self._start_timeout_s)
+
+    async def open_weights(self, transport: str, bucket_bytes: int, num_receivers: int) -> TransferSource:
+        timeout_s = self._start_timeout_s
+        return await self._on(0, "open_weights", transport, bucket_bytes, num_receivers, timeout_s=timeout_s)
+
+    async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
+        """Raises WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank)."""
+        # the sender's own deadline comes first: its error names the receiver
+        return (await self._on_all("send_weights", manifest, timeout_s, timeout_s=timeout_s + BLAME_S))[0]
+
+    async def save(self, path: Path) -> None:
+        """Every rank writes its part below `path`, a directory that all of them reach."""
+        await self._on_all("save", path, timeout_s=self._spec.trainer.step_timeout_s)
+
+    async def load(self, path: Path) -> None:
+        await self._on_all("load", path, timeout_s=self._spec.trainer.step_timeout_s)
+
+    async def ping(self, timeout_s: float) -> tuple[int, ...]:
+        """Process ids in rank order, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
+        refs = [actor.ping.remote() for actor in self._actors]
+        return tuple(await self._together(refs, "ping", timeout_s))
+
+    async def stop(self) -> None:
+        """Ends every rank, with force after a few seconds. Idempotent; does not raise over ranks that are gone."""
+        refs = [actor.call.remote("stop") for actor in self._actors]
+        waits = [self._named(ref, "stop", rank, STOP_TIMEOUT_S) for rank, ref in enumerate(refs)]
+        for rank, outcome in enumerate(await asyncio.gather(*waits, return_exceptions=True)):
+            if isinstance(outcome, BaseException):
+                logger.warning("trainer rank %d did not stop by itself: %s", rank, outcome)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends every rank at once."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _named(self, ref: Any, method: str, rank: int, timeout_s: float) -> Any:
+        return reply(ref, timeout_s=timeout_s, what=f"{method} of trainer rank {rank}")
+
+    async def _on(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
+        return await self._named(self._actors[rank].call.remote(method, *args), method, rank, timeout_s)
+
+    async def _on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return await self._together([actor.call.remote(method, *args) for actor in self._actors], method, timeout_s)
+
+    async def _together(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
+        """The answers of all ranks, or the error that explains the others: a rank that died before anything else, a
+        late one last, since a rank that fails keeps its peers waiting."""
+        tasks = [asyncio.ensure_future(self._named(ref, method, rank, timeout_s)) for rank, ref in enumerate(refs)]
+        try:
+            _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await asyncio.wait(pending, timeout=BLAME_S)
+            errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+            if errors:
+                raise min(errors, key=_blame)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _blame(error: BaseException) -> int:
+    if isinstance(error, ProcessDied):
+        return 0
+    return 2 if isinstance(error, DeadlineExceeded) else 1

@@ -1,0 +1,145 @@
+"""One trainer rank: a process around a TrainBackend. Knows neither ray nor the queue, only what it is given.
+
+Consumes: plans, and the trajectories that they name.
+Produces: optimizer steps, and the tensors of a publish (rank 0 sends, the others help to gather).
+Waits for: its peers, at most `collective_timeout_s` per collective; `fetch`, which has a deadline of its own.
+Stops when: `stop` is called, or a peer is gone; then the collective in progress raises.
+
+All methods but `ping` must be called from one thread: torch's thread count and the order of collectives hang on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import WeightTransferError
+from asyncrl.trainer.backend import TrainBackend, TrainMetrics
+from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
+from asyncrl.weights.transport import Digest, TransferSource, WeightSender
+from asyncrl.weights.transports import build_sender
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[Sequence[int]], Sequence[TrajectoryGroup]]
+"""Ordinals of leased groups -> the groups, in that order. Raises what the queue raises, within its own deadline."""
+
+BACKENDS: dict[str, Callable[..., TrainBackend]] = {"fsdp": FsdpBackend}
+
+
+class TrainerWorker:
+    def __init__(self, spec: TrainerSpec, rank: int, world_size: int, fetch: Fetch) -> None:
+        self._spec, self._rank, self._world_size, self._fetch = spec, rank, world_size, fetch
+        self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
+        self._store: dist.TCPStore | None = None
+        self._sender: WeightSender | None = None
+        self._device: torch.device
+        self._backend: TrainBackend
+
+    def address(self, host: str) -> tuple[str, int]:
+        """Opens the rendezvous on `host`, an address of this machine; rank 0 only. The port is bound from here on, so
+        that nothing else can take it before `start`."""
+        self._store = dist.TCPStore(
+            host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+        return host, self._store.port
+
+    def start(self, master_addr: str, master_port: int) -> None:
+        """Joins the peers and loads the model; returns when this rank can train.
+
+        Raises:
+            ConfigError: the model cannot be read or trained.
+        """
+        self._device = resolve_device(self._spec.trainer.device, self._rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they compute
+        if self._store is None:
+            self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=self._timeout,
+        )
+        build = BACKENDS[self._spec.trainer.backend]
+        self._backend = build(self._spec, rank=self._rank, world_size=self._world_size, device=self._device)
+        logger.info(
+            "trainer rank %d of %d ready on %s, pid %d", self._rank, self._world_size, self._device, os.getpid()
+        )
+
+    def train_step(self, plan: RankPlan) -> TrainMetrics:
+        """Fetches what this rank's plan names and takes one optimizer step; collective.
+
+        Raises:
+            RunFailed: loss or gradient is not finite; nothing was changed.
+        """
+        groups = self._fetch(plan.ordinals) if plan.ordinals else ()
+        trajectories = {(g.ordinal, i): t for g in groups for i, t in enumerate(g.trajectories)}
+        return self._backend.train_step(plan, trajectories)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return self._backend.weight_specs()
+
+    def open_weights(self, transport: str, bucket_bytes: int, num_receivers: int) -> TransferSource:
+        """Opens the sending end, in place of an earlier one; rank 0 only. Returns what receivers need to join."""
+        if self._sender is not None:
+            self._sender.close()
+        sender = build_sender(transport, bucket_bytes, num_receivers, device=self._device.type)
+        self._sender = sender
+        return sender.open()
+
+    def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
+        """Rank 0 sends the current weights and returns its digest; the others gather with it and return None.
+
+        Raises:
+            WeightTransferError, DeadlineExceeded: on rank 0; the other ranks end normally.
+        """
+        weights = self._backend.named_weights()
+        try:
+            if self._rank != 0:
+                return None
+            if self._sender is None:
+                raise WeightTransferError("send_weights was called before open_weights")
+            return self._sender.send(manifest, weights, timeout_s)
+        finally:
+            for _ in weights:  # every rank must walk to the end, also when sending failed: gathering is collective
+                pass
+
+    def save(self, directory: Path) -> None:
+        self._backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self._backend.load(directory)
+
+    def ping(self) -> int:
+        """The process id. May be called from another thread while a step runs."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """Frees the sending end and leaves the group. Idempotent."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def resolve_device(asked: str, rank: int) -> torch.device:
+    """`auto` takes a CUDA device where one is visible: the only one, or one per rank of this machine."""
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return device

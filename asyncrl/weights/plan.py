@@ -1,0 +1,117 @@
+"""Which bytes of which tensor travel in which bucket. Pure: no torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from asyncrl.errors import ConfigError, WeightTransferError, explain
+from asyncrl.types import Bucket, Manifest, TensorSlice, TensorSpec
+
+ALIGNMENT = 16
+"""Every slice begins at a multiple of this many bytes of its bucket and of its tensor, so that it can be viewed in any
+dtype and moved with vector instructions."""
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+}
+"""Bytes per element of the dtypes that can be published, by torch's name."""
+
+
+def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
+    """The spec of one tensor. Raises WeightTransferError: the dtype cannot be published."""
+    if dtype not in DTYPE_BYTES:
+        raise WeightTransferError(
+            explain(f"publish tensor {name}", f"dtype {dtype}", f"cast it to one of {', '.join(DTYPE_BYTES)}")
+        )
+    return TensorSpec(name, tuple(int(n) for n in shape), dtype, prod(shape) * DTYPE_BYTES[dtype])
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Buckets of at most `bucket_bytes` that hold every byte of every tensor exactly once, in tensor order.
+
+    A tensor that fits into one bucket is never cut: it opens a new bucket when the rest of the current one is too
+    small. A larger one is cut at multiples of 16 bytes and fills the buckets it crosses. Tensors without elements take
+    no bytes and appear in no slice.
+
+    Raises:
+        ConfigError: `bucket_bytes` is below 16.
+    """
+    capacity = bucket_bytes - bucket_bytes % ALIGNMENT
+    if capacity < ALIGNMENT:
+        raise ConfigError(
+            explain(f"buckets of {bucket_bytes} bytes", f"less than {ALIGNMENT}", "raise weights.bucket_bytes")
+        )
+    buckets: list[Bucket] = []
+    slices: list[TensorSlice] = []
+    filled = 0
+
+    def seal() -> None:
+        nonlocal filled
+        if slices:
+            buckets.append(Bucket(len(buckets), slices[-1].bucket_offset + slices[-1].nbytes, tuple(slices)))
+        slices.clear()
+        filled = 0
+
+    for number, spec in enumerate(specs):
+        if filled and capacity - filled < spec.nbytes <= capacity:
+            seal()
+        offset = 0
+        while offset < spec.nbytes:
+            if filled == capacity:
+                seal()
+            nbytes = min(spec.nbytes - offset, capacity - filled)
+            slices.append(TensorSlice(number, offset, nbytes, filled))
+            offset += nbytes
+            filled += nbytes + -nbytes % ALIGNMENT
+    seal()
+    return tuple(buckets)
+
+
+def make_manifest(
+    publish_id: int,
+    version: int | None,
+    tensors: Sequence[TensorSpec],
+    bucket_bytes: int,
+    *,
+    verify: bool = True,
+) -> Manifest:
+    """The manifest of one publish of `tensors`, cut into buckets of `bucket_bytes`.
+
+    Raises:
+        WeightTransferError: two tensors have one name, or a size contradicts shape and dtype.
+        ConfigError: as `plan_buckets`.
+    """
+    names: set[str] = set()
+    for spec in tensors:
+        if spec.name in names:
+            raise WeightTransferError(
+                explain(f"publish tensor {spec.name}", "two tensors have this name", "name each weight once")
+            )
+        names.add(spec.name)
+        if spec != make_spec(spec.name, spec.shape, spec.dtype):
+            raise WeightTransferError(
+                explain(
+                    f"publish tensor {spec.name}",
+                    f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}",
+                    "build the spec with make_spec",
+                )
+            )
+    return Manifest(publish_id, version, tuple(tensors), plan_buckets(tensors, bucket_bytes), verify)

@@ -1,0 +1,323 @@
+"""The control messages of a transfer: who takes part, which bucket is where, who failed and why.
+
+One ROUTER at the sender, one DEALER per receiver, over a unix socket (`ipc`) or TCP (`collective`). A publish runs
+
+    receiver: READY -> sender: BEGIN -> sender: BUCKET* / receiver: ACK* -> sender: DONE
+
+and either side may end it with ERROR. Every receiver numbers its attempts; a message that belongs to another publish or
+another attempt is dropped, so that nothing of an aborted publish reaches the next one. Messages are fixed structs with
+an optional text: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.types import Manifest
+
+logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<BqQq")
+_PING_EVERY_S = 0.5
+_LINGER_MS = 200
+"""Longest that closing a socket waits for its last message (a DONE, an ERROR) to leave."""
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 30_000
+"""A peer machine that vanished without closing its connection is gone after this long."""
+
+
+class Kind(IntEnum):
+    READY = 1  # value: what the receiver brings (collective: the generation of its process group)
+    BEGIN = 2  # value: what the transfer uses (collective: the generation)
+    BUCKET = 3  # value: index of a bucket that can be read
+    ACK = 4  # value: index of a bucket that has been read
+    DONE = 5
+    ERROR = 6  # text: what happened
+    PING = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    publish_id: int
+    attempt: int
+    value: int = 0
+    text: str = ""
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(self.kind, self.publish_id, self.attempt, self.value) + self.text.encode()
+
+    @staticmethod
+    def decode(frame: bytes) -> Message:
+        """Raises ValueError: not a message of this protocol."""
+        if len(frame) < _HEADER.size:
+            raise ValueError(f"{len(frame)} bytes, a message has at least {_HEADER.size}")
+        kind, publish_id, attempt, value = _HEADER.unpack_from(frame)
+        return Message(Kind(kind), publish_id, attempt, value, frame[_HEADER.size :].decode())
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left, 0 when it has passed."""
+        return max(0.0, self._at - time.monotonic())
+
+
+def layout_of(manifest: Manifest) -> str:
+    """What both sides must agree on before bytes move."""
+    return f"{len(manifest.tensors)} tensors of {manifest.nbytes} bytes in {len(manifest.buckets)} buckets"
+
+
+class SenderChannel:
+    """The sender's end. Between `gather` and `finish` or `abort` there is a transfer that all receivers have joined."""
+
+    def __init__(self, endpoint: str, num_receivers: int) -> None:
+        self._num_receivers = num_receivers
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a receiver that is gone fails instead of being dropped
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted receiver takes over its number
+        self._socket.bind(endpoint)
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._ready: dict[int, Message] = {}
+        self._joined: dict[int, Message] = {}
+        self._acked: dict[int, int] = {}
+        self._left: dict[int, str] = {}
+
+    def gather(self, manifest: Manifest, deadline: Deadline) -> tuple[int, ...]:
+        """Waits until every receiver has joined this publish; returns the values they brought, by receiver.
+
+        Raises DeadlineExceeded naming those that did not come, WeightTransferError on another layout.
+        """
+        publish_id, layout = manifest.publish_id, layout_of(manifest)
+
+        def absent() -> list[int]:
+            ready = {r: m for r, m in self._ready.items() if m.publish_id == publish_id}
+            return [r for r in range(self._num_receivers) if r not in ready]
+
+        self._left.clear()
+        self._drain()
+        self._wait(absent, f"join publish {publish_id}", deadline)
+        self._joined = {r: self._ready.pop(r) for r in range(self._num_receivers)}
+        self._acked = dict.fromkeys(self._joined, -1)
+        for receiver, message in self._joined.items():
+            if message.text != layout:
+                do = "hand the sender and every receiver the same manifest"
+                raise WeightTransferError(explain(f"send {layout}", f"receiver {receiver} expects {message.text}", do))
+        return tuple(self._joined[r].value for r in range(self._num_receivers))
+
+    def tell(self, kind: Kind, value: int = 0, text: str = "", *, to: Iterable[int] | None = None) -> None:
+        """Sends one message to the receivers of the transfer (or some). Raises WeightTransferError: one is gone."""
+        for receiver in self._joined if to is None else to:
+            joined = self._joined[receiver]
+            frames = (b"%d" % receiver, Message(kind, joined.publish_id, joined.attempt, value, text).encode())
+            try:
+                self._socket.send_multipart(frames)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                found = "its process closed the connection"
+                do = "restart the replica; it catches up at the next publish"
+                raise WeightTransferError(explain(f"send to receiver {receiver}", found, do)) from error
+
+    def wait_acked(self, bucket: int, deadline: Deadline) -> None:
+        """Waits until every receiver has read all buckets up to this one. Raises DeadlineExceeded naming those that
+        have not, WeightTransferError with what a receiver reported."""
+        self._wait(lambda: [r for r, at in self._acked.items() if at < bucket], f"read bucket {bucket}", deadline)
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError with
+        what a receiver reported."""
+        if self._socket.poll(wait_s * 1000):
+            self._drain()
+
+    def laggards(self) -> list[int]:
+        """The receivers that have read the least."""
+        least = min(self._acked.values(), default=-1)
+        return [r for r, at in self._acked.items() if at == least]
+
+    def finish(self) -> None:
+        """Ends the transfer: every receiver may use what it has."""
+        self.tell(Kind.DONE)
+        self._joined = {}
+
+    def abort(self, text: str) -> None:
+        """Ends the transfer, and the waits of receivers that came for it, with an error. Safe at any time."""
+        self._joined = self._ready | self._joined
+        self._ready = {}
+        for receiver in self._joined:
+            try:
+                self.tell(Kind.ERROR, text=text, to=[receiver])
+            except WeightTransferError:
+                logger.warning("receiver %d is gone and did not hear that the publish failed", receiver)
+        self._joined = {}
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _wait(self, missing: Callable[[], list[int]], what: str, deadline: Deadline) -> None:
+        while waited_for := missing():
+            if self._socket.poll(min(deadline.remaining_s(), _PING_EVERY_S) * 1000):
+                self._drain()
+                continue
+            if not deadline.remaining_s():
+                names = "; ".join(
+                    f"receiver {r}" + (f" left: {self._left[r]}" if r in self._left else " did not")
+                    for r in waited_for
+                )
+                asked = f"{self._num_receivers} receiver(s) to {what} within {deadline.timeout_s:.1f} s"
+                raise DeadlineExceeded(explain(asked, names, "look at the logs of these replicas"))
+            self.tell(Kind.PING)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                identity, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                receiver, message = int(identity), Message.decode(rest[0])
+            except (ValueError, IndexError) as error:
+                logger.warning("dropped a foreign message on %s: %s", self.endpoint, error)
+                continue
+            if 0 <= receiver < self._num_receivers:
+                self._handle(receiver, message)
+
+    def _handle(self, receiver: int, message: Message) -> None:
+        joined = self._joined.get(receiver)
+        current = joined is not None and joined.attempt == message.attempt
+        if message.kind is Kind.READY:
+            self._ready[receiver] = message
+            self._left.pop(receiver, None)
+            if joined is not None:
+                del self._joined[receiver]
+                do = "publish again; find out why it restarted"
+                found = f"receiver {receiver} began anew in the middle"
+                raise WeightTransferError(explain(f"receiver {receiver} to stay to the end", found, do))
+        elif message.kind is Kind.ACK and current:
+            self._acked[receiver] = max(self._acked[receiver], message.value)
+        elif message.kind is Kind.ERROR and current:
+            del self._joined[receiver]
+            raise WeightTransferError(
+                explain(f"receiver {receiver} to take the weights", message.text, "see the log of this replica")
+            )
+        elif message.kind is Kind.ERROR:
+            waiting = self._ready.get(receiver)
+            if waiting is not None and waiting.attempt == message.attempt:
+                del self._ready[receiver]
+            self._left[receiver] = message.text
+
+
+class ReceiverChannel:
+    """A receiver's end."""
+
+    def __init__(self, endpoint: str, receiver: int) -> None:
+        self._name = f"receiver {receiver}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._socket.set(zmq.IDENTITY, b"%d" % receiver)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._lost = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+        self._endpoint = endpoint
+        self._attempt = secrets.randbits(63)
+        self._publish_id = 0
+
+    def join(self, manifest: Manifest, value: int = 0) -> None:
+        """Begins a new attempt to take part in this publish."""
+        self._attempt = (self._attempt + 1) % (1 << 64)
+        self._publish_id = manifest.publish_id
+        self._send(Kind.READY, value, layout_of(manifest))
+
+    def next(self, deadline: Deadline, what: str) -> Message:
+        """The next message of this attempt, never a PING.
+
+        Raises:
+            WeightTransferError: the sender ended the publish, or is gone.
+            DeadlineExceeded: nothing came in time.
+        """
+        while True:
+            try:
+                message = Message.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                self._wait(deadline, what)
+                continue
+            if message.publish_id != self._publish_id or message.attempt != self._attempt or message.kind is Kind.PING:
+                continue
+            if message.kind is Kind.ERROR:
+                do = "the trainer sends this publish again or drops it; see its log"
+                raise WeightTransferError(explain(f"{self._name} to {what}", f"the sender ended it: {message.text}", do))
+            return message
+
+    def expect(self, kind: Kind, value: int, deadline: Deadline, what: str) -> None:
+        """Takes the next message, which must be this one. Raises as `next`."""
+        message = self.next(deadline, what)
+        if message.kind is not kind or message.value != value:
+            found = f"{message.kind.name} {message.value} instead of {kind.name} {value}"
+            raise WeightTransferError(explain(f"{self._name} to {what}", found, "send again; this is a defect"))
+
+    def ack(self, bucket: int) -> None:
+        self._send(Kind.ACK, bucket)
+
+    def fail(self, error: BaseException) -> None:
+        """Leaves the publish and tells the sender why."""
+        self._send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
+
+    def lost(self, what: str) -> WeightTransferError:
+        """The error for a sender that is gone."""
+        do = "join the group that the trainer forms next"
+        return WeightTransferError(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, kind: Kind, value: int = 0, text: str = "") -> None:
+        self._socket.send(Message(kind, self._publish_id, self._attempt, value, text).encode())
+
+    def _wait(self, deadline: Deadline, what: str) -> None:
+        """Returns when there may be something to read."""
+        while not self._socket.poll(0):
+            while self._monitor.poll(0):
+                self._lost = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+            if self._lost:
+                raise self.lost(what)
+            if not (remaining := deadline.remaining_s()):
+                asked = f"{self._name} to {what} within {deadline.timeout_s:.1f} s"
+                found = f"nothing from the sender at {self._endpoint}"
+                raise DeadlineExceeded(explain(asked, found, "look at the log of the trainer"))
+            self._poller.poll(remaining * 1000)
+
+
+def _configure(socket: zmq.Socket) -> None:
+    socket.set(zmq.LINGER, _LINGER_MS)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.IPV6, 0)
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
