@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
@@ -157,7 +158,7 @@ class _Actors:
             dynamic_sampling=recipe.algorithm.dynamic_sampling,
             events_path=directory.events,
         )
-        on_driver = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        on_driver = NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
         options = {"num_cpus": 0, "max_concurrency": 1000}

@@ -68,13 +68,17 @@ def make_problem(rng: random.Random, level: int) -> Problem:
 def make_problems(num: int, levels: Sequence[int], seed: int, *, held_out: bool) -> list[Problem]:
     """`num` different problems, levels in turn. Held-out and other problems are disjoint, whatever their seeds.
 
-    Raises ValueError: no level, or an unknown one.
+    Raises ValueError: no level, an unknown one, or more problems than the task has.
     """
     if not levels:
         raise ValueError(f"levels is empty: choose from {LEVELS}")
     rng = random.Random(f"{seed}/{held_out}")
     problems: dict[str, Problem] = {}
+    attempts = 0
     while len(problems) < num:
+        attempts += 1
+        if attempts > 1000 + 100 * num:
+            raise ValueError(f"levels {tuple(levels)} hardly have {num} different problems: {len(problems)} found")
         problem = make_problem(rng, levels[len(problems) % len(levels)])
         if is_held_out(problem.question) == held_out:
             problems.setdefault(problem.question, problem)

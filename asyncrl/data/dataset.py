@@ -67,11 +67,13 @@ def parse_hub_name(source: str) -> HubName:
 
 def read_hub(hub: HubName) -> Iterator[PromptRow]:
     """Rows of a hub dataset, downloaded on first use. Raises DataError with the hub's own reason."""
-    import datasets  # takes seconds to import, and most runs read files
+    # takes seconds to import, and most runs read files
+    import datasets
+    from datasets.exceptions import DatasetsError
 
     try:
         dataset = datasets.load_dataset(hub.name, hub.config, split=hub.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
         raise DataError(explain(f"the dataset {hub} from the hub", f"{type(error).__name__}: {error}", do)) from error
     for number, record in enumerate(dataset):

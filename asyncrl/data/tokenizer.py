@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import numpy as np
@@ -55,7 +55,9 @@ class PromptRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
         self._tokenizer = tokenizer
-        self._options = {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
+        self._options: dict[str, Any] = (
+            {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
+        )
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
         """[P] int32: the row through the chat template, up to where the assistant's turn begins.

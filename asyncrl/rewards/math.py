@@ -16,8 +16,10 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.rewards.reward import RewardResult
 
 _BOXED = r"\boxed"
-_MARKED = re.compile(r"(?:\banswer\W*?:|####)[ \t*]*([^\n]*)", re.IGNORECASE)
+_BRACE = re.compile(r"\\[{}]|[{}]")
+_MARKED = re.compile(r"(?:\banswer[ \t*_]*:|####)[ \t*]*([^\n]*)", re.IGNORECASE)
 _FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
+_MIXED = re.compile(r"^([+-]?)(\d+)\\[dt]?frac\{(\d+)\}\{(\d+)\}$")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _NOISE = re.compile(r"\\[!,;: ]|\\left|\\right|\\%|\\\$|[$%*`]")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -54,37 +56,41 @@ def same_answer(answer: str, truth: str) -> bool:
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    while start >= 0:
-        content = _braced(text, start + len(_BOXED))
-        if content is not None:
-            return content
-        start = text.rfind(_BOXED, 0, start)
-    return None
-
-
-def _braced(text: str, start: int) -> str | None:
-    """What stands between the brace at `start` and its partner; None when either is missing."""
-    if not text.startswith("{", start):
-        return None
-    depth = 0
-    for at in range(start, len(text)):
-        if text[at] in "{}" and text[at - 1] != "\\":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start + 1 : at].strip()
-    return None
+    """What the last complete box holds. One pass: a policy may write any number of boxes that never close."""
+    opened: list[int] = []
+    last = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            start = opened.pop()
+            if text.endswith(_BOXED, 0, start) and (last is None or start > last[0]):
+                last = (start, brace.start())
+    return text[last[0] + 1 : last[1]].strip() if last else None
 
 
 def _normalise(answer: str) -> str:
     boxed = _last_boxed(answer)
     text = _TEXT.sub(r"\1", _NOISE.sub("", boxed if boxed is not None else answer))
-    text = _FRACTION.sub(lambda m: f"({m[1] or m[2]})/({m[3] or m[4]})", text)
-    text = re.sub(r"\((\d+)\)", r"\1", "".join(text.split()).rstrip(".,;:!"))
+    text = _MIXED.sub(_improper, "".join(text.split()).rstrip(".,;:!"))
+    text = _FRACTION.sub(_quotient, text)
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     assigned = _ASSIGNMENT.fullmatch(text)
     return assigned[1] if assigned else text
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    sign, whole, numerator, denominator = mixed.groups()
+    if max(map(len, (whole, numerator, denominator))) > _MAX_DIGITS:
+        return mixed[0]
+    return f"{sign}{int(whole) * int(denominator) + int(numerator)}/{denominator}"
+
+
+def _quotient(fraction: re.Match[str]) -> str:
+    """a/b for plain numbers; anything longer keeps parentheses, so that its parts stay apart."""
+    above, below = fraction[1] or fraction[2], fraction[3] or fraction[4]
+    return "/".join(part if _NUMBER.fullmatch(part) and "/" not in part else f"({part})" for part in (above, below))
 
 
 def _value(text: str) -> Fraction | None:

@@ -130,7 +130,7 @@ class Rollouter:
         """Loads tokenizer and data and renders every prompt. Raises ConfigError, DataError."""
         recipe, rollout = self._recipe, self._recipe.rollout
         tokenizer = load_tokenizer(recipe.model)
-        self.decode = lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        self.decode = lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
         renderer = PromptRenderer(tokenizer, recipe.model)
 
         def rendered(source: str, limit: int | None = None) -> RenderedPrompts:

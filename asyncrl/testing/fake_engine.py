@@ -247,5 +247,7 @@ class FakeEngine:
         if tokens > self.script.max_model_len:
             found = f"{tokens} tokens, max_model_len={self.script.max_model_len}"
             raise GenerationError(explain(f"generate {request.request_id!r}", found, "ask for fewer tokens"))
-        if request.request_id in self._running or any(request.request_id == s.request.request_id for s in self._waiting):
+        if request.request_id in self._running or any(
+            request.request_id == s.request.request_id for s in self._waiting
+        ):
             raise GenerationError(explain(f"generate {request.request_id!r}", "it is in flight", "use a new id"))

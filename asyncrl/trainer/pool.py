@@ -89,12 +89,14 @@ class TrainerPool:
             ConfigError: the model cannot be read or trained.
             DeadlineExceeded, ProcessDied: naming the rank. Nothing is left running.
         """
-        options = {} if num_gpus_per_rank else {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-        actor_class = ray.remote(concurrency_groups={CONTROL: 1})(TrainerActor).options(
-            num_cpus=0,  # placed by the run, not by Ray's count of cores
-            num_gpus=num_gpus_per_rank,
-            **options,
-        )
+        options: dict[str, Any] = {
+            "num_cpus": 0,  # placed by the run, not by Ray's count of cores
+            "num_gpus": num_gpus_per_rank,
+            "concurrency_groups": {CONTROL: 1},
+        }
+        if num_gpus_per_rank == 0:
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        actor_class: Any = ray.remote(**options)(TrainerActor)
         fetch = QueueFetch(queue_handle)
         pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)], timeout_s)
         deadline = time.monotonic() + timeout_s

@@ -79,9 +79,9 @@ class CheckpointEngine:
         self._config = config
         self._trainer = trainer
         self._replicas = dict(replicas)
-        self._pause_mode = PAUSE_MODES[interrupt]
+        self._pause_mode: PauseMode = PAUSE_MODES[interrupt]
         self._publishes = 0
-        self._attempts = 0
+        self._transfers = 0
         self._template: Manifest
         self._sources: dict[int, TransferSource]
 
@@ -101,23 +101,23 @@ class CheckpointEngine:
         """
         started = time.monotonic()
         deadline = started + self._config.publish_timeout_s
-        verify = self._verifies()
-        await self._on_all(lambda r: r.pause(self._pause_mode, _left(deadline)))
-        for attempt in range(self._config.max_retries + 1):
-            self._attempts += 1
-            manifest = replace(self._template, publish_id=self._attempts, version=version, verify=verify)
+        mode = self._pause_mode
+        await self._on_all(lambda r: r.pause(mode, _left(deadline)))
+        verify, transfer_s, attempts = self._verifies(), 0.0, 0
+        while True:
+            attempts += 1
+            self._transfers += 1
+            manifest = replace(self._template, publish_id=self._transfers, version=version, verify=verify)
             transfer_started = time.monotonic()
             sent, received = await self._transfer(manifest, deadline)
-            transfer_s = time.monotonic() - transfer_started
+            transfer_s += time.monotonic() - transfer_started
             differing = [r for r, digest in received.items() if digest != sent]
             if not differing:
                 break
-            logger.error("publish %s: %s", version, self._describe(differing, sent, received))
-        else:
-            raise WeightTransferError(
-                f"publish of version {version} gave up after {self._config.max_retries + 1} attempts: "
-                + self._describe(differing, sent, received)
-            )
+            found = self._describe(differing, sent, received)
+            logger.error("publish of version %s, attempt %d: %s", version, attempts, found)
+            if attempts > self._config.max_retries:
+                raise WeightTransferError(f"publish of version {version} gave up after {attempts} attempts: {found}")
         await self._on_all(lambda r: r.commit(manifest.publish_id, version, sent, _left(deadline)))
         ended = time.monotonic()
         return PublishReport(
@@ -126,8 +126,8 @@ class CheckpointEngine:
             pause_s=ended - started,
             transfer_s=transfer_s,
             nbytes=manifest.nbytes,
-            verified=manifest.verify,
-            attempts=attempt + 1,
+            verified=verify,
+            attempts=attempts,
         )
 
     def _verifies(self) -> bool:

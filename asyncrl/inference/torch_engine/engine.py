@@ -161,25 +161,11 @@ class TorchEngine:
     def _check(self, request: GenerationRequest) -> None:
         """Raises GenerationError for a request that would not fit, or would end the thread for all others."""
         assert self._runner is not None
-        prompt, sampling, limit = request.prompt_ids, request.sampling, self._settings.max_model_len
-        do = ""
+        misfit = _misfit(request, self._settings.max_model_len, self._runner.vocab_size)
         if request.request_id in self._streams:
-            found, do = "a request of that id is in flight", "use a new id per attempt"
-        elif prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
-            found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
-            do = "send a one-dimensional array of at least one token id"
-        elif sampling.max_tokens < 1:
-            found, do = f"max_tokens={sampling.max_tokens}", "ask for at least one token"
-        elif len(prompt) + sampling.max_tokens > limit:
-            found = f"max_model_len={limit}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
-            do = "shorten the prompt or the response, or raise rollout.torch.max_model_len"
-        elif not 0 <= int(prompt.min()) <= int(prompt.max()) < self._runner.vocab_size:
-            found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {self._runner.vocab_size}"
-            do = "tokenize with the model's own tokenizer"
-        elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            found, do = str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-        if do:
-            raise GenerationError(explain(f"generate {request.request_id!r}", found, do))
+            misfit = ("a request of that id is in flight", "use a new id per attempt")
+        if misfit is not None:
+            raise GenerationError(explain(f"generate {request.request_id!r}", *misfit))
 
     async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
         """Sends a command and waits until the thread has answered or died."""
@@ -201,7 +187,9 @@ class TorchEngine:
         """Loads the model and runs the loop until it is stopped or breaks."""
         try:
             if self._device.type == "cpu":
-                torch.set_num_threads(1)  # replicas share the cores; spinning threads cost ten times more than they give
+                torch.set_num_threads(
+                    1
+                )  # replicas share the cores; spinning threads cost ten times more than they give
             runner, decode = self._load()
             self._post(lambda: self._on_loaded(runner, decode))
             decode.run()
@@ -273,3 +261,22 @@ class TorchEngine:
         for answer in (self._started, *self._answers.values()):
             if answer is not None and not answer.done():
                 answer.set_exception(failure())
+
+
+def _misfit(request: GenerationRequest, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
+    """What is wrong with a request and what to do about it; None when it can be served."""
+    prompt, sampling = request.prompt_ids, request.sampling
+    if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
+        found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
+        return found, "send a one-dimensional array of at least one token id"
+    if sampling.max_tokens < 1:
+        return f"max_tokens={sampling.max_tokens}", "ask for at least one token"
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        found = f"max_model_len={max_model_len}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
+        return found, "shorten the prompt or the response, or raise rollout.torch.max_model_len"
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
+        return found, "tokenize with the model's own tokenizer"
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        return str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+    return None

@@ -1,7 +1,7 @@
 """The decode loop: one thread that owns the model, the slots and the queue of requests.
 
-Consumes commands; produces reports (chunks and acknowledgements, one for all requests of a step). Waits for a command when
-nothing may be sampled. Stops at `Stop`, or at an error, which it hands over: no request is left without an answer.
+Consumes commands; produces reports (chunks and acknowledgements, one for all requests of a step). Waits for a command
+when nothing may be sampled. Stops at `Stop`, or at an error, which it raises to the thread's owner.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class DecodeLoop:
                 explain(
                     f"a token by version {self.counters.version}",
                     "log-probabilities that are not finite: the weights or the activations overflow",
-                    "look at train/grad_norm of the steps before it; model.inference_dtype=bfloat16 spans more than float16",
+                    "look at train/grad_norm of the steps before it; float16 overflows where bfloat16 does not",
                 )
             )
         self.counters.generated_tokens += slots.n

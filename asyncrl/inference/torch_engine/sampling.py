@@ -83,7 +83,8 @@ def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds the draw. float64, so that no tail token is rounded away;
     `right=True`, so that a token of probability 0 is never chosen."""
     cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    chosen = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    return chosen.clamp_(max=cdf.shape[1] - 1)  # only rows of NaN end beyond; their log-probability tells the caller
 
 
 def _kept(logits: torch.Tensor, rows: SamplingRows, filtered: np.ndarray) -> torch.Tensor:

@@ -35,7 +35,8 @@ class Moves:
 
 
 class SlotTable:
-    """Rows of running requests. `length` counts the tokens whose keys and values are cached; `token` is the next input."""
+    """Rows of running requests. A row's length is the number of tokens whose keys and values are cached; its token is
+    the next input."""
 
     def __init__(self, num_slots: int, chunk_tokens: int) -> None:
         self.num_slots = num_slots

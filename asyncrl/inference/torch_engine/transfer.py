@@ -12,6 +12,7 @@ import torch
 from asyncrl.inference.torch_engine.sink import ParameterSink
 from asyncrl.types import Manifest
 from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver
+from asyncrl.weights.transports import build_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,9 @@ class Transfer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        from asyncrl.weights.transports import build_receiver
-
         if source != self._source:
             self._close_receiver()
-            self._receiver = build_receiver(source)
+            self._receiver = build_receiver(source, device=self._device)
             self._source = source
         assert self._receiver is not None
         sink = ParameterSink(self._targets)

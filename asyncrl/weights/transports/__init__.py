@@ -1,0 +1,54 @@
+"""The weight transports by name. The conformance suite is `asyncrl.testing.transport_suite`."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.weights.transport import TransferSource, WeightReceiver, WeightSender
+from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
+
+TRANSPORTS = {
+    "ipc": (IpcSender, IpcReceiver),
+    "collective": (CollectiveSender, CollectiveReceiver),
+}
+
+
+def build_sender(
+    transport: str,
+    bucket_bytes: int,
+    num_receivers: int,
+    *,
+    device: str | torch.device = "cpu",
+    host: str = "127.0.0.1",
+) -> WeightSender:
+    """The sender of `weights.transport`, not yet open.
+
+    Args:
+        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`.
+        host: an address of this machine that the replicas reach; for `collective` across machines.
+
+    Raises:
+        ConfigError: unknown transport, or one that cannot serve the device.
+    """
+    _require_known(transport)
+    if transport == "collective":
+        return CollectiveSender(bucket_bytes, num_receivers, device=device, host=host)
+    return IpcSender(bucket_bytes, num_receivers)
+
+
+def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
+    """The receiver that joins `source`. `device`: as the sender's, for `collective`. Raises ConfigError: unknown
+    transport."""
+    _require_known(source.transport)
+    if source.transport == "collective":
+        return CollectiveReceiver(source, device=device)
+    return IpcReceiver(source)
+
+
+def _require_known(transport: str) -> None:
+    if transport not in TRANSPORTS:
+        raise ConfigError(
+            explain(f"weights.transport={transport}", "no such transport", f"use one of {', '.join(TRANSPORTS)}")
+        )

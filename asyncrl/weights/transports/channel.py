@@ -15,7 +15,7 @@ import logging
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -99,6 +99,7 @@ class SenderChannel:
         self._joined: dict[int, Message] = {}
         self._acked: dict[int, int] = {}
         self._left: dict[int, str] = {}
+        self._publish_id = 0
 
     def gather(self, manifest: Manifest, deadline: Deadline) -> tuple[int, ...]:
         """Waits until every receiver has joined this publish; returns the values they brought, by receiver.
@@ -111,8 +112,9 @@ class SenderChannel:
             ready = {r: m for r, m in self._ready.items() if m.publish_id == publish_id}
             return [r for r in range(self._num_receivers) if r not in ready]
 
+        self._publish_id = publish_id
         self._left.clear()
-        self._drain()
+        self._dismiss_over(f"the sender is at publish {publish_id}", before=publish_id)
         self._wait(absent, f"join publish {publish_id}", deadline)
         self._joined = {r: self._ready.pop(r) for r in range(self._num_receivers)}
         self._acked = dict.fromkeys(self._joined, -1)
@@ -122,19 +124,10 @@ class SenderChannel:
                 raise WeightTransferError(explain(f"send {layout}", f"receiver {receiver} expects {message.text}", do))
         return tuple(self._joined[r].value for r in range(self._num_receivers))
 
-    def tell(self, kind: Kind, value: int = 0, text: str = "", *, to: Iterable[int] | None = None) -> None:
-        """Sends one message to the receivers of the transfer (or some). Raises WeightTransferError: one is gone."""
-        for receiver in self._joined if to is None else to:
-            joined = self._joined[receiver]
-            frames = (b"%d" % receiver, Message(kind, joined.publish_id, joined.attempt, value, text).encode())
-            try:
-                self._socket.send_multipart(frames)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                found = "its process closed the connection"
-                do = "restart the replica; it catches up at the next publish"
-                raise WeightTransferError(explain(f"send to receiver {receiver}", found, do)) from error
+    def tell(self, kind: Kind, value: int = 0) -> None:
+        """Sends one message to every receiver of the transfer. Raises WeightTransferError: one is gone."""
+        for receiver, joined in self._joined.items():
+            self._send(receiver, joined, kind, value)
 
     def wait_acked(self, bucket: int, deadline: Deadline) -> None:
         """Waits until every receiver has read all buckets up to this one. Raises DeadlineExceeded naming those that
@@ -159,14 +152,10 @@ class SenderChannel:
 
     def abort(self, text: str) -> None:
         """Ends the transfer, and the waits of receivers that came for it, with an error. Safe at any time."""
-        self._joined = self._ready | self._joined
-        self._ready = {}
-        for receiver in self._joined:
-            try:
-                self.tell(Kind.ERROR, text=text, to=[receiver])
-            except WeightTransferError:
-                logger.warning("receiver %d is gone and did not hear that the publish failed", receiver)
+        for receiver, message in self._joined.items():
+            self._dismiss(receiver, message, text)
         self._joined = {}
+        self._dismiss_over(text, before=self._publish_id + 1)
 
     def close(self) -> None:
         self._socket.close()
@@ -179,12 +168,35 @@ class SenderChannel:
                 continue
             if not deadline.remaining_s():
                 names = "; ".join(
-                    f"receiver {r}" + (f" left: {self._left[r]}" if r in self._left else " did not")
-                    for r in waited_for
+                    f"receiver {r}" + (f" left: {self._left[r]}" if r in self._left else " did not") for r in waited_for
                 )
                 asked = f"{self._num_receivers} receiver(s) to {what} within {deadline.timeout_s:.1f} s"
                 raise DeadlineExceeded(explain(asked, names, "look at the logs of these replicas"))
             self.tell(Kind.PING)
+
+    def _dismiss_over(self, text: str, *, before: int) -> None:
+        """Ends the waits of receivers that came for publishes below `before`."""
+        for receiver, message in list(self._ready.items()):
+            if message.publish_id < before:
+                del self._ready[receiver]
+                self._dismiss(receiver, message, text)
+
+    def _dismiss(self, receiver: int, joined: Message, text: str) -> None:
+        try:
+            self._send(receiver, joined, Kind.ERROR, text=text)
+        except WeightTransferError:
+            logger.warning("receiver %d is gone and did not hear: %s", receiver, text)
+
+    def _send(self, receiver: int, joined: Message, kind: Kind, value: int = 0, text: str = "") -> None:
+        message = Message(kind, joined.publish_id, joined.attempt, value, text)
+        try:
+            self._socket.send_multipart((b"%d" % receiver, message.encode()))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            found = "its process closed the connection"
+            do = "restart the replica; it catches up at the next publish"
+            raise WeightTransferError(explain(f"send to receiver {receiver}", found, do)) from error
 
     def _drain(self) -> None:
         while True:
@@ -204,8 +216,9 @@ class SenderChannel:
         joined = self._joined.get(receiver)
         current = joined is not None and joined.attempt == message.attempt
         if message.kind is Kind.READY:
-            self._ready[receiver] = message
             self._left.pop(receiver, None)
+            self._ready[receiver] = message
+            self._dismiss_over(f"the sender is at publish {self._publish_id}", before=self._publish_id)
             if joined is not None:
                 del self._joined[receiver]
                 do = "publish again; find out why it restarted"
@@ -267,15 +280,18 @@ class ReceiverChannel:
                 continue
             if message.kind is Kind.ERROR:
                 do = "the trainer sends this publish again or drops it; see its log"
-                raise WeightTransferError(explain(f"{self._name} to {what}", f"the sender ended it: {message.text}", do))
+                raise WeightTransferError(
+                    explain(f"{self._name} to {what}", f"the sender ended it: {message.text}", do)
+                )
             return message
 
-    def expect(self, kind: Kind, value: int, deadline: Deadline, what: str) -> None:
-        """Takes the next message, which must be this one. Raises as `next`."""
+    def expect(self, kind: Kind, value: int | None, deadline: Deadline, what: str) -> Message:
+        """The next message, which must be of this kind and, unless None, of this value. Raises as `next`."""
         message = self.next(deadline, what)
-        if message.kind is not kind or message.value != value:
-            found = f"{message.kind.name} {message.value} instead of {kind.name} {value}"
-            raise WeightTransferError(explain(f"{self._name} to {what}", found, "send again; this is a defect"))
+        if message.kind is not kind or value not in (None, message.value):
+            found = f"{message.kind.name} {message.value}, not {kind.name} {value}"
+            raise WeightTransferError(explain(f"{self._name} to {what}", found, "publish again and report this defect"))
+        return message
 
     def ack(self, bucket: int) -> None:
         self._send(Kind.ACK, bucket)

@@ -7,7 +7,6 @@ of a few MiB is still in the processor's cache when the receivers read it.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Iterable
@@ -16,12 +15,10 @@ import torch
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Manifest
-from asyncrl.weights.packing import Packer, Unpacker
+from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
 from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.segment import Segment, attach
-
-logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
 
@@ -126,16 +123,6 @@ class IpcReceiver:
             self._slots = _slots(attach(self._source.segment), self._source.bucket_bytes)
             self._channel = ReceiverChannel(self._source.address, self._source.receiver)
         return self._channel
-
-
-def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
-    """Raises WeightTransferError: a bucket of the manifest is larger than the transport's."""
-    largest = max((b.nbytes for b in manifest.buckets), default=0)
-    if largest > bucket_bytes:
-        asked = f"publish {manifest.publish_id} through buckets of {bucket_bytes} bytes"
-        raise WeightTransferError(
-            explain(asked, f"a bucket of {largest} bytes", "plan with the bucket_bytes of the transport")
-        )
 
 
 def _slot_bytes(bucket_bytes: int) -> int:

@@ -1,0 +1,58 @@
+# Two commands do everything on a machine that has Python 3.11 and nothing else:
+#   make quickstart    set up, make a tiny model and its data, train it, on a CPU
+#   make test          set up, lint, type-check, test
+# Overrides for the run:  make quickstart ARGS="run.dir=runs/other run.max_steps=10 run.seed=1"
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13,$(shell command -v $(p))) python3.11)
+VENV ?= .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.lock
+STAMP := $(VENV)/.installed
+MODEL := runs/tiny-qwen3
+DATA := data/arithmetic_train.jsonl
+ARGS ?=
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test lint types fast lock clean
+
+help:
+	@sed -n '2,4p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): $(LOCK) pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
+	  echo "do:    install Python 3.11 or newer, or pass PYTHON=/path/to/python"; exit 2; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(STAMP)
+
+$(MODEL)/config.json: | $(STAMP)
+	$(BIN)/python tools/make_tiny_model.py --out $(MODEL)
+
+$(DATA): | $(STAMP)
+	$(BIN)/python tools/make_arithmetic_dataset.py --out data
+
+quickstart: $(STAMP) $(MODEL)/config.json $(DATA)
+	$(BIN)/asyncrl-train recipes/quickstart.yaml $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+fast: $(STAMP)
+	$(BIN)/python -m pytest -m "unit or structure or concurrency"
+
+test: lint types
+	$(BIN)/python -m pytest
+
+# Resolves the dependencies anew in a throw-away environment and writes the lock file.
+lock:
+	$(PYTHON) tools/lock.py $(LOCK)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

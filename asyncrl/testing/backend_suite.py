@@ -1,0 +1,241 @@
+"""What every TrainBackend must do, as tests. A test class derives from the suite and provides `make_backend`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ConfigError, RunFailed
+from asyncrl.trainer.backend import TrainBackend, TrajectoryKey
+from asyncrl.trainer.packing import plan_step
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths, RankPlan, Segment, Trajectory, TrajectoryGroup
+
+VOCAB_SIZE = 40
+MakeBackend = Callable[[], TrainBackend]
+"""A backend on one rank, temperature 1, lr 1e-2 without warm-up, no weight decay; the same weights at every call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """Random groups as the queue would lease them, with random advantages."""
+
+    manifest: LeaseManifest
+    groups: tuple[TrajectoryGroup, ...]
+    advantages: tuple[np.ndarray, ...]
+
+    @property
+    def trajectories(self) -> dict[TrajectoryKey, Trajectory]:
+        return {(g.ordinal, i): t for g in self.groups for i, t in enumerate(g.trajectories)}
+
+    def plans(self, num_ranks: int = 1, budget: int = 256) -> tuple[RankPlan, ...]:
+        return plan_step(self.manifest, self.advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+
+
+def random_lease(
+    seed: int, *, num_groups: int = 4, group_size: int = 3, max_response: int = 20, step: int = 0
+) -> Lease:
+    """Groups with responses of 0 to `max_response` tokens; in long ones of even length the
+    environment wrote the middle."""
+    draw = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(num_groups):
+        prompt = draw.integers(0, VOCAB_SIZE, draw.integers(1, 12)).astype(np.int32)
+        lengths = [int(draw.integers(0, max_response + 1)) for _ in range(group_size)]
+        if ordinal == 0:
+            lengths[0], lengths[-1] = 0, max_response
+        groups.append(TrajectoryGroup(ordinal, 0, tuple(_trajectory(draw, prompt, n) for n in lengths)).validate())
+    return Lease(
+        manifest=LeaseManifest(step, tuple(_summary(g) for g in groups)),
+        groups=tuple(groups),
+        advantages=tuple(draw.normal(size=group_size) for _ in groups),
+    )
+
+
+def _trajectory(draw: np.random.Generator, prompt: np.ndarray, length: int) -> Trajectory:
+    mask = np.ones(length, bool)
+    segments = (Segment(0, length, 0, 0),) if length else ()
+    if length >= 9 and length % 2 == 0:
+        a, b = length // 3, 2 * length // 3
+        mask[a:b] = False
+        segments = (Segment(0, a, 0, 0), Segment(a, b, 0, 0, "environment"), Segment(b, length, 0, 0))
+    return Trajectory(
+        prompt_ids=prompt,
+        response_ids=draw.integers(0, VOCAB_SIZE, length).astype(np.int32),
+        logprobs=np.where(mask, -math.log(VOCAB_SIZE) + 0.2 * draw.normal(size=length), 0).astype(np.float32),
+        loss_mask=mask,
+        segments=segments,
+        reward=float(draw.integers(0, 2)),
+    )
+
+
+def _summary(group: TrajectoryGroup) -> GroupSummary:
+    trajectories = group.trajectories
+    return GroupSummary(
+        ordinal=group.ordinal,
+        attempt=group.attempt,
+        lengths=tuple(Lengths(len(t.prompt_ids), len(t.response_ids), t.num_trained_tokens) for t in trajectories),
+        rewards=tuple(t.reward for t in trajectories),
+        lag_sum=0,
+        lag_max=0,
+        lag_in_flight_sum=0,
+        trained_tokens=sum(t.num_trained_tokens for t in trajectories),
+        segments=sum(len(t.segments) for t in trajectories),
+        interrupted=0,
+    )
+
+
+def weights_of(backend: TrainBackend) -> dict[str, np.ndarray]:
+    """Copies of the published tensors."""
+    return {name: tensor.float().numpy().copy() for name, tensor in backend.named_weights()}
+
+
+def assert_same_weights(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    """Bitwise."""
+    assert list(a) == list(b)
+    differing = [name for name in a if not np.array_equal(a[name], b[name])]
+    assert not differing, differing
+
+
+class TrainBackendSuite:
+    def test_step_changes_every_weight_and_counts_exactly(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(0)
+        (plan,) = lease.plans()
+        before = weights_of(backend)
+        metrics = backend.train_step(plan, lease.trajectories)
+        after = weights_of(backend)
+        assert all(not np.array_equal(before[name], after[name]) for name in before)
+        assert all(math.isfinite(v) for v in asdict(metrics).values()), metrics
+        assert metrics.grad_norm > 0
+        assert 0 <= metrics.clip_fraction <= 1
+        assert 0 < metrics.entropy <= math.log(VOCAB_SIZE) + 1e-6
+        assert metrics.trained_tokens == sum(t.num_trained_tokens for t in lease.trajectories.values())
+        lengths = [len(t.prompt_ids) + len(t.response_ids) for t in lease.trajectories.values()]
+        assert metrics.packed_tokens == sum(lengths)
+
+    def test_zero_advantages_change_nothing(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(1)
+        lease = replace(lease, advantages=tuple(np.zeros_like(a) for a in lease.advantages))
+        before = weights_of(backend)
+        metrics = backend.train_step(lease.plans()[0], lease.trajectories)
+        assert metrics.grad_norm == 0
+        assert metrics.loss == 0
+        assert_same_weights(before, weights_of(backend))
+
+    def test_positive_advantage_makes_a_response_likelier(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(2, num_groups=2)
+        lease = replace(lease, advantages=(np.array([0.0, 0.0, 1.0]), np.zeros(3)))
+        (plan,) = lease.plans()
+        before = backend.logprobs(plan, lease.trajectories)[0, 2].sum()
+        for _ in range(3):
+            backend.train_step(plan, lease.trajectories)
+        assert backend.logprobs(plan, lease.trajectories)[0, 2].sum() > before + 0.1
+
+    def test_on_policy_ratio_is_one(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(3)
+        (plan,) = lease.plans()
+        own = backend.logprobs(plan, lease.trajectories)
+        assert set(own) == set(lease.trajectories)
+        for key, trajectory in lease.trajectories.items():
+            assert own[key].shape == (len(trajectory.response_ids),)
+            assert (own[key] <= 0).all()
+        replayed = {k: replace(t, logprobs=own[k].numpy()) for k, t in lease.trajectories.items()}
+        metrics = backend.train_step(plan, replayed)
+        assert metrics.ratio_mean == pytest.approx(1, abs=1e-5)
+        assert metrics.ratio_max == pytest.approx(1, abs=1e-4)
+        assert metrics.kl_behavior == pytest.approx(0, abs=1e-5)
+        assert metrics.clip_fraction == 0
+
+    def test_masked_tokens_do_not_count(self, make_backend: MakeBackend) -> None:
+        lease = random_lease(4)
+        (plan,) = lease.plans()
+        spoilt = {
+            k: replace(t, logprobs=np.where(t.loss_mask, t.logprobs, np.nan).astype(np.float32))
+            for k, t in lease.trajectories.items()
+        }
+        assert any(np.isnan(t.logprobs).any() for t in spoilt.values())
+        a, b = make_backend(), make_backend()
+        assert a.train_step(plan, lease.trajectories) == b.train_step(plan, spoilt)
+        assert_same_weights(weights_of(a), weights_of(b))
+
+    def test_empty_microbatches_add_nothing(self, make_backend: MakeBackend) -> None:
+        lease = random_lease(5)
+        (plan,) = lease.plans()
+        a, b = make_backend(), make_backend()
+        plain = a.train_step(plan, lease.trajectories)
+        padded = b.train_step(replace(plan, microbatches=((), *plan.microbatches, ())), lease.trajectories)
+        assert padded.loss == pytest.approx(plain.loss, abs=1e-7)
+        assert padded.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+        assert (padded.trained_tokens, padded.packed_tokens) == (plain.trained_tokens, plain.packed_tokens)
+        for (name, x), y in zip(weights_of(a).items(), weights_of(b).values(), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4, err_msg=name)
+
+    def test_a_step_of_nothing_changes_nothing(self, make_backend: MakeBackend) -> None:
+        backend = make_backend()
+        before = weights_of(backend)
+        metrics = backend.train_step(RankPlan(0, ((),), 1.0), {})
+        assert (metrics.loss, metrics.grad_norm, metrics.trained_tokens, metrics.packed_tokens) == (0, 0, 0, 0)
+        assert backend.logprobs(RankPlan(0, ((),), 1.0), {}) == {}
+        assert_same_weights(before, weights_of(backend))
+
+    @pytest.mark.parametrize("steps_before", [0, 2])
+    def test_resumed_training_is_bitwise_the_same(
+        self, make_backend: MakeBackend, tmp_path: Path, steps_before: int
+    ) -> None:
+        leases = [random_lease(10 + i, step=i) for i in range(steps_before + 2)]
+        going_on = make_backend()
+        _train(going_on, leases[:steps_before])
+        going_on.save(tmp_path / "trainer")
+        saved = weights_of(going_on)
+        expected = _train(going_on, leases[steps_before:])
+        resumed = make_backend()
+        _train(resumed, leases[-1:])  # leaves moments and weights that loading must replace
+        resumed.load(tmp_path / "trainer")
+        assert_same_weights(saved, weights_of(resumed))
+        assert _train(resumed, leases[steps_before:]) == expected
+        assert_same_weights(weights_of(going_on), weights_of(resumed))
+
+    def test_loading_from_nowhere_is_refused(self, make_backend: MakeBackend, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="no checkpoint"):
+            make_backend().load(tmp_path / "absent")
+
+    def test_weights_come_as_announced(self, make_backend: MakeBackend) -> None:
+        backend = make_backend()
+        specs = backend.weight_specs()
+        weights = list(backend.named_weights())
+        assert [s.name for s in specs] == [name for name, _ in weights]
+        assert len({s.name for s in specs}) == len(specs)
+        for spec, (_, tensor) in zip(specs, weights, strict=True):
+            assert (spec.shape, spec.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            assert spec.nbytes == tensor.numel() * tensor.element_size()
+            assert not tensor.requires_grad
+
+    def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(6)
+        (plan,) = lease.plans()
+        before = weights_of(backend)
+        spoilt = {k: replace(t, logprobs=np.full_like(t.logprobs, np.nan)) for k, t in lease.trajectories.items()}
+        with pytest.raises(RunFailed, match="optimizer step 0"):
+            backend.train_step(plan, spoilt)
+        assert_same_weights(before, weights_of(backend))
+        expected = make_backend().train_step(plan, lease.trajectories)
+        assert backend.train_step(plan, lease.trajectories) == expected
+
+    def test_trajectories_must_match_their_plan(self, make_backend: MakeBackend) -> None:
+        backend, lease = make_backend(), random_lease(7)
+        (plan,) = lease.plans()
+        trajectories = lease.trajectories
+        with pytest.raises(ValueError, match="trajectory 1 of group 2"):
+            backend.train_step(plan, {k: t for k, t in trajectories.items() if k != (2, 1)})
+        key, long = next((k, t) for k, t in trajectories.items() if t.num_trained_tokens > 1)
+        fewer = replace(long, loss_mask=np.zeros_like(long.loss_mask))
+        with pytest.raises(ValueError, match=f"trajectory {key[1]} of group {key[0]}"):
+            backend.train_step(plan, trajectories | {key: fewer})
+
+
+def _train(backend: TrainBackend, leases: Sequence[Lease]) -> list[object]:
+    return [backend.train_step(lease.plans()[0], lease.trajectories) for lease in leases]

@@ -1,0 +1,315 @@
+"""The conformance suite that every `InferenceEngine` and its fake must pass.
+
+A test module subclasses `EngineConformance` and gives two fixtures: `engine`, started, idle, not paused, at version 0;
+and `make_engine`, an async function that starts another one like it. Engines are deterministic under a given seed
+unless the subclass says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import GenerationError
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
+
+MakeEngine = Callable[[], Awaitable[InferenceEngine]]
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+def make_request(
+    *,
+    prompt: Sequence[int] = (5, 6, 7, 8),
+    max_tokens: int = 24,
+    seed: int = 0,
+    first_position: int = 0,
+    stop: Sequence[int] = (),
+    temperature: float = 1.0,
+) -> GenerationRequest:
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    ids = np.array(prompt, dtype=np.int32)
+    return GenerationRequest(f"suite-{next(_numbers)}", ids, sampling, seed=seed, first_position=first_position)
+
+
+async def within(wait: Awaitable[T], timeout_s: float = 60.0) -> T:
+    """The wait of a test: it fails with TimeoutError instead of hanging."""
+    return await asyncio.wait_for(wait, timeout_s)
+
+
+class Client:
+    """Consumes one request in the background and keeps every chunk."""
+
+    def __init__(self, engine: InferenceEngine, request: GenerationRequest) -> None:
+        self.request = request
+        self.chunks: list[TokenChunk] = []
+        self.task = asyncio.create_task(self._consume(engine))
+        self._arrived = asyncio.Event()
+
+    async def _consume(self, engine: InferenceEngine) -> None:
+        async for chunk in engine.generate(self.request):
+            self.chunks.append(chunk)
+            self._arrived.set()
+
+    async def first_tokens(self) -> None:
+        await within(self._arrived.wait())
+
+    async def done(self) -> Client:
+        await within(self.task)
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(i) for chunk in self.chunks for i in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [float(x) for chunk in self.chunks for x in chunk.logprobs]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [chunk.finish_reason for chunk in self.chunks if chunk.finish_reason is not None]
+
+    @property
+    def versions(self) -> list[int]:
+        """One per token."""
+        return [chunk.version for chunk in self.chunks for _ in chunk.token_ids]
+
+
+async def complete(engine: InferenceEngine, **kwargs: Any) -> Client:
+    return await Client(engine, make_request(**kwargs)).done()
+
+
+async def settle() -> None:
+    """Gives an engine that wrongly goes on the time to show it."""
+    await asyncio.sleep(0.05)
+
+
+class EngineConformance:
+    deterministic: ClassVar[bool] = True
+    """Same request, same weights, same tokens, whatever else runs."""
+    long_response: ClassVar[int] = 400
+    """A budget that is not used up while a test interrupts it."""
+
+    async def test_chunks_arrive_in_order_with_one_finish_reason(self, engine: InferenceEngine) -> None:
+        client = await complete(engine, max_tokens=24)
+        assert len(client.chunks) > 1
+        assert client.finish_reasons == ["length"]
+        assert client.chunks[-1].finish_reason == "length"
+        assert len(client.ids) == len(client.logprobs) == 24
+        assert all(x <= 0 for x in client.logprobs)
+        assert set(client.versions) == {0}
+        assert all(chunk.request_id == client.request.request_id and chunk.error is None for chunk in client.chunks)
+        for chunk in client.chunks:
+            assert (chunk.token_ids.dtype, chunk.logprobs.dtype) == (np.int32, np.float32)
+
+    @pytest.mark.parametrize("max_tokens", [1, 2, 17])
+    async def test_max_tokens_is_exact(self, engine: InferenceEngine, max_tokens: int) -> None:
+        assert len((await complete(engine, max_tokens=max_tokens)).ids) == max_tokens
+
+    async def test_a_stop_token_ends_the_response_and_belongs_to_it(self, engine: InferenceEngine) -> None:
+        free = await complete(engine, temperature=0.0)
+        stop = free.ids[9]
+        stopped = await complete(engine, temperature=0.0, stop=(10**6 + 1, stop))
+        assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
+        assert stopped.finish_reasons == ["stop"]
+
+    async def test_one_token_prompts_and_many_at_once(self, engine: InferenceEngine) -> None:
+        clients = [Client(engine, make_request(prompt=(1 + i % 7,) * (1 + i % 5), max_tokens=8)) for i in range(100)]
+        for client in clients:
+            await client.done()
+            assert len(client.ids) == 8
+            assert client.finish_reasons == ["length"]
+
+    async def test_abort_one_keeps_its_tokens_and_spares_the_rest(self, engine: InferenceEngine) -> None:
+        alone = (await complete(engine, max_tokens=self.long_response)).ids
+        aborted, other = (Client(engine, make_request(max_tokens=self.long_response)) for _ in range(2))
+        await aborted.first_tokens()
+        await within(engine.abort([aborted.request.request_id]))
+        await aborted.done()
+        assert aborted.finish_reasons == ["abort"]
+        assert 0 < len(aborted.ids) < self.long_response
+        await other.done()
+        assert (other.finish_reasons, len(other.ids)) == (["length"], self.long_response)
+        if self.deterministic:
+            assert aborted.ids == alone[: len(aborted.ids)]
+            assert other.ids == alone
+
+    async def test_abort_all_ends_queued_requests_too(self, engine: InferenceEngine) -> None:
+        clients = [Client(engine, make_request(max_tokens=self.long_response)) for _ in range(100)]
+        await clients[0].first_tokens()
+        await within(engine.abort(None))
+        for client in clients:
+            await client.done()
+            assert client.finish_reasons == ["abort"]
+        assert engine.health().running == engine.health().waiting == 0
+
+    async def test_abort_of_unknown_ids_is_ignored(self, engine: InferenceEngine) -> None:
+        client = Client(engine, make_request())
+        await within(engine.abort(["never heard of", "nor of this"]))
+        assert (await client.done()).finish_reasons == ["length"]
+        await within(engine.abort([client.request.request_id]))
+
+    async def test_a_consumer_that_leaves_frees_its_slot(self, engine: InferenceEngine) -> None:
+        stream = engine.generate(make_request(max_tokens=self.long_response))
+        await within(anext(stream))
+        await stream.aclose()  # type: ignore[attr-defined]
+        await within(engine.pause("drain"), 5.0)
+        assert engine.health().running == 0
+
+    async def test_pause_abort_ends_what_runs_and_holds_what_comes(self, engine: InferenceEngine) -> None:
+        running = Client(engine, make_request(max_tokens=self.long_response))
+        await running.first_tokens()
+        await within(engine.pause("abort"))
+        assert (await running.done()).finish_reasons == ["abort"]
+        held = Client(engine, make_request())
+        await settle()
+        assert held.chunks == []
+        await within(engine.pause("abort"))
+        await settle()
+        assert held.chunks == []
+        await within(engine.resume())
+        assert (await held.done()).finish_reasons == ["length"]
+
+    async def test_pause_keep_freezes_and_goes_on(self, engine: InferenceEngine) -> None:
+        whole = (await complete(engine, max_tokens=self.long_response)).ids
+        client = Client(engine, make_request(max_tokens=self.long_response))
+        await client.first_tokens()
+        await within(engine.pause("keep"))
+        await within(engine.pause("keep"))
+        await asyncio.sleep(0)  # the consumer takes what has been handed over
+        frozen = len(client.ids)
+        await settle()
+        assert len(client.ids) == frozen < self.long_response
+        await within(engine.resume())
+        await within(engine.resume())
+        await client.done()
+        assert client.finish_reasons == ["length"]
+        if self.deterministic:
+            assert client.ids == whole
+
+    async def test_pause_drain_finishes_what_runs(self, engine: InferenceEngine) -> None:
+        running = Client(engine, make_request(max_tokens=64))
+        await running.first_tokens()
+        pausing = asyncio.create_task(engine.pause("drain"))
+        await asyncio.sleep(0)
+        late = Client(engine, make_request())
+        await within(pausing)
+        await running.done()
+        assert (running.finish_reasons, len(running.ids)) == (["length"], 64)
+        await settle()
+        assert late.chunks == []
+        await within(engine.resume())
+        assert (await late.done()).finish_reasons == ["length"]
+
+    async def test_pause_drain_of_an_idle_engine_returns(self, engine: InferenceEngine) -> None:
+        await within(engine.pause("drain"), 5.0)
+        await within(engine.pause("drain"), 5.0)
+
+    async def test_a_commit_in_mid_generation_splits_exactly_at_the_swap(self, engine: InferenceEngine) -> None:
+        version = engine.health().version
+        assert version is not None
+        clients = [Client(engine, make_request(max_tokens=self.long_response, seed=i)) for i in range(3)]
+        for client in clients:
+            await client.first_tokens()
+        await within(engine.pause("keep"))
+        await asyncio.sleep(0)
+        before = [len(client.ids) for client in clients]
+        await within(engine.commit(version + 1))
+        await within(engine.commit(None))
+        await within(engine.resume())
+        for client, count in zip(clients, before, strict=True):
+            await client.done()
+            assert client.versions == [version] * count + [version + 1] * (self.long_response - count)
+        assert engine.health().version == version + 1
+        await within(engine.commit(version))
+
+    async def test_a_commit_without_a_pause_stamps_later_tokens_only(self, engine: InferenceEngine) -> None:
+        client = Client(engine, make_request(max_tokens=self.long_response))
+        await client.first_tokens()
+        await within(engine.commit(7))
+        await client.done()
+        assert client.versions == sorted(client.versions)
+        assert set(client.versions) == {0, 7}
+        await within(engine.commit(0))
+
+    async def test_a_resumed_request_continues_as_if_never_interrupted(self, engine: InferenceEngine) -> None:
+        if not self.deterministic:
+            pytest.skip("the engine does not promise determinism")
+        whole = await complete(engine, max_tokens=40, seed=3)
+        for cut in (1, 16, 39):
+            prompt = [*whole.request.prompt_ids.tolist(), *whole.ids[:cut]]
+            rest = await complete(engine, prompt=prompt, max_tokens=40 - cut, seed=3, first_position=cut)
+            assert rest.ids == whole.ids[cut:]
+            np.testing.assert_allclose(rest.logprobs, whole.logprobs[cut:], atol=1e-4)
+
+    async def test_tokens_do_not_depend_on_batch_mates(self, engine: InferenceEngine) -> None:
+        if not self.deterministic:
+            pytest.skip("the engine does not promise determinism")
+        alone = (await complete(engine, seed=11)).ids
+        mates = [Client(engine, make_request(prompt=range(3 + 5 * i), seed=i)) for i in range(1, 5)]
+        twin = Client(engine, make_request(seed=11))
+        assert (await twin.done()).ids == alone
+        for mate in mates:
+            await mate.done()
+
+    async def test_a_request_that_does_not_fit_is_refused(self, engine: InferenceEngine) -> None:
+        with pytest.raises(GenerationError, match="max_model_len"):
+            await complete(engine, max_tokens=10**6)
+        assert (await complete(engine)).finish_reasons == ["length"]
+
+    async def test_health_counts(self, engine: InferenceEngine) -> None:
+        before = engine.health()
+        assert (before.alive, before.running, before.waiting) == (True, 0, 0)
+        client = Client(engine, make_request(max_tokens=self.long_response))
+        await client.first_tokens()
+        assert engine.health().running == 1
+        await within(engine.pause("keep"))
+        held = Client(engine, make_request(max_tokens=8))
+        await asyncio.sleep(0)
+        assert engine.health().waiting == 1
+        await within(engine.resume())
+        await client.done()
+        await held.done()
+        after = engine.health()
+        assert (after.running, after.waiting) == (0, 0)
+        assert after.generated_tokens - before.generated_tokens == self.long_response + 8
+        assert after.busy_s >= before.busy_s
+
+    async def test_stop_ends_everything_with_an_error(self, make_engine: MakeEngine) -> None:
+        engine = await within(make_engine())
+        running = Client(engine, make_request(max_tokens=self.long_response))
+        await running.first_tokens()
+        await within(engine.pause("keep"))
+        queued = Client(engine, make_request())
+        await asyncio.sleep(0)
+        await within(engine.stop())
+        await within(engine.stop())
+        for client in (running, queued):
+            with pytest.raises(GenerationError):
+                await client.done()
+        with pytest.raises(GenerationError):
+            await complete(engine)
+        with pytest.raises(GenerationError):
+            await within(engine.resume())
+        assert not engine.health().alive
+
+    async def test_stop_ends_a_drain_in_progress(self, make_engine: MakeEngine) -> None:
+        engine = await within(make_engine())
+        running = Client(engine, make_request(max_tokens=self.long_response))
+        await running.first_tokens()
+        pausing: Coroutine[Any, Any, None] = engine.pause("drain")
+        task = asyncio.create_task(pausing)
+        await asyncio.sleep(0)
+        await within(engine.stop())
+        with pytest.raises(GenerationError):
+            await within(task)
+        with pytest.raises(GenerationError):
+            await running.done()

@@ -1,0 +1,208 @@
+"""A weight transport inside one process: receivers are threads, buckets are tensors handed over by queues."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.types import Bucket, Manifest
+from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transports.channel import Deadline, layout_of
+
+_POLL_S = 0.02
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One call of `receive`. The inbox carries the buckets, then None for the end; either side may set `failure`."""
+
+    receiver: int
+    layout: str
+    inbox: queue.Queue[tuple[Bucket, torch.Tensor] | None] = field(default_factory=lambda: queue.Queue(maxsize=2))
+    has_all: bool = False
+    failure: str | None = None
+
+
+class FakeNetwork:
+    """Connects the senders and receivers of one test: a `TransferSource` carries no reference to its sender."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[str, _Hub] = {}
+        self._epochs = itertools.count(1)
+
+    def sender(self, bucket_bytes: int, num_receivers: int) -> FakeSender:
+        return FakeSender(self, bucket_bytes, num_receivers)
+
+    def receiver(self, source: TransferSource) -> FakeReceiver:
+        return FakeReceiver(self, source)
+
+    def open_hub(self) -> tuple[int, _Hub]:
+        epoch = next(self._epochs)
+        hub = self._hubs[f"fake-{epoch}"] = _Hub()
+        return epoch, hub
+
+    def hub(self, address: str) -> _Hub:
+        return self._hubs[address]
+
+
+class _Hub:
+    """What a sender and its receivers share, guarded by `changed`. `waiting`: attempts not yet in a transfer, by
+    (publish_id, receiver)."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: dict[tuple[int, int], _Attempt] = {}
+        self.closed = False
+
+    def fail(self, attempt: _Attempt, text: str) -> None:
+        with self.changed:
+            attempt.failure = attempt.failure or text
+            self.changed.notify_all()
+
+
+class FakeSender:
+    """Implements `WeightSender`."""
+
+    def __init__(self, network: FakeNetwork, bucket_bytes: int, num_receivers: int) -> None:
+        self._network = network
+        self._bucket_bytes = bucket_bytes
+        self._num_receivers = num_receivers
+        self._hub: _Hub | None = None
+
+    def open(self) -> TransferSource:
+        self.close()
+        epoch, self._hub = self._network.open_hub()
+        return TransferSource("fake", f"fake-{epoch}", "", self._bucket_bytes, self._num_receivers, 0, epoch)
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        if self._hub is None:
+            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
+        check_fits(manifest, self._bucket_bytes)
+        hub, deadline = self._hub, Deadline(timeout_s)
+        packer = Packer(manifest, weights)
+        attempts = self._gather(hub, manifest, deadline)
+        try:
+            for attempt in attempts:
+                if attempt.layout != layout_of(manifest):
+                    found = f"receiver {attempt.receiver} expects {attempt.layout}"
+                    raise WeightTransferError(explain(f"send {layout_of(manifest)}", found, "use one manifest"))
+            for bucket in manifest.buckets:
+                data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                packer.pack(bucket, data)
+                for attempt in attempts:
+                    _put(attempt, (bucket, data), deadline)
+            digest = packer.finish()
+            with hub.changed:
+                hub.changed.wait_for(lambda: all(a.has_all or a.failure for a in attempts), deadline.remaining_s())
+            for attempt in attempts:
+                _raise_failure(attempt)
+                if not attempt.has_all:
+                    raise _late([attempt.receiver], "read the last bucket", deadline)
+                _put(attempt, None, deadline)
+        except Exception as error:
+            for attempt in attempts:
+                hub.fail(attempt, f"the sender ended it: {type(error).__name__}: {error}")
+            raise
+        return digest
+
+    def close(self) -> None:
+        if self._hub is None:
+            return
+        with self._hub.changed:
+            self._hub.closed = True
+            for attempt in self._hub.waiting.values():
+                attempt.failure = attempt.failure or "the sender is gone"
+            self._hub.changed.notify_all()
+        self._hub = None
+
+    def _gather(self, hub: _Hub, manifest: Manifest, deadline: Deadline) -> list[_Attempt]:
+        """Takes the attempts of all receivers out of `waiting`."""
+        keys = [(manifest.publish_id, r) for r in range(self._num_receivers)]
+        with hub.changed:
+            hub.changed.wait_for(lambda: all(key in hub.waiting for key in keys), deadline.remaining_s())
+            late = [key[1] for key in keys if key not in hub.waiting]
+            attempts = [attempt for key in keys if (attempt := hub.waiting.pop(key, None)) is not None]
+        if late:
+            error = _late(late, f"join publish {manifest.publish_id}", deadline)
+            for attempt in attempts:
+                hub.fail(attempt, f"the sender ended it: {error}")
+            raise error
+        return attempts
+
+
+class FakeReceiver:
+    """Implements `WeightReceiver`."""
+
+    def __init__(self, network: FakeNetwork, source: TransferSource) -> None:
+        self._hub = network.hub(source.address)
+        self._source = source
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        check_fits(manifest, self._source.bucket_bytes)
+        hub, deadline = self._hub, Deadline(timeout_s)
+        key = (manifest.publish_id, self._source.receiver)
+        attempt = _Attempt(self._source.receiver, layout_of(manifest))
+        unpacker = Unpacker(manifest, sink)
+        with hub.changed:
+            if hub.closed:
+                attempt.failure = "the sender is gone"
+            hub.waiting[key] = attempt
+            hub.changed.notify_all()
+        try:
+            for _ in manifest.buckets:
+                item = _get(attempt, deadline)
+                assert item is not None, "a transfer ended before its last bucket"
+                unpacker.unpack(*item)
+            digest = unpacker.finish()
+            with hub.changed:
+                attempt.has_all = True
+                hub.changed.notify_all()
+            _get(attempt, deadline)
+        except Exception as error:
+            with hub.changed:
+                if hub.waiting.get(key) is attempt:
+                    del hub.waiting[key]
+            hub.fail(attempt, f"{type(error).__name__}: {error}")
+            raise
+        return digest
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _put(attempt: _Attempt, item: tuple[Bucket, torch.Tensor] | None, deadline: Deadline) -> None:
+    while True:
+        _raise_failure(attempt)
+        try:
+            return attempt.inbox.put(item, timeout=min(deadline.remaining_s(), _POLL_S))
+        except queue.Full:
+            if not deadline.remaining_s():
+                raise _late([attempt.receiver], "take a bucket", deadline) from None
+
+
+def _get(attempt: _Attempt, deadline: Deadline) -> tuple[Bucket, torch.Tensor] | None:
+    while True:
+        _raise_failure(attempt)
+        try:
+            return attempt.inbox.get(timeout=min(deadline.remaining_s(), _POLL_S))
+        except queue.Empty:
+            if not deadline.remaining_s():
+                raise _late([attempt.receiver], "get a bucket", deadline) from None
+
+
+def _raise_failure(attempt: _Attempt) -> None:
+    if attempt.failure is not None:
+        asked = f"receiver {attempt.receiver} to take the weights"
+        raise WeightTransferError(explain(asked, attempt.failure, "publish again"))
+
+
+def _late(receivers: list[int], what: str, deadline: Deadline) -> DeadlineExceeded:
+    names = ", ".join(f"receiver {r}" for r in receivers)
+    return DeadlineExceeded(explain(f"{what} within {deadline.timeout_s:.1f} s", f"not done by {names}", "see its log"))

@@ -1,0 +1,33 @@
+"""A tiny model with random weights in Hugging Face format, made in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def random_qwen3(*, seed: int = 0, **overrides: Any) -> Any:
+    """A Qwen3ForCausalLM of 0.8M parameters (unless `overrides` of its config change that), float32.
+
+    Its matrices have a spread of 0.1: sharp enough that the choice of token depends on the context.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "intermediate_size": 384, "tie_word_embeddings": True,
+        "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**(config | overrides)))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def write_random_qwen3(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Saves `random_qwen3` with its config below `directory`; returns that directory."""
+    random_qwen3(seed=seed, **overrides).save_pretrained(directory)
+    return directory

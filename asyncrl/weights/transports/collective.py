@@ -1,0 +1,208 @@
+"""Weights to receivers anywhere: whole buckets are broadcast over a process group of their own, gloo or NCCL.
+
+Two buckets are under way: while one is on the wire, the sender packs the next and the receivers unpack the one before.
+The group forms at the first publish and again whenever one has failed or a receiver has come back without it. Who takes
+part, progress and errors travel beside it (`channel.py`), because a broadcast cannot say which receiver is missing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+import torch
+
+from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.types import Manifest
+from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, join_store
+
+_UNDER_WAY = 2
+_EXPLANATION_S = 0.5
+"""Once a broadcast broke: how long to wait for the process that broke it to say why."""
+
+
+class CollectiveSender:
+    """Implements `WeightSender`; rank 0. One thread at a time."""
+
+    def __init__(
+        self, bucket_bytes: int, num_receivers: int, *, device: str | torch.device = "cpu", host: str = "127.0.0.1"
+    ) -> None:
+        """`device`: where buckets are packed; cpu broadcasts over gloo, cuda over NCCL. `host`: an address of this
+        machine that receivers reach."""
+        self._device = _checked(device)
+        if num_receivers < 1:
+            raise ConfigError(explain("a collective transfer", f"{num_receivers} receivers", "use at least 1"))
+        self._bucket_bytes = bucket_bytes
+        self._num_receivers = num_receivers
+        self._host = host
+        self._generation = 0
+        self._group: BroadcastGroup | None = None
+        self._channel: SenderChannel | None = None
+        self._buffers: tuple[torch.Tensor, ...] = ()
+
+    def open(self) -> TransferSource:
+        self.close()
+        self._store = host_store(self._host)
+        self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
+        self._buffers = _buffers(self._bucket_bytes, self._device)
+        return TransferSource(
+            transport="collective",
+            address=f"{self._host}:{self._store.port}",
+            segment=self._channel.endpoint,
+            bucket_bytes=self._bucket_bytes,
+            num_receivers=self._num_receivers,
+            receiver=0,
+            epoch=secrets.randbits(63),
+        )
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        if self._channel is None:
+            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
+        check_fits(manifest, self._bucket_bytes)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        packer = Packer(manifest, weights)
+        try:
+            generations = channel.gather(manifest, deadline)
+            group = self._begin(channel, generations, deadline)
+            for bucket in manifest.buckets:
+                if group.under_way == _UNDER_WAY:
+                    self._wait_sent(channel, group, deadline)
+                channel.check()
+                buffer = self._buffers[bucket.index % _UNDER_WAY]
+                packer.pack(bucket, buffer)
+                group.start(buffer[: bucket.nbytes], deadline)
+            digest = packer.finish()
+            while group.under_way:
+                self._wait_sent(channel, group, deadline)
+            channel.wait_acked(len(manifest.buckets) - 1, deadline)
+            channel.finish()
+        except Exception as error:
+            channel.abort(f"{type(error).__name__}: {error}")
+            self._drop_group()
+            raise
+        return digest
+
+    def close(self) -> None:
+        self._drop_group()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            del self._store
+        self._buffers = ()
+
+    def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
+        """The group that all receivers are in, formed anew unless everybody still has the last one."""
+        if self._group is not None and set(generations) == {self._group.generation}:
+            channel.tell(Kind.BEGIN, self._group.generation)
+            return self._group
+        self._drop_group()
+        self._generation += 1
+        self._group = BroadcastGroup(self._store, self._generation, 0, self._num_receivers + 1, self._device)
+        channel.tell(Kind.BEGIN, self._generation)
+        self._group.form(deadline)
+        return self._group
+
+    def _wait_sent(self, channel: SenderChannel, group: BroadcastGroup, deadline: Deadline) -> None:
+        """Waits for the oldest broadcast. Raises what a receiver reported in preference to what the group saw."""
+        try:
+            group.wait(deadline, "send a bucket to all receivers")
+        except (DeadlineExceeded, WeightTransferError) as error:
+            explanation = Deadline(_EXPLANATION_S)
+            while explanation.remaining_s():
+                channel.check(explanation.remaining_s())
+            names = ", ".join(f"receiver {r}" for r in channel.laggards())
+            raise type(error)(f"{error}\nbehind: {names}") from error
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class CollectiveReceiver:
+    """Implements `WeightReceiver`; rank `source.receiver + 1`."""
+
+    def __init__(self, source: TransferSource, *, device: str | torch.device = "cpu") -> None:
+        self._source = source
+        self._device = _checked(device)
+        self._group: BroadcastGroup | None = None
+        self._channel: ReceiverChannel | None = None
+        self._buffers: tuple[torch.Tensor, ...] = ()
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        if self._channel is None:
+            self._channel = ReceiverChannel(self._source.segment, self._source.receiver)
+            self._buffers = _buffers(self._source.bucket_bytes, self._device)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        unpacker = Unpacker(manifest, sink)
+        try:
+            check_fits(manifest, self._source.bucket_bytes)
+            group = self._join(channel, manifest, deadline)
+            for bucket in manifest.buckets[:_UNDER_WAY]:
+                group.start(self._buffer(bucket.index)[: bucket.nbytes], deadline)
+            for bucket in manifest.buckets:
+                self._wait_received(channel, group, deadline, f"receive bucket {bucket.index}")
+                unpacker.unpack(bucket, self._buffer(bucket.index))
+                channel.ack(bucket.index)
+                if bucket.index + _UNDER_WAY < len(manifest.buckets):
+                    following = manifest.buckets[bucket.index + _UNDER_WAY]
+                    group.start(self._buffer(following.index)[: following.nbytes], deadline)
+            digest = unpacker.finish()
+            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
+        except Exception as error:
+            channel.fail(error)
+            self._drop_group()
+            raise
+        return digest
+
+    def close(self) -> None:
+        """Idempotent; a later `receive` joins again."""
+        self._drop_group()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._buffers = ()
+
+    def _join(self, channel: ReceiverChannel, manifest: Manifest, deadline: Deadline) -> BroadcastGroup:
+        channel.join(manifest, 0 if self._group is None else self._group.generation)
+        generation = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        if self._group is None or self._group.generation != generation:
+            self._drop_group()
+            store = join_store(self._source.address, deadline)
+            rank, world_size = self._source.receiver + 1, self._source.num_receivers + 1
+            self._group = BroadcastGroup(store, generation, rank, world_size, self._device)
+            self._group.form(deadline)
+        return self._group
+
+    def _wait_received(self, channel: ReceiverChannel, group: BroadcastGroup, deadline: Deadline, what: str) -> None:
+        """Waits for the oldest broadcast. Raises what the sender said in preference to what the group saw."""
+        try:
+            group.wait(deadline, what)
+        except (DeadlineExceeded, WeightTransferError) as error:
+            try:
+                channel.next(Deadline(_EXPLANATION_S), what)
+            except DeadlineExceeded:
+                raise error from None
+            raise
+
+    def _buffer(self, bucket: int) -> torch.Tensor:
+        return self._buffers[bucket % _UNDER_WAY]
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _buffers(bucket_bytes: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_UNDER_WAY))
+
+
+def _checked(device: str | torch.device) -> torch.device:
+    checked = torch.device(device)
+    if checked.type not in ("cpu", "cuda"):
+        raise ConfigError(explain("weights.transport=collective", f"device {checked}", "use cpu or cuda"))
+    return checked

@@ -1,0 +1,29 @@
+"""Small real objects that several tests need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.types import Segment, Trajectory, TrajectoryGroup
+
+
+def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Trajectory:
+    """`response` tokens split evenly over segments of `versions`."""
+    rng = np.random.default_rng(seed)
+    cuts = np.linspace(0, response, len(versions) + 1).astype(int)
+    segments = tuple(
+        Segment(int(a), int(b), version, 0) for a, b, version in zip(cuts[:-1], cuts[1:], versions, strict=True) if b > a
+    )
+    return Trajectory(
+        prompt_ids=rng.integers(0, 100, prompt).astype(np.int32),
+        response_ids=rng.integers(0, 100, response).astype(np.int32),
+        logprobs=-rng.random(response).astype(np.float32),
+        loss_mask=np.ones(response, np.bool_),
+        segments=segments,
+        reward=reward,
+    )
+
+
+def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> TrajectoryGroup:
+    members = [trajectory(reward=r, versions=versions, seed=ordinal * 100 + i) for i, r in enumerate(rewards)]
+    return TrajectoryGroup(ordinal, attempt, tuple(members))

@@ -1,0 +1,189 @@
+"""The shape of the code: one-way imports, heavy packages only where they belong, small rooms, documented keys."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import known_keys, load_recipe
+
+pytestmark = pytest.mark.structure
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "asyncrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A part may import those to the left of it and itself; what it may import besides is named.
+PARTS = {
+    "data": set(),
+    "rewards": {"data"},
+    "weights": set(),
+    "inference": {"weights"},
+    "rollout": {"data", "rewards", "environments", "inference"},
+    "environments": {"data", "rewards", "rollout"},
+    "queue": {"observability"},
+    "algorithms": set(),
+    "trainer": {"algorithms", "weights", "queue"},
+    "checkpoint": set(),
+    "observability": {"inference", "queue", "trainer", "weights"},
+    "testing": {"inference", "weights", "trainer", "queue", "rollout", "data", "rewards", "environments", "algorithms"},
+}
+FOUNDATION = {"types", "errors", "registry", "remote", "config"}
+TOP = {"coordinator", "preflight", "run", "cli"}
+HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "datasets", "wandb")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that `path` imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    part = part_of(path)
+    used = {m.split(".")[1] for m in imports(path) if m.startswith("asyncrl.")} - {part}
+    if part in TOP or part == "__init__":
+        allowed = FOUNDATION | set(PARTS) - {"testing"} | TOP
+        if part != "cli":
+            allowed -= {"cli", "run"}
+    elif part in FOUNDATION:
+        allowed = {"types": set(), "errors": set(), "registry": {"errors"}, "remote": {"errors"}, "config": {"errors"}}[part]
+    else:
+        allowed = FOUNDATION | PARTS[part]
+    assert used <= allowed, f"{path.name} of {part} imports {sorted(used - allowed)}"
+
+
+LIGHT = {
+    # importing these must not load what stands beside them
+    "asyncrl.types": HEAVY,
+    "asyncrl.errors": HEAVY,
+    "asyncrl.config.load": HEAVY,
+    "asyncrl.queue.ledger": HEAVY,
+    "asyncrl.queue.message_queue": HEAVY,
+    "asyncrl.rollout.router": HEAVY,
+    "asyncrl.rollout.rollouter": HEAVY,
+    "asyncrl.environments": HEAVY,
+    "asyncrl.rewards": HEAVY,
+    "asyncrl.data.dataset": HEAVY,
+    "asyncrl.data.tokenizer": HEAVY,
+    "asyncrl.inference.replica": HEAVY,
+    "asyncrl.weights.checkpoint_engine": HEAVY,
+    "asyncrl.algorithms": HEAVY,
+    "asyncrl.trainer.packing": HEAVY,
+    "asyncrl.trainer.backend": HEAVY,
+    "asyncrl.preflight": HEAVY,
+    "asyncrl.cli": HEAVY,
+    "asyncrl.coordinator": HEAVY,
+    "asyncrl.run": ("torch", "vllm", "sglang", "megatron", "transformers", "wandb"),
+    "asyncrl.weights.transports": ("ray", "vllm", "sglang", "megatron", "transformers"),
+    "asyncrl.inference.torch_engine": ("ray", "vllm", "sglang", "megatron"),
+    "asyncrl.trainer.fsdp": ("ray", "vllm", "sglang", "megatron"),
+}
+
+
+def test_heavy_packages_are_imported_only_where_the_folder_says_so():
+    script = f"""
+import subprocess, sys
+light = {LIGHT!r}
+for module, heavy in light.items():
+    code = "import sys, " + module + "; print([h for h in " + repr(list(heavy)) + " if h in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if out.returncode or out.stdout.strip() != "[]":
+        print(module, out.stdout.strip(), out.stderr[-500:])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+def test_no_room_is_too_large():
+    """The aim is 400 lines a file and 60 a function; this holds the tails."""
+    offenders = []
+    for path in FILES:
+        source = path.read_text()
+        if (lines := source.count("\n")) > 600:
+            offenders.append(f"{path}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > 100:
+                    offenders.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+            if isinstance(node, ast.ClassDef):
+                methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+                public = [m for m in methods if not m.name.startswith("_")]
+                if len(public) > 20:
+                    offenders.append(f"{path}:{node.lineno} {node.name}: {len(public)} public methods")
+    assert not offenders
+
+
+def test_omegaconf_has_one_user():
+    users = [p for p in FILES if any(m.split(".")[0] == "omegaconf" for m in imports(p))]
+    assert users == [PACKAGE / "config" / "load.py"]
+
+
+def test_the_environment_is_read_in_the_launch_code_only():
+    allowed = {"config/load.py", "cli.py", "observability/logs.py"}
+    users = {
+        str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())
+    }
+    assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"
+
+
+def test_every_key_of_a_recipe_is_documented():
+    documented = (ROOT / "docs" / "recipes.md").read_text()
+    missing = [key for key in known_keys() if f"`{key}`" not in documented]
+    assert not missing, f"run tools/document_recipe_keys.py: {missing}"
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", documented, re.MULTILINE))
+    assert listed == set(known_keys())
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_loads_and_says_what_it_is(recipe):
+    load_recipe(recipe, [])
+    assert recipe.read_text().startswith("# ")
+
+
+def test_the_smallest_recipe_fits_on_a_screen():
+    assert len((ROOT / "recipes" / "quickstart.yaml").read_text().splitlines()) <= 30
+
+
+def test_links_in_the_documents_lead_somewhere():
+    broken = []
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+            if not target.startswith(("http", "mailto:")) and not (document.parent / target).exists():
+                broken.append(f"{document.relative_to(ROOT)} -> {target}")
+    assert not broken
+
+
+def test_the_glossary_has_the_words_of_the_types():
+    glossary = (ROOT / "docs" / "glossary.md").read_text().lower()
+    words = ("global_steps", "policy version", "ordinal", "trajectory", "segment", "group", "lag", "max_lag", "slot")
+    missing = [w for w in (*words, "replica", "publish", "ticket", "deadline") if w not in glossary]
+    assert not missing
+
+
+def test_tested_md_names_tests_that_exist():
+    tested = (ROOT / "docs" / "tested.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", tested))
+    assert named
+    gone = [
+        f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or name not in (ROOT / file).read_text()
+    ]
+    assert not gone

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data.model_files import ModelFacts, check_model
+from asyncrl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 192, "max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "model.safetensors").write_bytes(b"x")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def test_a_complete_directory(model: Path) -> None:
+    assert check_model(str(model)) == ModelFacts(str(model), True, "Qwen3ForCausalLM", 192, 1024)
+
+
+def test_sizes_of_a_multimodal_model_are_those_of_its_text_part(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 7}}))
+    assert check_model(str(model)) == ModelFacts(str(model), True, None, 7, None)
+
+
+@pytest.mark.parametrize(
+    ("missing", "found"),
+    [
+        ("config.json", "no config.json"),
+        ("model.safetensors", "no weights"),
+        ("tokenizer.json", "no tokenizer"),
+    ],
+)
+def test_a_missing_file_is_named(model: Path, missing: str, found: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(ConfigError, match=rf"asked: model\.path={model}\nfound: {found}"):
+        check_model(str(model))
+
+
+def test_weights_and_tokenizer_may_have_other_names(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    assert check_model(str(model)).is_local
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_config_is_refused(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is not"):
+        check_model(str(model))
+
+
+def test_an_unfinished_download_is_noticed(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"names 1 files that are not there, first model-00002\.safetensors"):
+        check_model(str(model))
+
+
+def test_a_path_that_does_not_exist_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/tiny-qwen3", "./x", "/no/such/model", "~/no-such-model", "a/b/c"):
+        with pytest.raises(ConfigError, match=r"tools/make_tiny_model\.py"):
+            check_model(path)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="found: a file"):
+        check_model(str(tmp_path / "weights.bin"))
+
+
+def test_a_hub_name_is_reported_without_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen/Qwen2.5-7B", "gpt2"):
+        assert check_model(name) == ModelFacts(name, is_local=False)

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.data.rows import ChatMessage, PromptRow, parse_json_line, parse_record, to_record
+from asyncrl.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+RECORD = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "What is 6 * 7?", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "a1", "level": 3, "tags": ["x"]},
+}
+
+
+def test_a_record_of_dapo_math_is_read() -> None:
+    row = parse_json_line(json.dumps(RECORD), "train.jsonl:7")
+    assert row == PromptRow(
+        messages=(ChatMessage("user", "What is 6 * 7?"),),
+        ground_truth="42",
+        data_source="math_dapo",
+        extra=(("index", "a1"), ("level", "3"), ("tags", '["x"]')),
+        origin="train.jsonl:7",
+    )
+
+
+@pytest.mark.parametrize(("value", "expected"), [(42, "42"), (0.5, "0.5"), ("\\frac{1}{2}", "\\frac{1}{2}")])
+def test_numbers_are_accepted_as_ground_truth(value: object, expected: str) -> None:
+    assert parse_record(RECORD | {"reward_model": {"ground_truth": value}}, "o").ground_truth == expected
+
+
+text = st.text(min_size=1).filter(lambda t: t.strip() != "")
+
+
+@settings(max_examples=50)
+@given(
+    messages=st.lists(st.builds(ChatMessage, text, text), min_size=1, max_size=3).map(tuple),
+    truth=text,
+    source=st.text(),
+    extra=st.dictionaries(st.text(), st.text(), max_size=3).map(lambda d: tuple(d.items())),
+)
+def test_what_is_written_is_read_back(messages, truth, source, extra) -> None:
+    row = PromptRow(messages, truth, source, extra, "f:1")
+    assert parse_json_line(json.dumps(to_record(row)), "f:1") == row
+
+
+def without(key: str) -> dict:
+    return {k: v for k, v in RECORD.items() if k != key}
+
+
+BAD = {
+    "a list": ([1], "list [1] instead of an object"),
+    "no prompt": (without("prompt"), "no prompt; its keys are ability, data_source, extra_info, reward_model"),
+    "no data source": (without("data_source"), "no data_source"),
+    "no reward model": (without("reward_model"), "no reward_model"),
+    "prompt is text": (RECORD | {"prompt": "What is 6 * 7?"}, "prompt is str 'What is 6 * 7?' instead of a list"),
+    "prompt is empty": (RECORD | {"prompt": []}, "prompt is empty"),
+    "message is text": (RECORD | {"prompt": ["hi"]}, "prompt[0] is str 'hi' instead of an object"),
+    "no content": (RECORD | {"prompt": [{"role": "user"}]}, "no prompt[0].content"),
+    "content is a list": (RECORD | {"prompt": [{"role": "user", "content": [1]}]}, "prompt[0].content is list [1]"),
+    "content is blank": (RECORD | {"prompt": [{"role": "user", "content": " "}]}, "empty role or content"),
+    "no ground truth": (RECORD | {"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
+    "ground truth is null": (RECORD | {"reward_model": {"ground_truth": None}}, "ground_truth is NoneType None"),
+    "ground truth is a flag": (RECORD | {"reward_model": {"ground_truth": True}}, "ground_truth is bool True"),
+    "ground truth is blank": (RECORD | {"reward_model": {"ground_truth": ""}}, "ground_truth is empty"),
+    "extra is a list": (RECORD | {"extra_info": []}, "extra_info is list [] instead of an object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_record_is_refused_by_name(case: str) -> None:
+    record, found = BAD[case]
+    with pytest.raises(DataError) as error:
+        parse_record(record, "data/train.jsonl:12")
+    message = str(error.value)
+    assert "asked: the row at data/train.jsonl:12\n" in message
+    assert found in message.splitlines()[1]
+    assert len(message.splitlines()[2]) > len("do:    ")
+
+
+def test_bad_json_names_line_and_column() -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl:3\nfound: not JSON: .* at column 12"):
+        parse_json_line('{"prompt": nope}', "train.jsonl:3")
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(DataError) as error:
+        parse_record(RECORD | {"prompt": "x" * 10_000}, "o")
+    assert len(str(error.value)) < 500

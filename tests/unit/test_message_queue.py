@@ -1,0 +1,158 @@
+"""The broker's shell: long polls, tokens, files."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.errors import LedgerError, RunFailed
+from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest
+from tests.make import group
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return QueueSpec(
+        groups_per_step=2,
+        max_lag=1,
+        max_groups=100,
+        max_attempts=2,
+        max_failed_fraction=0.1,
+        dynamic_sampling=False,
+        events_path=tmp_path / "events.jsonl",
+    )
+
+
+async def fill(queue, count=10, **options):
+    tickets = await queue.admit(count, 0)
+    for t in tickets:
+        await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,), **options))
+    return tickets
+
+
+async def test_the_round_of_a_group(spec):
+    queue = MessageQueue(spec)
+    tickets = await fill(queue)
+    assert [t.ordinal for t in tickets] == [0, 1, 2, 3]
+    manifest = await queue.lease(0, 0)
+    assert isinstance(manifest, LeaseManifest)
+    assert [g.ordinal for g in manifest.groups] == [0, 1]
+    assert manifest.groups[0].rewards == (0.0, 1.0)
+    assert manifest.groups[0].trained_tokens == 8
+    assert [g.ordinal for g in await queue.fetch([0, 1])] == [0, 1]
+    with pytest.raises(LedgerError, match="fetch"):
+        await queue.fetch([2])
+    counts = await queue.commit(0)
+    assert (counts.trained, counts.ready) == (2, 2)
+    assert await queue.admit(10, 0) == [], "the slots come back with the publish"
+    await queue.published(1)
+    assert [t.version for t in await queue.admit(10, 0)] == [1, 1]
+
+
+async def test_lags_are_split_by_where_they_arose(spec):
+    queue = MessageQueue(replace(spec, max_lag=2))
+    tickets = await queue.admit(6, 0)
+    for t in tickets[:2]:
+        await queue.put(t, group(t.ordinal, versions=(0,)))
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    await queue.published(1)
+    for t in tickets[2:]:
+        await queue.put(t, group(t.ordinal, versions=(0, 1)))
+    manifest = await queue.lease(1, 0)
+    assert isinstance(manifest, LeaseManifest)
+    (first, _) = manifest.groups
+    assert (first.lag_max, first.lag_sum, first.lag_in_flight_sum, first.trained_tokens) == (1, 4, 4, 8)
+    assert (first.segments, first.interrupted) == (4, 2)
+
+
+async def test_a_lease_waits_for_the_last_group_and_says_what_is_missing(spec):
+    queue = MessageQueue(spec)
+    first, second, *_ = await queue.admit(4, 0)
+    await queue.put(first, group(first.ordinal))
+    answer = await queue.lease(0, 0.01)
+    assert isinstance(answer, LeaseWait)
+    assert (answer.missing, answer.counts.running) == (1, 3)
+    waiting = asyncio.create_task(queue.lease(0, 10))
+    await asyncio.sleep(0)
+    await queue.put(second, group(second.ordinal))
+    assert isinstance(await asyncio.wait_for(waiting, 5), LeaseManifest)
+
+
+async def test_admission_wakes_up_with_the_publish(spec):
+    queue = MessageQueue(spec)
+    await fill(queue)
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    waiting = asyncio.create_task(queue.admit(10, 10))
+    await asyncio.sleep(0)
+    await queue.published(1)
+    assert len(await asyncio.wait_for(waiting, 5)) == 2
+
+
+async def test_groups_without_signal_are_filtered_and_their_slot_is_free(spec):
+    queue = MessageQueue(replace(spec, dynamic_sampling=True))
+    assert len(await fill(queue, rewards=(1.0, 1.0))) == 4
+    assert (await queue.counts()).filtered == 4
+    assert len(await queue.admit(10, 0)) == 4
+
+
+async def test_wait_idle(spec):
+    queue = MessageQueue(spec)
+    tickets = await queue.admit(10, 0)
+    assert not await queue.wait_idle(0.01)
+    for t in tickets:
+        await queue.put(t, group(t.ordinal))
+    assert await queue.wait_idle(0.01)
+
+
+async def test_too_many_failures_end_the_run(spec):
+    queue = MessageQueue(replace(spec, max_attempts=1))
+    for _ in range(8):
+        for t in await queue.admit(4, 0):
+            await queue.nack(t, "Traceback: boom")
+    with pytest.raises(RunFailed, match="32 of 32"):
+        await queue.lease(0, 0)
+
+
+async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
+    queue = MessageQueue(spec)
+    tickets = await queue.admit(4, 0)
+    for t in tickets[:3]:
+        await queue.put(t, group(t.ordinal))
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    await queue.save(tmp_path / "saved")
+    restored = MessageQueue(spec)
+    counts = await restored.load(tmp_path / "saved")
+    assert (counts.trained, counts.ready, counts.running) == (2, 1, 1)
+    with pytest.raises(LedgerError):
+        await restored.put(tickets[3], group(3))
+    await restored.published(1)
+    again = await restored.admit(10, 0)
+    assert [(t.ordinal, t.attempt) for t in again] == [(3, 1), (4, 0), (5, 0)]
+    await restored.put(again[0], group(3, attempt=1, versions=(1,)))
+    manifest = await restored.lease(1, 0)
+    assert isinstance(manifest, LeaseManifest)
+    assert [g.ordinal for g in manifest.groups] == [2, 3]
+    assert len(await restored.fetch([2, 3])) == 2
+
+
+async def test_every_transition_is_an_event(spec):
+    queue = MessageQueue(spec)
+    tickets = await queue.admit(3, 0)
+    await queue.nack(tickets[0], "Traceback ...\nValueError: bad reward")
+    for t in tickets[1:]:
+        await queue.put(t, group(t.ordinal))
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
+    seen = [(e["transition"], e["ordinal"]) for e in events]
+    assert seen[:4] == [("admitted", 0), ("admitted", 1), ("admitted", 2), ("returned", 0)]
+    assert seen[-2:] == [("trained", 1), ("trained", 2)]
+    assert "bad reward" in events[3]["detail"]
+    assert all({"time_s", "monotonic_s", "step", "version"} <= set(e) for e in events)

@@ -1,0 +1,132 @@
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.rewards.math import final_answer, math_reward, same_answer
+
+pytestmark = pytest.mark.unit
+
+
+def row(truth: str) -> PromptRow:
+    return PromptRow((ChatMessage("user", "?"),), truth, "test", (), "f:1")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"So \boxed{5}.", "5"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{7} and then \boxed{8", "7"),
+        (r"\boxed{3} Answer: 4", "3"),
+        (r"\boxed{\boxed{3} + 1}", "3"),
+        (r"} \boxed{3} {", "3"),
+        ("Answer: 4", "4"),
+        ("answer: 4\nmore\nAnswer: 6 \n", "6"),
+        ("**Answer:** 12", "12"),
+        ("Work: 3+4=7. Answer: 7", "7"),
+        ("#### 1,234", "1,234"),
+        ("Answer: 1\n#### 2", "2"),
+        ("#### 2\nAnswer: 1", "1"),
+        ("The answer is 5", None),
+        ("Answer:", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_is_found(response: str, answer: str | None) -> None:
+    assert final_answer(response) == answer
+
+
+SAME = [
+    ("5", "5"),
+    ("5.0", "5"),
+    ("+5", "5"),
+    ("05", "5"),
+    ("5.", "5"),
+    (".5", "1/2"),
+    ("0.25", r"\frac{1}{4}"),
+    (r"\dfrac{3}{6}", "1/2"),
+    (r"\frac12", "0.5"),
+    ("-1/3", r"-\frac{1}{3}"),
+    ("-1/3", r"\frac{-1}{3}"),
+    ("7/3", r"2\frac{1}{3}"),
+    ("-7/3", r"-2 \frac{1}{3}"),
+    (r"\frac{x+1}{2}", r"\dfrac{x + 1}{2}"),
+    ("1,234,567", "1234567"),
+    ("1,234.50", "1234.5"),
+    ("$12", "12"),
+    (r"\$12.00", "12"),
+    ("50%", "50"),
+    (r"50\%", "50"),
+    ("$x=5$", "5"),
+    (r"\boxed{5}", "5"),
+    (r"\text{Tuesday}", "Tuesday"),
+    ("(1, 2)", "(1,2)"),
+    (r"\left(1, 2\right)", "(1,2)"),
+    (r"2\sqrt{3}", r"2 \sqrt{3}"),
+    ("0.1", "1/10"),
+]
+DIFFERENT = [
+    ("5", "6"),
+    ("5", "-5"),
+    ("15", "5"),
+    ("1/3", "0.333"),
+    ("12,34", "1234"),
+    ("1/0", "1"),
+    ("", "5"),
+    ("5", ""),
+    ("tuesday", "Tuesday"),
+    ("(1,2)", "(2,1)"),
+    ("5 or 6", "5"),
+    (r"\frac{x+1}{2}", r"\frac{x+12}{}"),
+    (r"f(3)", "f3"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_the_same_answer_in_another_form(answer: str, truth: str) -> None:
+    assert same_answer(answer, truth)
+    assert same_answer(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different_answers(answer: str, truth: str) -> None:
+    assert not same_answer(answer, truth)
+    assert not same_answer(truth, answer)
+
+
+def test_the_reward_and_its_parts() -> None:
+    right = math_reward("3+4=7. Answer: 7", row("7"))
+    assert (right.reward, right.parts) == (1.0, (("correct", 1.0), ("answered", 1.0)))
+    wrong = math_reward("3+4=8. Answer: 8", row("7"))
+    assert (wrong.reward, wrong.parts) == (0.0, (("correct", 0.0), ("answered", 1.0)))
+    silent = math_reward("no idea 7", row("7"))
+    assert (silent.reward, silent.parts) == (0.0, (("correct", 0.0), ("answered", 0.0)))
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_every_way_to_write_an_integer_is_right(n: int) -> None:
+    for text in (f"Answer: {n}", f"#### {n:,}", rf"\boxed{{{n}.0}}", f"Answer: ${n}$."):
+        assert math_reward(text, row(str(n))).reward == 1.0
+        assert math_reward(text, row(str(n + 1))).reward == 0.0
+
+
+@given(st.fractions(max_denominator=1000), st.fractions(max_denominator=1000))
+def test_fractions_compare_as_rationals(a: Fraction, b: Fraction) -> None:
+    written = rf"\frac{{{a.numerator}}}{{{a.denominator}}}"
+    assert same_answer(written, f"{b.numerator}/{b.denominator}") == (a == b)
+
+
+@given(st.text(alphabet=r"\boxed{}Answer:#0123456789/.,$% -+=frac" + "\n", max_size=80), st.text(max_size=10))
+def test_no_response_breaks_the_judge(response: str, truth: str) -> None:
+    assert math_reward(response, row(truth)).reward in (0.0, 1.0)
+
+
+def test_a_huge_number_is_judged_at_once() -> None:
+    assert math_reward("Answer: " + "9" * 100_000, row("9")).reward == 0.0
+    assert math_reward("Answer: " + "9" * 5_000, row("9" * 5_000)).reward == 1.0
+    assert math_reward(r"\boxed{" * 100_000, row("9")).reward == 0.0

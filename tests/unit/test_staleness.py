@@ -1,0 +1,90 @@
+"""The pure admission and lease decisions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.queue.staleness import Candidate, StalenessPolicy
+
+pytestmark = pytest.mark.unit
+
+
+def candidates(deadlines, first=0):
+    return [Candidate(first + i, d) for i, d in enumerate(deadlines)]
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "step", "version", "active", "expected"),
+    [
+        (0, 0, 0, 0, 4),  # sync: one batch
+        (0, 1, 0, 0, 0),  # sync, trained but not published: nothing
+        (1, 0, 0, 0, 8),  # one step off starts with two batches
+        (1, 1, 0, 4, 0),  # the trained batch gives its slots back only with the publish
+        (1, 1, 1, 4, 4),
+        (2, 5, 5, 12, 0),
+        (2, 5, 5, 11, 1),
+        (2, 7, 5, 4, 0),
+    ],
+)
+def test_slots(max_lag, step, version, active, expected):
+    policy = StalenessPolicy(groups_per_step=4, max_lag=max_lag)
+    assert policy.admissible(step=step, version=version, active=active) == expected
+
+
+def test_a_straggler_delays_nobody_before_its_time():
+    policy = StalenessPolicy(groups_per_step=2, max_lag=2)
+    straggler = [Candidate(0, deadline=2)]
+    ready = candidates([2, 2, 2, 3, 3], first=1)
+    assert policy.select(step=1, ready=ready, unready=straggler).chosen == (1, 2)
+    # At its deadline the step waits for it, although two others are ready.
+    selection = policy.select(step=2, ready=candidates([3, 3], first=5), unready=straggler)
+    assert selection.chosen == ()
+    assert selection.overdue == 1
+
+
+def test_missing_counts_the_groups_short_of_a_batch():
+    policy = StalenessPolicy(groups_per_step=3, max_lag=1)
+    selection = policy.select(step=0, ready=candidates([1]), unready=candidates([1, 1], first=1))
+    assert (selection.chosen, selection.missing) == ((), 2)
+
+
+states = st.tuples(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=16),
+)
+
+
+@given(states)
+def test_a_lease_keeps_a_feasible_state_feasible_and_takes_the_earliest_deadlines(state):
+    size, max_lag, groups = state
+    policy, step = StalenessPolicy(size, max_lag), 2
+    deadlines = [step + d for d, _ in groups]
+    if not policy.is_feasible(deadlines, step):
+        return
+    ready = [Candidate(i, step + d) for i, (d, is_ready) in enumerate(groups) if is_ready]
+    unready = [Candidate(i, step + d) for i, (d, is_ready) in enumerate(groups) if not is_ready]
+    selection = policy.select(step=step, ready=ready, unready=unready)
+    if selection.chosen:
+        rest = [step + d for i, (d, _) in enumerate(groups) if i not in selection.chosen]
+        assert len(selection.chosen) == size
+        assert policy.is_feasible(rest, step + 1)
+        left = [c.deadline for c in ready if c.ordinal not in selection.chosen]
+        assert not left or max(step + groups[o][0] for o in selection.chosen) <= min(left)
+    else:
+        assert selection.missing or selection.overdue
+    if not unready and len(ready) >= size:
+        assert selection.chosen, "with every active group ready a feasible state never waits"
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(0, 20))
+def test_admission_keeps_the_state_feasible(size, max_lag, behind, active):
+    policy, version = StalenessPolicy(size, max_lag), 5
+    step = version + min(behind, max_lag)
+    # Active groups with the latest deadlines that exist: those admitted at the published version.
+    deadlines = [version + max_lag] * active
+    if not policy.is_feasible(deadlines, step):
+        return
+    room = policy.admissible(step=step, version=version, active=active)
+    assert policy.is_feasible([*deadlines, *[version + max_lag] * room], step)
+    assert not policy.is_feasible([*deadlines, *[version + max_lag] * (room + 1)], step)

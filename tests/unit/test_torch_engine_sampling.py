@@ -1,0 +1,107 @@
+"""The random stream and the sampler of the embedded engine."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.inference.torch_engine.sampling import SamplingRows, sample, stream_key, uniforms
+
+pytestmark = pytest.mark.unit
+
+
+def keys(*seeds):
+    return np.array([stream_key(seed) for seed in seeds], dtype=np.uint64)
+
+
+def rows(n, *, temperature=1.0, top_p=1.0, top_k=0, draws=0.5):
+    return SamplingRows(
+        np.broadcast_to(np.asarray(temperature, np.float32), n).copy(),
+        np.broadcast_to(np.asarray(top_p, np.float32), n).copy(),
+        np.broadcast_to(np.asarray(top_k, np.int64), n).copy(),
+        np.broadcast_to(np.asarray(draws, np.float64), n).copy(),
+    )
+
+
+def logits_of(*probabilities):
+    return torch.tensor([probabilities], dtype=torch.float32).log()
+
+
+def test_the_stream_is_the_same_in_every_release():
+    """A checkpoint resumed with another version of this package must go on with the same stream."""
+    drawn = uniforms(keys(0, 1, -1, 2**70), np.array([0, 1, 2, 2**40]))
+    np.testing.assert_array_equal(drawn, [0.8833108082136425, 0.37239342287916566, 0.31821586879124175, 0.09849682405779547])
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63), st.integers(0, 2**31)), min_size=1, max_size=20))
+def test_a_draw_depends_on_its_own_seed_and_position_alone(pairs):
+    seeds, positions = zip(*pairs, strict=True)
+    together = uniforms(keys(*seeds), np.array(positions))
+    apart = [uniforms(keys(s), np.array([p]))[0] for s, p in pairs]
+    assert together.tolist() == apart
+    assert (together >= 0).all()
+    assert (together < 1).all()
+
+
+@pytest.mark.parametrize("axis", ["positions", "seeds"])
+def test_draws_are_uniform_and_uncorrelated(axis):
+    n = 20_000
+    if axis == "positions":
+        drawn = uniforms(np.repeat(keys(3), n), np.arange(n))
+    else:
+        drawn = uniforms(keys(*range(n)), np.zeros(n, np.int64))
+    counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
+    chi_square = ((counts - n / 50) ** 2 / (n / 50)).sum()
+    assert chi_square < 100  # 49 degrees of freedom: p < 2e-5
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 5 / np.sqrt(n)
+
+
+@pytest.mark.parametrize(("draw", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.3999, 2), (0.4001, 3), (1 - 2**-52, 3)])
+def test_a_draw_picks_by_inverse_cdf_and_never_an_impossible_token(draw, token):
+    ids, logprobs = sample(logits_of(0.1, 0.0, 0.3, 0.6, 0.0), rows(1, draws=draw))
+    assert ids.tolist() == [token]
+    assert logprobs.item() == pytest.approx(np.log([0.1, 0, 0.3, 0.6, 0][token]), abs=1e-6)
+
+
+def test_top_k_then_top_p_renormalise():
+    logits = logits_of(0.4, 0.3, 0.2, 0.1)
+    # top_k=3 leaves 4/9, 3/9, 2/9; top_p=0.5 then needs the first two: 4/7 and 3/7.
+    for draw, token in [(0.57, 0), (0.58, 1), (0.9999, 1)]:
+        ids, logprobs = sample(logits, rows(1, top_k=3, top_p=0.5, draws=draw))
+        assert ids.tolist() == [token]
+        assert logprobs.item() == pytest.approx(np.log([4 / 7, 3 / 7][token]), abs=1e-6)
+    # Top-p alone at 0.5 needs 0.4 + 0.3 as well; at 0.4 the first token is enough.
+    assert sample(logits, rows(1, top_p=0.39, draws=0.99))[0].tolist() == [0]
+
+
+def test_temperature_scales_before_the_filters():
+    ids, logprobs = sample(logits_of(0.8, 0.2), rows(1, temperature=0.5, draws=0.97))
+    assert ids.tolist() == [1]
+    assert logprobs.item() == pytest.approx(np.log(0.04 / 0.68), abs=1e-5)
+
+
+def test_greedy_ignores_draw_and_filters_and_reports_temperature_one():
+    ids, logprobs = sample(logits_of(0.2, 0.5, 0.3), rows(1, temperature=0.0, top_k=1, top_p=0.1, draws=0.0))
+    assert ids.tolist() == [1]
+    assert logprobs.item() == pytest.approx(np.log(0.5), abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(2, 40))
+def test_a_row_does_not_depend_on_its_neighbours(seed, n, vocabulary):
+    rng = np.random.default_rng(seed)
+    logits = torch.tensor(rng.normal(size=(n, vocabulary)) * 3, dtype=torch.float32)
+    mixed = rows(
+        n,
+        temperature=rng.choice([0.0, 0.7, 1.0], n),
+        top_p=rng.choice([1.0, 0.9, 0.3], n),
+        top_k=rng.choice([0, 1, 5], n),
+        draws=rng.random(n),
+    )
+    ids, logprobs = sample(logits, mixed)
+    for i in range(n):
+        one = SamplingRows(*(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_p", "top_k", "uniforms")))
+        alone, alone_logprob = sample(logits[i : i + 1], one)
+        assert alone.tolist() == ids[i : i + 1].tolist()
+        assert alone_logprob.item() == pytest.approx(logprobs[i].item(), abs=1e-6)

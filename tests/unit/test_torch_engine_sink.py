@@ -1,0 +1,88 @@
+"""Received bytes into parameters: copied, converted, and refused by name."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import WeightTransferError
+from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.types import TensorSpec
+
+pytestmark = pytest.mark.unit
+
+
+def spec_of(name, tensor):
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size())
+
+
+def send(sink, name, tensor, cuts=()):
+    spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
+    edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
+    for start, stop in zip(edges, edges[1:], strict=False):
+        sink.write(spec, start, data[start:stop].clone())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.lists(st.integers(0, 60), max_size=4),
+)
+def test_a_tensor_arrives_whole_in_any_slices_and_dtype(sent_dtype, held_dtype, cuts):
+    sent = torch.randn(3, 5).to(sent_dtype)
+    held = torch.zeros(3, 5, dtype=held_dtype)
+    storage = held.data_ptr()
+    sink = ParameterSink({"w": held})
+    send(sink, "w", sent, cuts)
+    sink.finish()
+    assert held.data_ptr() == storage
+    torch.testing.assert_close(held, sent.to(held_dtype), rtol=0, atol=0)
+
+
+def test_a_tied_tensor_may_come_under_either_name():
+    for name in ("embed", "head"):
+        shared = torch.zeros(4, 2)
+        sink = ParameterSink({"embed": shared, "head": shared})
+        send(sink, name, torch.ones(4, 2))
+        sink.finish()
+        assert shared.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("stranger", (2, 2)), ("w", (2, 3)), ("w", (4,))], ids=["unknown", "other size", "same size"]
+)
+def test_a_tensor_that_does_not_fit_is_named(name, shape):
+    held = torch.zeros(2, 2)
+    with pytest.raises(WeightTransferError, match=name):
+        send(ParameterSink({"w": held}), name, torch.ones(shape))
+    assert held.eq(0).all()
+
+
+def test_missing_and_incomplete_tensors_are_named():
+    sink = ParameterSink({"first": torch.zeros(2), "second": torch.zeros(2)})
+    send(sink, "first", torch.ones(2))
+    with pytest.raises(WeightTransferError, match="second"):
+        sink.finish()
+    sink.write(spec_of("second", torch.ones(2)), 0, torch.ones(1).view(torch.uint8))
+    with pytest.raises(WeightTransferError, match="second"):
+        sink.finish()
+    sink.write(spec_of("second", torch.ones(2)), 4, torch.ones(1).view(torch.uint8))
+    sink.finish()
+
+
+def test_a_slice_beyond_its_tensor_or_sent_twice_is_refused():
+    one = torch.ones(2)
+    with pytest.raises(WeightTransferError, match="bytes"):
+        ParameterSink({"w": torch.zeros(2)}).write(spec_of("w", one), 4, one.view(torch.uint8))
+    sink = ParameterSink({"w": torch.zeros(2)})
+    send(sink, "w", one)
+    with pytest.raises(WeightTransferError, match="once"):
+        send(sink, "w", one)
+
+
+def test_a_dtype_that_torch_does_not_know_is_refused():
+    spec = TensorSpec("w", (2,), "float12", 8)
+    with pytest.raises(WeightTransferError, match="float12"):
+        ParameterSink({"w": torch.zeros(2)}).write(spec, 0, torch.zeros(8, dtype=torch.uint8))

@@ -1,0 +1,38 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.types import Segment
+from tests.make import group, trajectory
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"prompt_ids": np.zeros(0, np.int32)},
+        {"logprobs": np.zeros(3, np.float32)},
+        {"loss_mask": np.ones(5, np.bool_)},
+        {"segments": ()},
+        {"segments": (Segment(0, 3, 0, 0),)},
+        {"segments": (Segment(0, 2, 0, 0), Segment(3, 4, 0, 0))},
+        {"segments": (Segment(0, 4, 0, 0, "environment"),)},
+        {"reward": float("nan")},
+    ],
+)
+def test_a_malformed_trajectory_is_refused(broken):
+    good = trajectory().validate()
+    with pytest.raises(ValueError, match=r"\w"):
+        replace(good, **broken).validate()
+
+
+def test_the_oldest_version_is_that_of_the_policy_alone():
+    mixed = replace(
+        trajectory(),
+        segments=(Segment(0, 2, 1, 0, "environment"), Segment(2, 4, 7, 0)),
+        loss_mask=np.array([False, False, True, True]),
+    )
+    assert mixed.validate().oldest_version == 7
+    assert group(versions=(3, 5)).oldest_version == 3

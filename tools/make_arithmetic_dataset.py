@@ -1,0 +1,88 @@
+"""Writes the built-in arithmetic task as dataset files, in the schema of DAPO-Math-17k.
+
+`arithmetic_train.*` and `arithmetic_test.*` share no problem, whatever their sizes and seeds. The same options write
+the same bytes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.data.arithmetic import LEVELS, Problem, make_problems
+from asyncrl.data.rows import ChatMessage, PromptRow, to_record
+
+DATA_SOURCE = "asyncrl_arithmetic"
+
+
+def to_row(problem: Problem, index: int, split: str) -> PromptRow:
+    return PromptRow(
+        messages=(ChatMessage("user", problem.question),),
+        ground_truth=str(problem.answer),
+        data_source=DATA_SOURCE,
+        extra=(("index", f"{split}-{index}"), ("level", str(problem.level)), ("split", split)),
+        origin=f"{split}:{index}",
+    )
+
+
+def write_jsonl(rows: Sequence[PromptRow], path: Path) -> None:
+    path.write_text("".join(json.dumps(to_record(row)) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_parquet(rows: Sequence[PromptRow], path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([to_record(row) for row in rows]), path)
+
+
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    formats = list(WRITERS) if options.format == "both" else [options.format]
+    for split, num in (("train", options.num_train), ("test", options.num_test)):
+        problems = make_problems(num, options.levels, options.seed, held_out=split == "test")
+        rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
+        for name in formats:
+            path = options.out / f"arithmetic_{split}.{name}"
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            WRITERS[name](rows, partial)
+            partial.replace(path)
+            print(f"wrote {path}: {len(rows)} problems of levels {','.join(map(str, options.levels))}")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("data"), help="directory to write into")
+    parser.add_argument("--format", choices=(*WRITERS, "both"), default="jsonl")
+    parser.add_argument("--num-train", type=_count, default=4096, help="problems to train on")
+    parser.add_argument("--num-test", type=_count, default=256, help="held-out problems")
+    parser.add_argument("--levels", type=parse_levels, default=(1, 2), help="operations per problem, from 1,2,3")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def parse_levels(text: str) -> tuple[int, ...]:
+    """(1, 2) for "1,2". Raises argparse.ArgumentTypeError: not levels of the task."""
+    levels = tuple(int(part) for part in text.split(",") if part.strip().isdigit())
+    if not levels or len(levels) != text.count(",") + 1 or not set(levels) <= set(LEVELS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated choice from {LEVELS}")
+    return levels
+
+
+if __name__ == "__main__":
+    main()
