@@ -103,8 +103,9 @@ class FakeSender:
                 hub.changed.wait_for(lambda: all(a.has_all or a.failure for a in attempts), deadline.remaining_s())
             for attempt in attempts:
                 _raise_failure(attempt)
-                if not attempt.has_all:
-                    raise _late([attempt.receiver], "read the last bucket", deadline)
+            if late := [attempt.receiver for attempt in attempts if not attempt.has_all]:
+                raise _late(late, "take the last bucket", deadline)
+            for attempt in attempts:
                 _put(attempt, None, deadline)
         except Exception as error:
             for attempt in attempts:

@@ -40,7 +40,7 @@ class Kind(IntEnum):
     READY = 1  # value: what the receiver brings (collective: the generation of its process group)
     BEGIN = 2  # value: what the transfer uses (collective: the generation)
     BUCKET = 3  # value: index of a bucket that can be read
-    ACK = 4  # value: index of a bucket that has been read
+    ACK = 4  # value: index of a bucket that has been read; the number of buckets when the sink has everything
     DONE = 5
     ERROR = 6  # text: what happened
     PING = 7
@@ -132,12 +132,12 @@ class SenderChannel:
     def wait_acked(self, bucket: int, deadline: Deadline) -> None:
         """Waits until every receiver has read all buckets up to this one. Raises DeadlineExceeded naming those that
         have not, WeightTransferError with what a receiver reported."""
-        self._wait(lambda: [r for r, at in self._acked.items() if at < bucket], f"read bucket {bucket}", deadline)
+        self._wait(lambda: [r for r, at in self._acked.items() if at < bucket], f"take bucket {bucket}", deadline)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError with
         what a receiver reported."""
-        if self._socket.poll(wait_s * 1000):
+        if self._socket.poll(int(wait_s * 1000)):
             self._drain()
 
     def laggards(self) -> list[int]:
@@ -163,7 +163,7 @@ class SenderChannel:
 
     def _wait(self, missing: Callable[[], list[int]], what: str, deadline: Deadline) -> None:
         while waited_for := missing():
-            if self._socket.poll(min(deadline.remaining_s(), _PING_EVERY_S) * 1000):
+            if self._socket.poll(int(1000 * min(deadline.remaining_s(), _PING_EVERY_S))):
                 self._drain()
                 continue
             if not deadline.remaining_s():
@@ -327,7 +327,7 @@ class ReceiverChannel:
                 asked = f"{self._name} to {what} within {deadline.timeout_s:.1f} s"
                 found = f"nothing from the sender at {self._endpoint}"
                 raise DeadlineExceeded(explain(asked, found, "look at the log of the trainer"))
-            self._poller.poll(remaining * 1000)
+            self._poller.poll(int(1000 * remaining))
 
 
 def _configure(socket: zmq.Socket) -> None:

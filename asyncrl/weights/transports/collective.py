@@ -77,7 +77,7 @@ class CollectiveSender:
             digest = packer.finish()
             while group.under_way:
                 self._wait_sent(channel, group, deadline)
-            channel.wait_acked(len(manifest.buckets) - 1, deadline)
+            channel.wait_acked(len(manifest.buckets), deadline)
             channel.finish()
         except Exception as error:
             channel.abort(f"{type(error).__name__}: {error}")
@@ -151,6 +151,7 @@ class CollectiveReceiver:
                     following = manifest.buckets[bucket.index + _UNDER_WAY]
                     group.start(self._buffer(following.index)[: following.nbytes], deadline)
             digest = unpacker.finish()
+            channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
         except Exception as error:
             channel.fail(error)

@@ -68,7 +68,7 @@ class IpcSender:
                 packer.pack(bucket, slots[bucket.index % len(slots)])
                 channel.tell(Kind.BUCKET, bucket.index)
             digest = packer.finish()
-            channel.wait_acked(len(manifest.buckets) - 1, deadline)
+            channel.wait_acked(len(manifest.buckets), deadline)
             channel.finish()
         except Exception as error:
             channel.abort(f"{type(error).__name__}: {error}")
@@ -105,6 +105,7 @@ class IpcReceiver:
                 unpacker.unpack(bucket, self._slots[bucket.index % len(self._slots)])
                 channel.ack(bucket.index)
             digest = unpacker.finish()
+            channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
         except Exception as error:
             channel.fail(error)

@@ -1,4 +1,4 @@
-"""A process group for broadcasts that lives beside torch.distributed's default group and is formed anew after a failure.
+"""A process group for broadcasts, beside torch.distributed's default group, and formed anew after a failure.
 
 The trainer's own group must not know the replicas: they come and go. So the backend is built directly over a store that
 the sender hosts. Each generation of the group has its own keys in that store; a broken group is dropped, not repaired.

@@ -1,8 +1,8 @@
 """A named piece of POSIX shared memory that one process owns and others map.
 
 `multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when a process
-that only attached to it exits. Here the owner holds a lock on the file for as long as it lives, and the kernel drops the
-lock however the owner ends: a file without a lock is left over, and the next owner on the machine removes it.
+that only attached to it exits. Here the owner holds a lock on the file for as long as it lives, and the kernel drops
+the lock however the owner ends: a file without a lock is left over, and the next owner on the machine removes it.
 """
 
 from __future__ import annotations

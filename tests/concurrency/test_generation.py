@@ -1,0 +1,202 @@
+"""Generation client, router and replica around a scripted engine: nothing is lost or doubled by interruptions."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import GenerationError, WeightTransferError
+from asyncrl.inference.replica import Replica
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.testing.fake_engine import FakeEngine, FakeScript
+from asyncrl.testing.local import NO_SOURCE, LocalReplicaChannel, publish
+from asyncrl.types import Manifest, SamplingParams
+
+pytestmark = pytest.mark.concurrency
+
+PROMPT = np.array([7, 8, 9], np.int32)
+
+
+class Fleet:
+    def __init__(self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, **script):
+        script = {"tick_s": 0.0, "chunk_tokens": 3, **script}
+        self.engines = [FakeEngine(FakeScript(start_version=None, **script)) for _ in range(count)]
+        self.replicas = [
+            Replica(i, lambda e=engine: e, gate_timeout_s=gate_timeout_s) for i, engine in enumerate(self.engines)
+        ]
+        self.channels = {i: LocalReplicaChannel(r) for i, r in enumerate(self.replicas)}
+        self.request_timeout_s = request_timeout_s
+        self.publishes = 0
+
+    async def __aenter__(self):
+        for replica in self.replicas:
+            await replica.start()
+        self.client = GenerationClient(
+            "test", self.channels, request_timeout_s=self.request_timeout_s, poll_interval_s=0.001
+        )
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+        for replica in self.replicas:
+            await replica.stop()
+
+    async def publish(self, version, mode="abort"):
+        self.publishes += 1
+        await asyncio.gather(*(publish(r, self.publishes, version, mode) for r in self.replicas))
+
+
+def check(generation, prompt=PROMPT):
+    """Every token says which version wrote it where: nothing is missing, doubled or stamped wrongly."""
+    at = 0
+    for segment in generation.segments:
+        assert segment.start == at
+        for i in range(segment.start, segment.stop):
+            token = int(generation.token_ids[i])
+            assert token // 1_000_000 == segment.version % 1000
+            assert token % 1000 == len(prompt) + i
+        at = segment.stop
+    assert at == len(generation.token_ids) == len(generation.logprobs)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "drain"])
+async def test_publishes_in_the_middle_of_generation(mode):
+    async with Fleet() as fleet:
+        await fleet.publish(0)
+        sampling = SamplingParams(max_tokens=120)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, sampling)) for _ in range(20)]
+        for version in range(1, 6):
+            await asyncio.sleep(0.01)
+            await fleet.publish(version, mode)
+        generations = await asyncio.gather(*running)
+        for generation in generations:
+            check(generation)
+            assert (len(generation.token_ids), generation.finish_reason) == (120, "length")
+            assert (generation.interruptions == 0) or mode == "abort"
+        versions = {s.version for g in generations for s in g.segments}
+        assert len(versions) > 1 or mode == "drain"
+        if mode == "drain":
+            assert all(len({s.version for s in g.segments}) == 1 for g in generations)
+
+
+async def test_a_request_before_the_first_commit_waits_and_then_says_why():
+    async with Fleet(gate_timeout_s=0.05) as fleet:
+        with pytest.raises(GenerationError, match="no committed version yet"):
+            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4))
+
+
+async def test_a_request_that_waited_at_the_gate_runs_after_the_first_commit():
+    async with Fleet() as fleet:
+        waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=4)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await fleet.publish(3)
+        generation = await waiting
+        check(generation)
+        assert generation.segments[0].version == 3
+
+
+async def test_a_lost_replica_keeps_every_token_that_was_streamed():
+    async with Fleet(tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [
+            asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)
+        ]
+        await asyncio.sleep(0.03)
+        streamed = {p.replica_id for p in fleet.client._pending.values() if p.chunks}
+        assert streamed == {0, 1}
+        fleet.channels[0].die()
+        generations = await asyncio.gather(*running)
+        for generation in generations:
+            check(generation)
+            assert len(generation.token_ids) == 60
+        resumed = [g for g in generations if {s.replica_id for s in g.segments} == {0, 1}]
+        assert resumed, "tokens of the dead replica are kept and continued on the other"
+
+
+async def test_without_replicas_pending_requests_end_with_an_error_and_the_watch_raises():
+    async with Fleet(1, tick_s=0.01) as fleet:
+        await fleet.publish(0)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
+        watch = asyncio.create_task(fleet.client.watch())
+        await asyncio.sleep(0.03)
+        fleet.channels[0].die()
+        with pytest.raises(GenerationError, match="no replica"):
+            await asyncio.wait_for(running, 5)
+        with pytest.raises(GenerationError, match="no replica"):
+            await asyncio.wait_for(watch, 5)
+
+
+async def test_a_refused_request_raises_its_reason():
+    async with Fleet(max_model_len=16) as fleet:
+        await fleet.publish(0)
+        with pytest.raises(GenerationError, match="max_model_len=16"):
+            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=100))
+
+
+async def test_a_response_has_a_deadline_and_the_replica_is_told():
+    async with Fleet(1, request_timeout_s=0.1, tick_s=0.005) as fleet:
+        await fleet.publish(0)
+        with pytest.raises(GenerationError, match=r"within 0\.1 s"):
+            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=3000))
+        for _ in range(100):
+            if fleet.engines[0].health().running == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert fleet.engines[0].health().running == 0
+        assert fleet.client.in_flight == 0
+
+
+async def test_a_stop_token_at_the_very_moment_of_an_abort_ends_the_response():
+    async with Fleet(1, response_tokens=lambda request: 6) as fleet:
+        await fleet.publish(0)
+        generation = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=50))
+        assert (len(generation.token_ids), generation.finish_reason) == (6, "stop")
+
+
+async def test_close_ends_pending_requests():
+    async with Fleet(1, tick_s=0.01) as fleet:
+        await fleet.publish(0)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
+        await asyncio.sleep(0.02)
+        await fleet.client.close()
+        with pytest.raises(GenerationError, match="closed"):
+            await asyncio.wait_for(running, 5)
+
+
+async def test_a_dead_engine_fails_its_requests_and_its_health():
+    async with Fleet(1, tick_s=0.01) as fleet:
+        await fleet.publish(0)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
+        await asyncio.sleep(0.02)
+        fleet.engines[0].crash("out of memory")
+        with pytest.raises(GenerationError, match="out of memory"):
+            await asyncio.wait_for(running, 5)
+        with pytest.raises(GenerationError, match="out of memory"):
+            await fleet.replicas[0].stats()
+
+
+async def test_weights_that_were_not_received_or_differ_are_never_served():
+    async with Fleet(1) as fleet:
+        replica = fleet.replicas[0]
+        with pytest.raises(WeightTransferError, match="received None"):
+            await replica.commit(1, 0, None)
+        await fleet.publish(0)
+        with pytest.raises(WeightTransferError, match="without a pause"):
+            await replica.receive_weights(Manifest(2, 1, (), ()), NO_SOURCE, 1.0)
+        await replica.pause("abort")
+        await replica.receive_weights(Manifest(2, 1, (), ()), NO_SOURCE, 1.0)
+        with pytest.raises(WeightTransferError, match="digest"):
+            await replica.commit(2, 1, (123,))
+        waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done(), "the gate stays closed"
+        waiting.cancel()
+
+
+async def test_a_publish_without_version_leaves_it_unchanged():
+    async with Fleet(1) as fleet:
+        await fleet.publish(5)
+        await fleet.publish(None)
+        generation = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=2))
+        assert generation.segments[0].version == 5

@@ -1,0 +1,78 @@
+"""The chunked output layer against log_softmax in one piece, in value and in gradient."""
+
+import pytest
+import torch
+
+from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+
+pytestmark = pytest.mark.numerics
+
+N, D, V = 37, 16, 51
+
+
+def draw(dtype=torch.float32, bias=True):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=g).to(dtype).requires_grad_()
+    offset = torch.randn(V, generator=g).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (N,), generator=g), torch.randn(N, generator=g)
+
+
+def reference(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias).double() / temperature
+    logp = logits.log_softmax(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, N, 10 * N])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [True, False])
+def test_value_entropy_and_gradient(chunk_rows, temperature, bias):
+    found, expected = draw(bias=bias), [None if x is None else x.detach().double() for x in draw(bias=bias)]
+    for x in expected[:3]:
+        if x is not None:
+            x.requires_grad_()
+    targets, upstream = found[3], found[4]
+    logprobs, entropy = token_logprobs(*found[:3], targets, temperature=temperature, logits_per_chunk=chunk_rows * V)
+    wanted, wanted_entropy = reference(*expected[:3], targets, temperature)
+    torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-6)
+    assert not entropy.requires_grad
+    (logprobs * upstream).sum().backward()
+    (wanted * upstream.double()).sum().backward()
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        if a is not None:
+            torch.testing.assert_close(a.grad.double(), b.grad, atol=2e-5, rtol=1e-5)
+
+
+def test_bfloat16_sums_gradients_in_float32():
+    whole, chunked = draw(torch.bfloat16), draw(torch.bfloat16)
+    for inputs, rows in ((whole, N), (chunked, 1)):
+        logprobs, _ = token_logprobs(*inputs[:4], temperature=1.0, logits_per_chunk=rows * V)
+        assert logprobs.dtype == torch.float32
+        (logprobs * inputs[4]).sum().backward()
+    torch.testing.assert_close(whole[1].grad, chunked[1].grad, atol=0.02, rtol=0.01)
+
+
+def test_logits_far_from_zero_stay_finite():
+    hidden, weight, bias, targets, _ = draw()
+    logprobs, entropy = token_logprobs(hidden * 1e3, weight, bias, targets, temperature=1.0)
+    assert logprobs.isfinite().all()
+    assert entropy.isfinite().all()
+
+
+def test_peak_memory_does_not_grow_with_the_tokens():
+    """The largest tensor that is ever allocated is a chunk, not [tokens, vocabulary]."""
+    hidden, weight, bias, targets, upstream = draw()
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))
+            return out
+
+    with Sizes():
+        logprobs, _ = token_logprobs(hidden, weight, bias, targets, temperature=1.0, logits_per_chunk=2 * V)
+        logprobs.backward(upstream)
+    assert max(sizes) == max(N * D, V * D, 2 * V) < N * V

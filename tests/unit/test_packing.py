@@ -1,0 +1,153 @@
+"""Properties of the packing planner, over random leases."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.trainer.packing import packing_statistics, plan_step
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+
+pytestmark = pytest.mark.unit
+
+LONGEST = 40
+
+
+def lease(groups: list[list[tuple[int, int, int]]]) -> tuple[LeaseManifest, list[np.ndarray]]:
+    """Groups of (prompt, response, trained) token counts; advantages that name their trajectory."""
+    summaries = tuple(
+        GroupSummary(
+            ordinal=10 * i,
+            attempt=0,
+            lengths=tuple(Lengths(*t) for t in trajectories),
+            rewards=(0.0,) * len(trajectories),
+            lag_sum=0,
+            lag_max=0,
+            lag_in_flight_sum=0,
+            trained_tokens=sum(t[2] for t in trajectories),
+            segments=1,
+            interrupted=0,
+        )
+        for i, trajectories in enumerate(groups)
+    )
+    return LeaseManifest(7, summaries), [100.0 * i + np.arange(len(g)) for i, g in enumerate(groups)]
+
+
+@st.composite
+def trajectory(draw):
+    response = draw(st.integers(0, 25))
+    return draw(st.integers(1, 15)), response, draw(st.integers(0, response))
+
+
+leases = st.lists(st.lists(trajectory(), min_size=1, max_size=6), min_size=1, max_size=6)
+ranks = st.integers(1, 5)
+budgets = st.integers(LONGEST, 150)
+
+
+@given(leases, ranks, budgets)
+def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_ranks, budget):
+    manifest, advantages = lease(groups)
+    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    found = sorted((s.ordinal, s.index, s.advantage, s.lengths) for p in plans for run in p.microbatches for s in run)
+    expected = sorted(
+        (g.ordinal, i, 10.0 * g.ordinal + i, lengths) for g in manifest.groups for i, lengths in enumerate(g.lengths)
+    )
+    assert [f[:3] for f in found] == [e[:3] for e in expected]
+    assert [f[3] for f in found] == [e[3] for e in expected]
+
+
+@given(leases, ranks, budgets)
+def test_budget_count_normalizer_and_ordinals(groups, num_ranks, budget):
+    manifest, advantages = lease(groups)
+    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    assert len(plans) == num_ranks
+    assert len({len(p.microbatches) for p in plans}) == 1
+    assert len(plans[0].microbatches) >= 1
+    trained = sum(t[2] for g in groups for t in g)
+    for plan in plans:
+        assert plan.step == 7
+        assert plan.normalizer == max(1, trained)
+        assert all(sum(s.lengths.total for s in run) <= budget for run in plan.microbatches)
+        assert list(plan.ordinals) == sorted({s.ordinal for run in plan.microbatches for s in run})
+
+
+@given(leases, ranks, budgets)
+def test_ranks_differ_by_at_most_one_sequence(groups, num_ranks, budget):
+    manifest, advantages = lease(groups)
+    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    tokens = [sum(s.lengths.total for run in p.microbatches for s in run) for p in plans]
+    assert max(tokens) - min(tokens) <= max(p + r for g in groups for p, r, _ in g)
+
+
+@given(leases, ranks, budgets)
+def test_a_rank_packs_similar_lengths_together(groups, num_ranks, budget):
+    manifest, advantages = lease(groups)
+    for plan in plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget):
+        lengths = [s.lengths.total for run in plan.microbatches for s in run]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+@given(leases, ranks, budgets)
+def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_ranks, budget):
+    """Two neighbouring runs of the rank that decides the count never fit into one."""
+    manifest, advantages = lease(groups)
+    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    assert any(
+        all(run for run in plan.microbatches)
+        and all(
+            sum(s.lengths.total for s in a) + b[0].lengths.total > budget
+            for a, b in zip(plan.microbatches, plan.microbatches[1:], strict=False)
+        )
+        for plan in plans
+    )
+
+
+@given(leases, ranks, budgets)
+def test_the_plan_depends_on_the_lease_alone(groups, num_ranks, budget):
+    def plan():
+        manifest, advantages = lease(groups)
+        plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+        return [[[(s.ordinal, s.index) for s in run] for run in p.microbatches] for p in plans]
+
+    assert plan() == plan()
+
+
+def test_too_few_sequences_give_empty_microbatches():
+    manifest, advantages = lease([[(10, 20, 20), (10, 20, 20), (1, 0, 0)]])
+    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=30)
+    assert [[len(run) for run in p.microbatches] for p in plans] == [[1, 1], [1, 0]]
+    plans = plan_step(manifest, advantages, num_ranks=5, max_tokens_per_microbatch=61)
+    assert [[len(run) for run in p.microbatches] for p in plans] == [[1], [1], [1], [0], [0]]
+    assert plans[4].ordinals == ()
+
+
+def test_a_rank_with_fewer_tokens_halves_its_fullest_microbatch():
+    manifest, advantages = lease([[(10, 20, 20), (5, 5, 5), (5, 5, 5), (5, 5, 5), (5, 6, 5), (10, 20, 20)]])
+    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=32)
+    assert all(all(p.microbatches) for p in plans)
+
+
+def test_a_sequence_over_the_budget_is_refused():
+    manifest, advantages = lease([[(10, 20, 20), (10, 21, 21)]])
+    with pytest.raises(ValueError, match=r"trajectory 1 of group 0 has 31 tokens.*max_tokens_per_microbatch=30"):
+        plan_step(manifest, advantages, num_ranks=1, max_tokens_per_microbatch=30)
+
+
+@pytest.mark.parametrize("spoil", [lambda a: a[:1], lambda a: [a[0], a[1][:1]], lambda a: [a[0], a[1] * np.nan]])
+def test_advantages_must_fit_the_groups(spoil):
+    manifest, advantages = lease([[(1, 2, 2), (1, 2, 2)], [(1, 2, 2), (1, 2, 2)]])
+    with pytest.raises(ValueError, match="advantage"):
+        plan_step(manifest, spoil(advantages), num_ranks=1, max_tokens_per_microbatch=30)
+
+
+def test_statistics_say_how_full_the_plan_is():
+    manifest, advantages = lease([[(1, 9, 9), (1, 9, 9), (1, 4, 4)]])
+    (plan,) = plan_step(manifest, advantages, num_ranks=1, max_tokens_per_microbatch=100)
+    found = packing_statistics([plan])
+    assert (found.attention_fill, found.rank_balance, found.microbatches) == (25 / 30, 1.0, 1)
+    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=100)
+    assert packing_statistics(plans).rank_balance == 12.5 / 15
+    empty = plan_step(replace(manifest, groups=()), [], num_ranks=2, max_tokens_per_microbatch=10)
+    assert packing_statistics(empty).attention_fill == 1.0
