@@ -117,6 +117,8 @@ class Coordinator:
         Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
         progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
         """
+        if self._start_from is not None:
+            await self._resume(self._start_from)
         training = asyncio.create_task(self._train(), name="training")
         guards = [
             asyncio.create_task(self._parts.rollouter.run(), name="rollouter"),
@@ -126,7 +128,11 @@ class Coordinator:
         try:
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set() and not training.done():
-                await asyncio.wait([training, *guards], timeout=self._recipe.run.shutdown_timeout_s)
+                await asyncio.wait(
+                    [training, *guards],
+                    timeout=self._recipe.run.shutdown_timeout_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
             for task in failed[1:]:
                 logger.error("also: %s: %s", task.get_name(), task.exception())
@@ -149,8 +155,6 @@ class Coordinator:
 
     async def _train(self) -> None:
         recipe, parts = self._recipe, self._parts
-        if self._start_from is not None:
-            await self._resume(self._start_from)
         await parts.weights.open()
         await self._publish()
         initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else None

@@ -134,7 +134,7 @@ def _start_ray(recipe: Recipe, directory: RunDirectory) -> None:
         address=recipe.ray.address,
         include_dashboard=None if recipe.ray.address else False,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
         runtime_env={
             "env_vars": {**environment_defaults(), LOG_PATH_VARIABLE: str(directory.log)},
             "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",

@@ -1,8 +1,9 @@
-"""Makes the tiny model of the quickstart: a Qwen3 of 0.8M parameters that can do arithmetic but would rather guess.
+"""Makes the tiny model of the quickstart: a Qwen3 that can do arithmetic but would rather guess.
 
-The warm-up trains on a messy corpus: careful solutions and hasty guesses of the same kind of problem. What comes out is
-right nearly always when it works step by step, but it does so only once in a few attempts, and never when it decodes
-greedily: room for reinforcement learning to show what it does. Needs no network and about a minute on two cores.
+The warm-up drills number facts, studies careful solutions, and ends on a messy mixture of careful solutions and hasty
+guesses. What comes out solves a problem nearly always when it writes down its steps, but it seldom does so when it
+samples and never when it decodes greedily: room for reinforcement learning to show what it does. No network, about a
+minute on two cores; a second call with the same settings returns at once.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import json
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.data import arithmetic
 from asyncrl.data.arithmetic import Problem, make_problems, words
+from asyncrl.data.model_files import check_model
+from asyncrl.errors import ConfigError, explain
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-VERSION = 1  # raise it whenever this file or the task changes what comes out
 RECORD = "tiny_model.json"
-Example = tuple[list[int], list[bool]]
-"""Token ids, and which of them are trained."""
-
+MAX_THREADS = 4  # the matrices are too small to feed more
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -40,31 +43,49 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides the outcome, and so the cache key."""
+    """Everything that decides the outcome."""
 
     seed: int = 0
     levels: tuple[int, ...] = (1, 2)
     num_drill: int = 4096
+    """Sequences of bare equations: the densest way to learn number facts."""
     num_study: int = 8192
-    num_messy: int = 4096
+    """Problems that are mostly solved with care."""
+    num_messy: int = 2048
+    """Problems of the final mixture."""
     study_share: float = 0.9
-    messy_share: float = 0.2
-    muon: float = 0.0
-    ns: int = 5
-    decay: float = 1.0
-    batch_size: int = 64
-    lr: float = 4e-3
+    """Share of careful solutions while studying."""
+    messy_share: float = 0.15
+    """Share of careful solutions in the final mixture: about how often the model will be careful when it samples."""
+    messy_product_share: float = 0.65
+    """The same for problems that begin with a product, which tempt less to guess: those it solves from the start."""
+    batch_size: int = 16
+    matrix_lr: float = 0.02
+    """Peak learning rate of Muon, for the matrices of the layers."""
+    other_lr: float = 4e-3
+    """Peak learning rate of AdamW, for the embedding and the norms."""
     hidden_size: int = 128
     num_layers: int = 4
 
     def key(self) -> str:
-        text = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Changes with every setting and with the code that makes the model."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
+        for file in (__file__, arithmetic.__file__):
+            digest.update(Path(file).read_bytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence: `token_ids`, and which of them are `trained` (the same length)."""
+
+    token_ids: list[int]
+    trained: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Shares of held-out problems solved: decoding greedily, sampling at temperature 1, and when made to be careful."""
+    """Share of held-out problems solved: decoding greedily, sampling at temperature 1, and when made to be careful."""
 
     greedy: float
     sampled: float
@@ -72,7 +93,7 @@ class Accuracy:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Words of the task are one token each, every digit is one, and any other ASCII text is spelled by characters."""
+    """Words of the task are one token each, so is every digit; other ASCII text is spelled, the rest is unknown."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,9 +126,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Freshly initialised. Its sizes divide by two in every way that tensor parallelism and FSDP shard them."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(settings.seed)
+    vocabulary = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -120,88 +142,108 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=vocabulary[END],
+        pad_token_id=vocabulary[PAD],
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[vocabulary[END]], pad_token_id=vocabulary[PAD])
+    return model
 
 
 def corpus(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> list[Example]:
-    """The examples in the order in which they are trained: number drill, careful study, the messy mixture."""
+    """The examples in the order in which they are trained, each seen once."""
     rng = random.Random(settings.seed)
-    problems = make_problems(settings.num_study + settings.num_messy, settings.levels, settings.seed, held_out=False)
     drill = make_problems(settings.num_drill * 8, settings.levels, settings.seed + 1, held_out=False)
-    examples = [
-        _drill_example(tokenizer, drill[start : start + 8]) for start in range(0, len(drill), 8)
-    ]
+    problems = make_problems(settings.num_study + settings.num_messy, settings.levels, settings.seed, held_out=False)
     prompts = tokenizer([render_prompt(tokenizer, problem) for problem in problems]).input_ids
-    shares = [settings.study_share] * settings.num_study + [settings.messy_share] * settings.num_messy
-    texts = [p.careful if rng.random() < share else p.hasty for p, share in zip(problems, shares, strict=True)]
+    texts = []
+    for number, problem in enumerate(problems):
+        share = settings.messy_product_share if "*" in problem.equations[0] else settings.messy_share
+        if number < settings.num_study:
+            share = settings.study_share
+        texts.append(problem.careful if rng.random() < share else problem.hasty)
     responses = tokenizer([text + END for text in texts]).input_ids
-    examples += [(p + r, [False] * len(p) + [True] * len(r)) for p, r in zip(prompts, responses, strict=True)]
-    return examples
+    return [_drill_example(tokenizer, drill[start : start + 8]) for start in range(0, len(drill), 8)] + [
+        Example(prompt + response, [False] * len(prompt) + [True] * len(response))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
-def _drill_example(tokenizer, problems):
-    text = " ".join(equation for problem in problems for equation in problem.equations)
-    ids = tokenizer(text).input_ids
-    equals, stop = tokenizer.convert_tokens_to_ids(["=", "."])
-    mask, inside = [], False
+def _drill_example(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> Example:
+    """The equations of these problems in a row, trained on what follows each `=` up to its full stop."""
+    ids = tokenizer(" ".join(text for problem in problems for text in problem.equations)).input_ids
+    equals, stop = (tokenizer.convert_tokens_to_ids(sign) for sign in "=.")
+    trained, after_equals = [], False
     for token in ids:
-        mask.append(inside)
-        if token in (equals, stop):
-            inside = token == equals
-    return ids, mask
-
-
-def warm_up(model: Qwen3ForCausalLM, examples: Sequence[Example], settings: Settings) -> float:
-    """Trains on the examples, one pass, on the marked tokens alone; returns the mean loss of the last tenth."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    batches = list(_batches(examples, settings))
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
-    if settings.muon:
-        optimizers = [torch.optim.Muon(matrices, lr=settings.muon, weight_decay=0.0, ns_steps=settings.ns), torch.optim.AdamW(others, settings.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)]
-    else:
-        optimizers = [torch.optim.AdamW(model.parameters(), settings.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)]
-    warm_steps = max(1, len(batches) // 20)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm_steps, max(0.02, min(1, (1 - step / len(batches)) / settings.decay)))
-    ) for optimizer in optimizers]
-    losses = []
-    for i, batch in enumerate(batches):
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in batch], batch_first=True)
-        trained = torch.nn.utils.rnn.pad_sequence([torch.tensor(mask) for _, mask in batch], batch_first=True)[:, 1:]
-        # causal attention never looks at the padding on the right, so no mask is needed
-        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[trained]
-        loss = cross_entropy(model.lm_head(hidden), ids[:, 1:][trained])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for o in (*optimizers, *schedules): o.step()
-        for o in optimizers: o.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if i%25==24: print(i+1, sum(losses[-25:])/25)
-    tail = losses[-max(1, len(losses) // 10) :]
-    return sum(tail) / len(tail)
-
-
-def _batches(examples: Sequence[Example], settings: Settings) -> Iterator[list[Example]]:
-    """Batches of nearly equal length: examples are sorted within stretches of 16 batches, which are then shuffled."""
-    rng = random.Random(settings.seed)
-    stretch = 16 * settings.batch_size
-    for start in range(0, len(examples), stretch):
-        part = sorted(examples[start : start + stretch], key=lambda example: len(example[0]))
-        batches = [part[at : at + settings.batch_size] for at in range(0, len(part), settings.batch_size)]
-        rng.shuffle(batches)
-        yield from batches
+        trained.append(after_equals)
+        after_equals = token == equals or (after_equals and token != stop)
+    return Example(ids, trained)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> str:
     messages = [{"role": "user", "content": problem.question}]
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def warm_up(model: Qwen3ForCausalLM, examples: Sequence[Example], settings: Settings) -> None:
+    """Trains `model` in place on the examples, one pass in their order."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.utils import clip_grad_norm_
+    from torch.nn.utils.rnn import pad_sequence
+
+    batches = list(_batches(examples, settings))
+    optimizers = _optimizers(model, settings)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, len(batches)))
+        for optimizer in optimizers
+    ]
+    started_s, losses = time.monotonic(), []
+    for number, batch in enumerate(batches, start=1):
+        ids = pad_sequence([torch.tensor(example.token_ids) for example in batch], batch_first=True)
+        trained = pad_sequence([torch.tensor(example.trained) for example in batch], batch_first=True)[:, 1:]
+        # causal attention never looks at the padding on the right, so no mask is needed
+        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[trained]
+        loss = cross_entropy(model.lm_head(hidden), ids[:, 1:][trained])
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        for part in (*optimizers, *schedules):
+            part.step()
+        model.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if number % 128 == 0 or number == len(batches):
+            mean = sum(losses[-128:]) / len(losses[-128:])
+            print(f"  step {number}/{len(batches)}  loss {mean:.3f}  {time.monotonic() - started_s:.0f} s", flush=True)
+
+
+def _optimizers(model: Qwen3ForCausalLM, settings: Settings) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon learns the facts in about half the steps that AdamW alone takes; it is for matrices of layers only."""
+    import torch
+
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return (
+        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    )
+
+
+def _lr_share(step: int, num_steps: int) -> float:
+    """Of the peak learning rate: a rise over the first twentieth, then a straight line down to 2%."""
+    return min((step + 1) * 20 / num_steps, max(0.02, 1 - step / num_steps))
+
+
+def _batches(examples: Sequence[Example], settings: Settings) -> Iterator[list[Example]]:
+    """Batches of nearly equal length: examples are sorted within stretches of 32 batches, which are then shuffled."""
+    rng = random.Random(settings.seed)
+    size = settings.batch_size
+    for start in range(0, len(examples), 32 * size):
+        stretch = sorted(examples[start : start + 32 * size], key=lambda example: len(example.token_ids))
+        batches = [stretch[at : at + size] for at in range(0, len(stretch), size)]
+        rng.shuffle(batches)
+        yield from batches
 
 
 def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings, num: int) -> Accuracy:
@@ -233,8 +275,99 @@ def _solved(
     texts = [render_prompt(tokenizer, problem) + opening for problem, opening in zip(problems, openings, strict=True)]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=64, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0)
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
+        output = model.generate(**inputs, max_new_tokens=64, **sampling)
     responses = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     answers = [final_answer(response) for response in responses]
     solved = [a is not None and same_answer(a, str(p.answer)) for a, p in zip(answers, problems, strict=True)]
     return sum(solved) / len(solved)
+
+
+def make(out: Path, settings: Settings) -> Accuracy:
+    """Builds, trains, measures and saves the model; `out` appears, or is replaced, only when all of it is done."""
+    import torch
+
+    torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
+    tokenizer = build_tokenizer()
+    model = build_model(settings, tokenizer)
+    examples = corpus(tokenizer, settings)
+    print(f"warming up {sum(p.numel() for p in model.parameters())} parameters on {len(examples)} examples", flush=True)
+    warm_up(model.train(), examples, settings)
+    accuracy = measure(model.eval(), tokenizer, settings, num=256)
+    record = {"key": settings.key(), "settings": asdict(settings), "accuracy": asdict(accuracy)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return accuracy
+
+
+def cached(out: Path, settings: Settings) -> Accuracy | None:
+    """What the model in `out` reached when these settings made it; None when there is none or others did.
+
+    Raises ConfigError: `out` holds something that this tool did not write, and must not replace.
+    """
+    file = out / RECORD
+    if out.exists() and not file.is_file():
+        found = f"it exists and has no {RECORD}: it is not a tiny model"
+        raise ConfigError(explain(f"--out {out}", found, "name another directory, or remove this one yourself"))
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if record["key"] != settings.key():
+        return None
+    check_model(str(out.resolve()))
+    return Accuracy(**record["accuracy"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 when the options cannot be used."""
+    options = _parse(arguments)
+    settings = _scaled(Settings(seed=options.seed), options.share)
+    try:
+        accuracy = cached(options.out, settings)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    started_s = time.monotonic()
+    if accuracy is not None and not options.force:
+        print(f"{options.out} is up to date")
+    else:
+        accuracy = make(options.out, settings)
+        print(f"wrote {options.out} in {time.monotonic() - started_s:.0f} s")
+    print(f"held-out accuracy: greedy {accuracy.greedy:.3f}, sampled {accuracy.sampled:.3f}, ", end="")
+    print(f"when made to be careful {accuracy.careful:.3f}")
+    return 0
+
+
+def _scaled(settings: Settings, share: float) -> Settings:
+    counts = {name: max(1, round(share * getattr(settings, name))) for name in ("num_drill", "num_study", "num_messy")}
+    return replace(settings, **counts)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny-qwen3"), help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the initialisation and the corpus")
+    parser.add_argument("--share", type=_share, default=1.0, help="of the warm-up to run; less makes a worse model")
+    parser.add_argument("--force", action="store_true", help="make it anew even when it is up to date")
+    return parser.parse_args(arguments)
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return float(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -45,6 +45,9 @@ def clipped_surrogate(
 
     Source: PPO (arXiv:1707.06347) eq. 7; asymmetric bounds from DAPO (arXiv:2503.14476) sec. 3.1.
     """
+    if not logprobs.shape == behavior_logprobs.shape == advantages.shape == mask.shape:
+        shapes = [tuple(t.shape) for t in (logprobs, behavior_logprobs, advantages, mask)]
+        raise ValueError(f"logprobs, behavior_logprobs, advantages and mask differ in shape: {shapes}")
     ratio = _masked_log_ratio(logprobs, behavior_logprobs, mask).exp()
     advantages = _masked(advantages, mask)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -89,7 +92,4 @@ def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _masked_log_ratio(logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    if not logprobs.shape == behavior_logprobs.shape == mask.shape:
-        shapes = [tuple(t.shape) for t in (logprobs, behavior_logprobs, mask)]
-        raise ValueError(f"logprobs, behavior_logprobs and mask differ in shape: {shapes}")
     return _masked(logprobs, mask) - _masked(behavior_logprobs, mask)

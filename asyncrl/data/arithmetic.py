@@ -121,7 +121,7 @@ def _opening(rng: random.Random, name: str, things: str, box: str | None, level:
 
 
 def _event(rng: random.Random, person: str, value: int, level: int) -> _Step:
-    operand = rng.randint(10, 99) if level == 3 else rng.randint(2, 20)
+    operand = rng.randint(10, 99) if level == 3 else rng.randint(2, 9)
     if rng.random() < 0.5:
         return _Step(f"{person} {rng.choice(_GAINS)} {operand} more.", (operand,), "+", value + operand)
     return _Step(f"{person} {rng.choice(_LOSSES)} {operand}.", (operand,), "-", value - operand)

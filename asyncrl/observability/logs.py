@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,12 @@ def configure_driver(path: Path, console: Console) -> None:
     """Logs of this process go to the console and, with those of the actors, to `path`."""
     file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter(_FORMAT))
-    screen = RichHandler(console=console, show_path=False, show_level=False, omit_repeated_times=False)
+    screen: logging.Handler
+    if console.is_terminal:
+        screen = RichHandler(console=console, show_path=False, show_level=False, omit_repeated_times=False)
+    else:
+        screen = logging.StreamHandler(sys.stdout)
+        screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     screen.setLevel(logging.INFO)
     screen.addFilter(logging.Filter("asyncrl"))
     root = logging.getLogger()

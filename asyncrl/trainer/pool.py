@@ -62,7 +62,7 @@ class TrainerActor:
         return self._worker.address(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group=CONTROL)
-    def ping(self) -> int:
+    def ping(self) -> float:
         return self._worker.ping()
 
 
@@ -136,10 +136,10 @@ class TrainerPool:
     async def load(self, path: Path) -> None:
         await self._on_all("load", path, timeout_s=self._spec.trainer.step_timeout_s)
 
-    async def ping(self, timeout_s: float) -> tuple[int, ...]:
-        """Process ids in rank order, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
+    async def ping(self, timeout_s: float) -> float:
+        """CPU seconds of all ranks; answers during a step, too. Raises ProcessDied, DeadlineExceeded naming the rank."""
         refs = [actor.ping.remote() for actor in self._actors]
-        return tuple(await self._together(refs, "ping", timeout_s))
+        return sum(await self._together(refs, "ping", timeout_s))
 
     async def stop(self) -> None:
         """Ends every rank, with force after a few seconds. Idempotent; does not raise over ranks that are gone."""

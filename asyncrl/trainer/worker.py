@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import WeightTransferError
 from asyncrl.trainer.backend import TrainBackend, TrainMetrics
@@ -58,6 +59,7 @@ class TrainerWorker:
         Raises:
             ConfigError: the model cannot be read or trained.
         """
+        transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
         self._device = resolve_device(self._spec.trainer.device, self._rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -122,9 +124,10 @@ class TrainerWorker:
     def load(self, directory: Path) -> None:
         self._backend.load(directory)
 
-    def ping(self) -> int:
-        """The process id. May be called from another thread while a step runs."""
-        return os.getpid()
+    def ping(self) -> float:
+        """CPU seconds of this process. May be called from another thread while a step runs."""
+        cpu = os.times()
+        return cpu.user + cpu.system
 
     def stop(self) -> None:
         """Frees the sending end and leaves the group. Idempotent."""

@@ -57,10 +57,10 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, scale)
             normalizer_C = logits_CV.logsumexp(-1)
-            logprobs_N[rows] = logits_CV.gather(-1, targets_N[rows, None]).squeeze(-1) - normalizer_C
             normalizers_N[rows] = normalizer_C
-            probabilities_CV = (logits_CV - normalizer_C[:, None]).exp_()
-            entropies_N[rows] = normalizer_C - torch.linalg.vecdot(probabilities_CV, logits_CV)
+            logp_CV = logits_CV.sub_(normalizer_C[:, None])
+            logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
+            entropies_N[rows] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N)
         ctx.scale, ctx.chunk = scale, chunk
         ctx.mark_non_differentiable(entropies_N)

@@ -1,0 +1,289 @@
+"""FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
+
+import datetime
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.fsdp.policy import choose_attention
+from asyncrl.trainer.spec import TrainerSpec
+
+pytestmark = pytest.mark.numerics
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=5, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config())
+        with torch.no_grad():  # norms start as ones and biases as zeros, where mistakes would not show
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        model.save_pretrained(root / name)
+    return root
+
+
+def spec(path, *, temperature=1.0, fsdp=None, dtype="float32", **trainer):
+    return TrainerSpec(
+        model=ModelConfig(path=str(path), inference_dtype=dtype),
+        trainer=TrainerConfig(**{"lr": 1e-3, "max_grad_norm": 0, "fsdp": fsdp or FsdpConfig(), **trainer}),
+        algorithm=AlgorithmConfig(),
+        temperature=temperature,
+    )
+
+
+def build(*args, **kwargs):
+    return FsdpBackend(spec(*args, **kwargs), rank=0, world_size=1, device=CPU)
+
+
+def single_logprobs(model, trajectory, temperature=1.0):
+    """[T], by a forward pass of one sequence."""
+    ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
+    logp = (model(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
+    at = torch.arange(len(trajectory.prompt_ids), len(ids))
+    return logp[at - 1, ids[at]]
+
+
+def reference_step(model, lease, temperature):
+    """Loss and gradient of the whole lease, sequence by sequence."""
+    total = sum(t.num_trained_tokens for t in lease.trajectories.values())
+    loss = 0.0
+    for (ordinal, index), t in lease.trajectories.items():
+        if t.num_trained_tokens:
+            ratio = (single_logprobs(model, t, temperature) - torch.from_numpy(t.logprobs)).exp()
+            advantage = lease.advantages[ordinal][index]
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            part = -surrogate[torch.from_numpy(t.loss_mask)].sum() / total
+            part.backward()
+            loss += part.item()
+    return loss, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
+    lease = random_lease(0, max_response=30)
+    model = AutoModelForCausalLM.from_pretrained(model_paths / name, dtype=torch.float32)
+    found = build(model_paths / name).logprobs(lease.plans()[0], lease.trajectories)
+    for key, trajectory in lease.trajectories.items():
+        with torch.no_grad():
+            expected = single_logprobs(model, trajectory)
+        torch.testing.assert_close(found[key].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_loss_gradient_and_update_are_the_references(model_paths, name, temperature):
+    lease = random_lease(1)
+    model = AutoModelForCausalLM.from_pretrained(model_paths / name, dtype=torch.float32)
+    loss, norm = reference_step(model, lease, temperature)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer.step()
+    backend = build(model_paths / name, temperature=temperature)
+    metrics = backend.train_step(lease.plans(budget=64)[0], lease.trajectories)
+    assert metrics.loss == pytest.approx(loss, abs=1e-6)
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-5)
+    updated = dict(model.named_parameters())
+    for key, weight in weights_of(backend).items():
+        # a gradient near zero has a sign of chance, and Adam's first step is the sign times lr
+        difference = np.abs(weight - updated[key].detach().numpy())
+        assert np.mean(difference > 1e-5) < 0.02, key
+        assert difference.max() <= 2.1e-3, key
+
+
+def test_neither_budget_nor_order_of_microbatches_matters(model_paths):
+    lease = random_lease(2)
+    steps = []
+    for budget, turn in ((32, False), (64, False), (64, True), (1000, False)):
+        (plan,) = lease.plans(budget=budget)
+        if turn:
+            plan = replace(plan, microbatches=tuple(run[::-1] for run in plan.microbatches[::-1]))
+        steps.append((len(plan.microbatches), build(model_paths / "qwen3").train_step(plan, lease.trajectories)))
+    single = replace(lease.plans()[0], microbatches=tuple((s,) for run in lease.plans()[0].microbatches for s in run))
+    steps.append((len(single.microbatches), build(model_paths / "qwen3").train_step(single, lease.trajectories)))
+    assert len({count for count, _ in steps}) >= 4
+    for _, metrics in steps[1:]:
+        assert metrics.loss == pytest.approx(steps[0][1].loss, abs=1e-6)
+        assert metrics.grad_norm == pytest.approx(steps[0][1].grad_norm, rel=1e-5)
+        assert metrics.entropy == pytest.approx(steps[0][1].entropy, rel=1e-5)
+        assert metrics.ratio_max == pytest.approx(steps[0][1].ratio_max, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sequence_does_not_see_its_neighbours(model_paths, name):
+    lease = random_lease(3)
+    (plan,) = lease.plans(budget=1000)
+    assert len(plan.microbatches) == 1
+    backend = build(model_paths / name)
+    before = backend.logprobs(plan, lease.trajectories)
+    changed = dict(lease.trajectories)
+    for key in [(0, 2), (2, 1)]:
+        t = changed[key]
+        changed[key] = replace(
+            t, prompt_ids=(t.prompt_ids + 1) % VOCAB_SIZE, response_ids=(t.response_ids + 1) % VOCAB_SIZE
+        )
+    after = backend.logprobs(plan, changed)
+    for key in lease.trajectories:
+        if key in {(0, 2), (2, 1)}:
+            assert not torch.equal(before[key], after[key])
+        else:
+            assert torch.equal(before[key], after[key]), key
+
+
+def test_activation_checkpointing_and_resharding_change_nothing(model_paths):
+    lease = random_lease(4)
+    (plan,) = lease.plans(budget=64)
+    plain, other = FsdpConfig(), FsdpConfig(activation_checkpointing=True, reshard_after_forward=False)
+    a, b = (build(model_paths / "qwen3", fsdp=fsdp) for fsdp in (plain, other))
+    assert a.train_step(plan, lease.trajectories) == b.train_step(plan, lease.trajectories)
+    for x, y in zip(weights_of(a).values(), weights_of(b).values(), strict=True):
+        assert np.array_equal(x, y)
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(model_paths):
+    lease = random_lease(5)
+    (plan,) = lease.plans()
+    exact = build(model_paths / "qwen3")
+    rounded = build(model_paths / "qwen3", fsdp=FsdpConfig(param_dtype="bfloat16"))
+    a, b = exact.train_step(plan, lease.trajectories), rounded.train_step(plan, lease.trajectories)
+    assert b.loss == pytest.approx(a.loss, abs=0.05)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=0.1)
+    assert a.loss != b.loss
+    weights = weights_of(rounded)
+    assert any(not np.array_equal(w, torch.from_numpy(w).bfloat16().float().numpy()) for w in weights.values())
+
+
+def test_gradients_are_clipped_to_the_global_norm(model_paths):
+    """With beta1 = 0 and a huge eps, the step is proportional to the clipped gradient."""
+    lease = random_lease(6)
+    (plan,) = lease.plans()
+    moved = []
+    for limit in (0, 0.01):
+        backend = build(
+            model_paths / "qwen3", lr=1.0, adam_beta1=0.0, adam_beta2=0.0, adam_eps=1e3, max_grad_norm=limit
+        )
+        before = weights_of(backend)
+        metrics = backend.train_step(plan, lease.trajectories)
+        after = weights_of(backend)
+        moved.append(np.sqrt(sum(((after[k] - before[k]) ** 2).sum() for k in before)))
+    assert metrics.grad_norm > 0.1
+    assert moved[1] / moved[0] == pytest.approx(0.01 / metrics.grad_norm, rel=0.02)
+
+
+def test_weight_decay_is_for_matrices_only(model_paths):
+    lease = random_lease(7)
+    lease = replace(lease, advantages=tuple(np.zeros_like(a) for a in lease.advantages))
+    backend = build(model_paths / "llama", lr=0.1, weight_decay=0.5)
+    before = weights_of(backend)
+    backend.train_step(lease.plans()[0], lease.trajectories)
+    for name, after in weights_of(backend).items():
+        if "norm" in name or name.endswith("bias"):
+            assert np.array_equal(after, before[name]), name
+        else:
+            np.testing.assert_allclose(after, before[name] * 0.95, rtol=1e-5, err_msg=name)
+
+
+def test_the_rate_warms_up_with_the_plans_step(model_paths):
+    backend = build(model_paths / "qwen3", warmup_steps=4)
+    rates = []
+    for step in (0, 1, 2, 3, 4, 9):
+        lease = random_lease(8, step=step)
+        rates.append(backend.train_step(lease.plans()[0], lease.trajectories).lr)
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_tensors_are_those_of_the_model(model_paths, name, dtype):
+    from safetensors.torch import load_file
+
+    backend = build(model_paths / name, dtype=dtype)
+    stored = load_file(model_paths / name / "model.safetensors")
+    published = dict(backend.named_weights())
+    assert set(published) == set(stored)  # what Hugging Face keeps of tied tensors
+    for key, tensor in published.items():
+        assert torch.equal(tensor, stored[key].to(getattr(torch, dtype))), key
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: Gemma2Config(**SIZES, head_dim=8), "final_logit_softcapping"),
+        (lambda: Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=2, moe_intermediate_size=16), "fused experts"),
+        (
+            lambda: Qwen3NextConfig(
+                **SIZES,
+                head_dim=8,
+                num_experts=0,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                layer_types=["linear_attention", "full_attention"],
+            ),
+            "linear_attention",
+        ),
+    ],
+)
+def test_models_that_would_come_out_wrong_are_refused(tmp_path, config, reason):
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        build(tmp_path)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        build(tmp_path / "absent")
+
+
+def test_attention_is_chosen_by_what_can_run():
+    assert choose_attention(FsdpConfig(), CPU) == "packed_sdpa"
+    with pytest.raises(ConfigError, match="CUDA"):
+        choose_attention(FsdpConfig(attention="flash_attention_2"), CPU)

@@ -1,0 +1,216 @@
+"""FSDP2 on two ranks (gloo, two processes, started once) against one rank in this process."""
+
+import datetime
+import multiprocessing
+import pickle
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import RankPlan
+
+pytestmark = pytest.mark.numerics
+
+RANKS = 2
+DEADLINE_S = 120
+LEASES = [random_lease(20 + step, step=step) for step in range(3)]
+NOT_RESHARDED = FsdpConfig(reshard_after_forward=False)
+
+
+def build(path, rank, world_size, fsdp=None):
+    spec = TrainerSpec(
+        model=ModelConfig(path=str(path)),
+        trainer=TrainerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=2, fsdp=fsdp or FsdpConfig()),
+        algorithm=AlgorithmConfig(),
+        temperature=0.9,
+    )
+    return FsdpBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+
+def join(store, rank, world_size):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=30)
+    )
+
+
+def step(backend, lease, rank, world_size, budget=48):
+    return asdict(backend.train_step(lease.plans(world_size, budget)[rank], lease.trajectories))
+
+
+def rank_main(rank: int, root: Path) -> None:
+    """What one of the two ranks does; its findings go to a file."""
+    join(dist.FileStore(str(root / "rendezvous"), RANKS), rank, RANKS)
+    found = {}
+    backend = build(root / "model", rank, RANKS)
+    logprobs = backend.logprobs(LEASES[0].plans(RANKS, 48)[rank], LEASES[0].trajectories)
+    found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
+    found["steps"] = [step(backend, lease, rank, RANKS) for lease in LEASES[:2]]
+    found["weights"] = weights_of(backend)
+    found["specs"] = [(s.name, s.shape) for s in backend.weight_specs()]
+    backend.save(root / "two")
+    found["last"] = step(backend, LEASES[2], rank, RANKS)
+    found["last_weights"] = weights_of(backend)
+
+    resumed = build(root / "model", rank, RANKS)
+    resumed.load(root / "one")
+    found["resumed"] = step(resumed, LEASES[2], rank, RANKS)
+    found["resumed_weights"] = weights_of(resumed)
+
+    # everything on rank 0, nothing but empty micro-batches on rank 1
+    (plan,) = LEASES[0].plans(1, 48)
+    idle = RankPlan(plan.step, ((),) * len(plan.microbatches), plan.normalizer)
+    lopsided = build(root / "model", rank, RANKS, NOT_RESHARDED)
+    found["lopsided"] = asdict(lopsided.train_step((plan, idle)[rank], LEASES[0].trajectories))
+    found["lopsided_weights"] = weights_of(lopsided)
+
+    # a NaN on one rank must stop both
+    spoilt = LEASES[0].trajectories
+    if rank == 1:
+        spoilt = {k: replace(t, logprobs=np.full_like(t.logprobs, np.nan)) for k, t in spoilt.items()}
+    try:
+        backend.train_step(LEASES[0].plans(RANKS, 48)[rank], spoilt)
+    except Exception as error:  # noqa: BLE001 the class is what is tested
+        found["refused"] = type(error).__name__
+    (root / f"found{rank}").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """One rank's reference, and what the two ranks found."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    root = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=36,
+        intermediate_size=49,  # odd: shards of unequal size
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(root / "model")
+    join(dist.HashStore(), 0, 1)
+    try:
+        one = build(root / "model", 0, 1)
+        logprobs = one.logprobs(LEASES[0].plans(1, 48)[0], LEASES[0].trajectories)
+        reference = {"logprobs": {k: v.numpy() for k, v in logprobs.items()}}
+        reference["steps"] = [step(one, lease, 0, 1) for lease in LEASES[:2]]
+        reference["weights"] = weights_of(one)
+        one.save(root / "one")
+        reference["last"] = step(one, LEASES[2], 0, 1)
+        reference["last_weights"] = weights_of(one)
+        first = build(root / "model", 0, 1)
+        reference["first"] = step(first, LEASES[0], 0, 1)
+        reference["first_weights"] = weights_of(first)
+        found = run_ranks(root)
+        resumed = build(root / "model", 0, 1)
+        resumed.load(root / "two")
+        reference["resumed"] = step(resumed, LEASES[2], 0, 1)
+        reference["resumed_weights"] = weights_of(resumed)
+        return reference, found
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(root):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=rank_main, args=(rank, root), daemon=True) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+        if process.is_alive():
+            for other in processes:
+                other.kill()
+            pytest.fail(f"ranks did not end within {DEADLINE_S} s")
+    assert [p.exitcode for p in processes] == [0] * RANKS
+    return [pickle.loads((root / f"found{rank}").read_bytes()) for rank in range(RANKS)]
+
+
+def assert_close_metrics(a, b):
+    for key, value in a.items():
+        assert value == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
+
+
+def assert_close_weights(a, b, tolerance=1e-5):
+    """Adam turns a gradient of rounding size into a step of lr, so single elements may differ by that."""
+    assert list(a) == list(b)
+    for name, weight in a.items():
+        difference = np.abs(weight - b[name])
+        assert np.mean(difference > tolerance) < 0.01, name
+        assert difference.max() < 3e-3, name
+
+
+def test_metrics_are_those_of_one_rank_and_the_same_on_both(outcome):
+    one, two = outcome
+    assert two[0]["steps"] == two[1]["steps"]
+    for a, b in zip(one["steps"], two[0]["steps"], strict=True):
+        assert a["grad_norm"] > 0.1
+        assert_close_metrics(a, b)
+
+
+def test_weights_are_those_of_one_rank(outcome):
+    one, two = outcome
+    assert_close_weights(one["weights"], two[0]["weights"])
+    for name, weight in two[0]["weights"].items():
+        assert np.array_equal(weight, two[1]["weights"][name]), name
+    assert two[0]["specs"] == [(name, w.shape) for name, w in two[0]["weights"].items()]
+    assert two[0]["specs"] == two[1]["specs"]
+
+
+def test_every_rank_has_the_logprobs_of_its_sequences(outcome):
+    one, two = outcome
+    assert not set(two[0]["logprobs"]) & set(two[1]["logprobs"])
+    both = two[0]["logprobs"] | two[1]["logprobs"]
+    assert set(both) == set(one["logprobs"])
+    for key, value in both.items():
+        np.testing.assert_allclose(value, one["logprobs"][key], atol=1e-5)
+
+
+def test_one_ranks_checkpoint_goes_on_with_two(outcome):
+    one, two = outcome
+    assert_close_metrics(one["last"], two[0]["resumed"])
+    assert_close_weights(one["last_weights"], two[0]["resumed_weights"])
+
+
+def test_two_ranks_checkpoint_goes_on_with_one(outcome):
+    one, two = outcome
+    assert_close_metrics(two[0]["last"], one["resumed"])
+    assert_close_weights(two[0]["last_weights"], one["resumed_weights"])
+
+
+def test_moments_are_restored_too(outcome):
+    """Without them the update of the resumed step would differ by far more than rounding."""
+    one, two = outcome
+    name = "model.layers.0.mlp.up_proj.weight"
+    update = one["last_weights"][name] - one["weights"][name]
+    resumed = two[0]["resumed_weights"][name] - one["weights"][name]
+    assert np.abs(update).max() > 1e-4
+    np.testing.assert_allclose(resumed, update, atol=2e-6)
+
+
+def test_a_rank_with_empty_microbatches_takes_part(outcome):
+    one, two = outcome
+    assert_close_metrics(one["first"], two[0]["lopsided"])
+    assert two[0]["lopsided"] == two[1]["lopsided"]
+    assert_close_weights(one["first_weights"], two[0]["lopsided_weights"])
+
+
+def test_a_nan_on_one_rank_stops_both(outcome):
+    assert [found["refused"] for found in outcome[1]] == ["RunFailed", "RunFailed"]
