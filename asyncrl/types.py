@@ -12,6 +12,7 @@ import numpy as np
 
 SegmentKind = Literal["policy", "environment"]
 FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "keep", "drain"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.replica import ReplicaStats
 from asyncrl.remote import reply
-from asyncrl.types import Manifest
+from asyncrl.types import Manifest, PauseMode
 from asyncrl.weights.transport import Digest, TransferSource
 
 GRACE_S = 5.0

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
-
-PauseMode = Literal["abort", "keep", "drain"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, WeightTransferError
-from asyncrl.inference.engine import EngineHealth, InferenceEngine, PauseMode
-from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.inference.engine import EngineHealth, InferenceEngine
+from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.inference.engine import PauseMode
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Manifest, PauseMode, TensorSpec
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transport import Digest, TransferSource
 

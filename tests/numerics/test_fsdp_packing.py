@@ -24,8 +24,11 @@ from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.fsdp.batch import pack
+from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.fsdp.policy import choose_attention
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import Lengths, TrainSequence, Trajectory
 
 pytestmark = pytest.mark.numerics
 
@@ -185,6 +188,60 @@ def test_activation_checkpointing_and_resharding_change_nothing(model_paths):
     assert a.train_step(plan, lease.trajectories) == b.train_step(plan, lease.trajectories)
     for x, y in zip(weights_of(a).values(), weights_of(b).values(), strict=True):
         assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_checkpointing_runs_each_layer_again_in_the_backward_pass(model_paths, recompute):
+    lease = random_lease(4)
+    (plan,) = lease.plans(budget=64)
+    backend = build(model_paths / "qwen3", fsdp=FsdpConfig(activation_checkpointing=recompute))
+    calls = []
+    backend._policy.causal_lm.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    backend.train_step(plan, lease.trajectories)
+    assert len(calls) == len(plan.microbatches) * (2 if recompute else 1)
+
+
+def test_a_packed_row_restarts_positions_and_points_at_the_token_before():
+    trajectories = {(0, 0): short([5, 6], [7, 8, 9], [True, False, True]), (1, 0): short([1], [2, 3], [True, True])}
+    sequences = (
+        TrainSequence(0, 0, 0.5, Lengths(prompt=2, response=3, trained=2)),
+        TrainSequence(1, 0, -1.0, Lengths(prompt=1, response=2, trained=2)),
+    )
+    batch = pack(sequences, trajectories, predict="trained", device=CPU)
+    tokens = batch.tokens
+    assert tokens.input_ids.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3]]
+    assert tokens.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert tokens.layout.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert tokens.layout.boundaries.tolist() == [0, 5, 8]
+    assert (tokens.layout.num_sequences, tokens.layout.max_length, tokens.layout.is_dense) == (2, 5, False)
+    assert tokens.predictors.tolist() == [1, 3, 5, 6]
+    assert tokens.targets.tolist() == [7, 9, 2, 3]
+    assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]
+    assert batch.mask.tolist() == [True] * 4
+    assert pack(sequences, trajectories, predict="response", device=CPU).tokens.predictors.tolist() == [1, 2, 3, 5, 6]
+
+
+def short(prompt, response, mask):
+    n = len(response)
+    return Trajectory(
+        np.array(prompt, np.int32), np.array(response, np.int32), np.full(n, -1, np.float32), np.array(mask), (), 0.0
+    )
+
+
+def test_only_matrices_that_are_neither_norms_nor_biases_are_decayed():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Linear(2, 2)
+            self.input_layernorm = torch.nn.LayerNorm((2, 2))
+            self.expert_bias = torch.nn.Parameter(torch.zeros(2, 2))
+            self.scale = torch.nn.Parameter(torch.zeros(2))
+
+    block = Block()
+    decayed, plain = build_optimizer(block, TrainerConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert [id(p) for p in decayed["params"]] == [id(block.proj.weight)]
+    assert len(plain["params"]) == len(list(block.parameters())) - 1
 
 
 def test_bfloat16_compute_keeps_float32_master_weights(model_paths):

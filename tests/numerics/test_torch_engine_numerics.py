@@ -17,7 +17,7 @@ from asyncrl.inference.torch_engine.messages import Abort, Commit, Pause, Resume
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.testing.engine_suite import Client, make_request, within
 from asyncrl.testing.random_model import random_qwen3, write_random_qwen3
-from asyncrl.types import GenerationRequest, SamplingParams, TensorSpec
+from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TensorSpec
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transports import build_sender
 
@@ -142,10 +142,10 @@ def send_weights(sender, manifest, model):
 
 
 def specs_of(model):
-    return [
+    return tuple(
         TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.numel() * p.element_size())
         for name, p in model.named_parameters()
-    ]
+    )
 
 
 async def test_published_weights_are_served(model_path):
@@ -157,7 +157,8 @@ async def test_published_weights_are_served(model_path):
         sender = build_sender("ipc", 1 << 18, 1)
         source = await asyncio.to_thread(sender.open)
         model = random_qwen3(seed=seed)
-        manifest = plan_buckets(specs_of(model), 1 << 18, publish_id=version, version=version)
+        specs = specs_of(model)
+        manifest = Manifest(version, version, specs, plan_buckets(specs, 1 << 18))
         await within(engine.pause("abort"))
         received, sent = await asyncio.gather(
             engine.load_weights(manifest, source, 30.0), asyncio.to_thread(send_weights, sender, manifest, model)

@@ -81,6 +81,12 @@ def test_ranks_differ_by_at_most_one_sequence(groups, num_ranks, budget):
     assert max(tokens) - min(tokens) <= max(p + r for g in groups for p, r, _ in g)
 
 
+def test_tokens_are_balanced_rather_than_sequences():
+    manifest, advantages = lease([[(2, 10, 10), (1, 3, 3), (1, 3, 3), (1, 3, 3)]])
+    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=100)
+    assert [[s.lengths.total for run in p.microbatches for s in run] for p in plans] == [[12], [4, 4, 4]]
+
+
 @given(leases, ranks, budgets)
 def test_a_rank_packs_similar_lengths_together(groups, num_ranks, budget):
     manifest, advantages = lease(groups)

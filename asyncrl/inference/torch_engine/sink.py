@@ -44,7 +44,7 @@ class ParameterSink:
     def finish(self) -> None:
         """Raises WeightTransferError naming a tensor that did not come, or came in part."""
         whole = {self._targets[name].data_ptr() for name, left in self._bytes_left.items() if left == 0}
-        missing = [name for name, target in self._targets.items() if target.data_ptr() not in whole]
+        missing = [name for name, t in self._targets.items() if t.numel() > 0 and t.data_ptr() not in whole]
         missing += [name for name, left in self._bytes_left.items() if left > 0 and name not in missing]
         if missing:
             raise WeightTransferError(

@@ -113,7 +113,7 @@ class FsdpBackend:
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = state.full(total)
         limit = self._spec.trainer.max_grad_norm
-        if limit < 0:
+        if limit > 0:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(norm)
 

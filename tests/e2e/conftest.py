@@ -1,0 +1,127 @@
+"""The tiny model and its data, made once (and cached between sessions), and a way to run the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml"]
+ROLES = ("Replica", "Rollouter", "MessageQueue", "TrainerActor")
+
+
+@pytest.fixture(scope="session")
+def inputs():
+    """`runs/tiny-qwen3` and `data/`, as `make quickstart` makes them."""
+    for tool, *options in (
+        ("make_tiny_model.py", "--out", "runs/tiny-qwen3"),
+        ("make_arithmetic_dataset.py", "--out", "data"),
+    ):
+        subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)
+
+
+@dataclass
+class Run:
+    """One call of `asyncrl-train recipes/quickstart.yaml`."""
+
+    directory: Path
+    process: subprocess.Popen[str]
+
+    def wait(self, timeout_s: float = 280) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            raise
+
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+        """Returns when `step` is in metrics.jsonl; fails when the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not any(r["step"] >= step for r in self.metrics):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, f"step {step} was not reached: {self.log}"
+            time.sleep(0.1)
+
+    def actor_pids(self, role: str) -> list[int]:
+        """Processes of one role below this run's driver."""
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        return [p.pid for p in tree if p.status() != psutil.STATUS_ZOMBIE and f"ray::{role}" in " ".join(p.cmdline())]
+
+    @property
+    def metrics(self) -> list[dict]:
+        return self._lines("metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict]:
+        return self._lines("events.jsonl")
+
+    @property
+    def log(self) -> str:
+        path = self.directory.with_suffix(".out")
+        return path.read_text() if path.exists() else ""
+
+    def transitions(self, kind: str) -> list[int]:
+        """Ordinals in the order of their transitions of `kind`."""
+        return [e["ordinal"] for e in self.events if e["event"] == "group" and e["transition"] == kind]
+
+    def _lines(self, name: str) -> list[dict]:
+        path = self.directory / name
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    """start(*overrides, name="run") -> Run; every process of every run is gone when the test ends."""
+    runs: list[Run] = []
+
+    def call(*overrides: str, name: str = "run") -> Run:
+        directory = tmp_path / name
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with directory.with_suffix(".out").open("a") as output:
+            process = subprocess.Popen(
+                [*COMMAND, f"run.dir={directory}", *overrides],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        runs.append(Run(directory, process))
+        return runs[-1]
+
+    yield call
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait(30)
+
+
+def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
+    """What must hold of every finished run: all lines there, the bound, the balance, each ordinal trained once."""
+    metrics = run.metrics
+    assert [r["step"] for r in metrics] == list(range(1, steps + 1))
+    for record in metrics:
+        assert record["staleness/lag_max"] <= max_lag
+        states = ("running", "ready", "leased", "trained", "filtered", "expired", "failed")
+        assert record["queue/admitted"] == sum(record[f"queue/{s}"] for s in states)
+    trained = run.transitions("trained")
+    assert len(trained) == len(set(trained)) == metrics[-1]["queue/trained"]
+    last = metrics[-1]
+    assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
+    lags = [
+        e["step"] - e["oldest_version"]
+        for e in run.events
+        if e["event"] == "group" and e["transition"] == "trained"
+    ]
+    assert max(lags) <= max_lag

@@ -1,0 +1,20 @@
+"""Environments that misbehave on purpose."""
+
+from __future__ import annotations
+
+from asyncrl.environments.single_turn import SingleTurn
+
+
+class RaisesOnSome(SingleTurn):
+    """Every fifth prompt always raises; every seventh does on its first attempt of each process."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    async def run(self, task, session):
+        if task.ordinal % 5 == 0 and task.index == 0:
+            raise ValueError(f"no answer sheet for prompt {task.ordinal}")
+        if task.ordinal % 7 == 0 and task.ordinal not in self._seen:
+            self._seen.add(task.ordinal)
+            raise ConnectionError("the grader hung up")
+        return await super().run(task, session)

@@ -1,0 +1,130 @@
+"""The real thing on a CPU: the command that the README names, shortened."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.observability.metrics import REQUIRED
+from tests.e2e.conftest import ROLES, assert_sound
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def shared_memory():
+    return {p.name for p in Path("/dev/shm").glob("asyncrl-*")}
+
+
+def test_the_model_learns_bounded_and_lossless(start):
+    before = shared_memory()
+    run = start("run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64")
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=2, steps=24)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert first["eval/initial_accuracy"] < 0.5
+    assert last["eval/accuracy"] > first["eval/initial_accuracy"] + 0.2, (first, last)
+    assert all(set(record) >= REQUIRED for record in run.metrics)
+    assert last["queue/trained"] == last["queue/admitted"], "nothing is thrown away"
+    assert max(r["staleness/lag_max"] for r in run.metrics) >= 1, "it was asynchronous"
+    config = json.loads((run.directory / "config.json").read_text())
+    assert config["resolved"]["max_lag"] == 2
+    assert config["versions"]["torch"]
+    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "reward", "segments"} <= set(samples[0])
+    assert (run.directory / "checkpoints" / "step_24" / "state.json").exists()
+    assert "step 24/24" in (run.directory / "log.txt").read_text()
+    publishes = [e for e in run.events if e["event"] == "publish"]
+    assert [p["version"] for p in publishes] == list(range(25))
+    assert publishes[0]["verified"]
+    assert shared_memory() <= before, "no segment or socket is left behind"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_lag"),
+    [
+        (("mode=sync", "weights.transport=collective"), 0),
+        (("mode=one_step_off", "trainer.num_ranks=2"), 1),
+        (("rollout.interrupt=keep", "staleness.publish_every_steps=2", "weights.verify=always"), 2),
+    ],
+    ids=["sync-collective", "one_step_off-two-ranks", "keep-publish-every-2"],
+)
+def test_modes_and_their_lag(start, overrides, max_lag):
+    run = start("run.max_steps=5", "eval.every_steps=0", *overrides)
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=max_lag, steps=5)
+    lags = [(r["staleness/lag_mean"], r["staleness/lag_max"]) for r in run.metrics]
+    if "mode=sync" in overrides:
+        assert lags == [(0, 0)] * 5
+    if "mode=one_step_off" in overrides:
+        assert lags == [(0, 0)] + [(1, 1)] * 4, "every token has lag exactly 1 after the first step"
+
+
+def test_a_signal_ends_it_with_a_checkpoint_and_it_resumes_where_it_was(start):
+    run = start("run.max_steps=60", "eval.every_steps=0", "checkpoint.every_steps=2")
+    run.wait_for_step(3)
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 128 + signal.SIGTERM, run.log
+    assert time.monotonic() - started < 15
+    reached = run.metrics[-1]["step"]
+    assert (run.directory / "checkpoints" / f"step_{reached}").is_dir()
+
+    refused = start("run.max_steps=60", "eval.every_steps=0")
+    assert refused.wait(60) == 2
+    assert "resume=auto" in refused.log
+
+    steps = reached + 3
+    again = start(f"run.max_steps={steps}", "eval.every_steps=0", "resume=auto")
+    assert again.wait() == 0, again.log
+    assert_sound(again, max_lag=2, steps=steps)
+    assert sorted(again.transitions("trained")) == list(range(16 * steps)), "the ordinals of an undisturbed run"
+
+
+def test_an_environment_that_raises_fails_its_group_not_the_run(start):
+    run = start(
+        "run.max_steps=3",
+        "eval.every_steps=0",
+        "rollout.environment=tests.e2e.faulty:RaisesOnSome",
+        "rollout.max_failed_fraction=0.5",
+        "rollout.max_attempts=2",
+    )
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=2, steps=3)
+    failed = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
+    assert failed
+    assert all(e["ordinal"] % 5 == 0 for e in failed)
+    assert all("no answer sheet" in e["detail"] and "Traceback" in e["detail"] for e in failed)
+    retried = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
+    assert any("the grader hung up" in e["detail"] for e in retried)
+    assert not set(run.transitions("failed")) & set(run.transitions("trained"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_dead_actor_ends_the_run_with_its_name(start, role):
+    run = start("run.max_steps=500", "eval.every_steps=0")
+    run.wait_for_step(1)
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    (victim, *_) = run.actor_pids(role)
+    psutil.Process(victim).kill()
+    started = time.monotonic()
+    assert run.wait(60) == 1, run.log
+    assert time.monotonic() - started < 30
+    name = {"TrainerActor": "trainer rank", "MessageQueue": "message queue"}.get(role, role.lower())
+    assert name in run.log
+    assert "resume=auto" in run.log
+    assert any(e["event"] == "fault" for e in run.events)
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+
+
+def test_two_runs_cannot_share_a_directory(start):
+    first = start("run.max_steps=500", "eval.every_steps=0")
+    first.wait_for_step(1)
+    second = start("run.max_steps=500", "resume=auto")
+    assert second.wait(60) == 2
+    assert f"process {first.process.pid} is running there" in second.log
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130

@@ -1,0 +1,117 @@
+"""Recipes: layers, overrides, and errors that say what was asked, what was found and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+def test_layers_and_overrides_apply_in_order(tmp_path):
+    (tmp_path / "base.yaml").write_text("trainer: {lr: 1.0e-3, warmup_steps: 7}\nmodel: {path: a}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("base: base.yaml\ntrainer: {lr: 2.0e-3}\ndata: {train: t}\nrollout: {torch: {max_model_len: 2048}}\n")
+    loaded = load_recipe(recipe, ["trainer.adam_beta1=0.8", "data.eval={x: y}"])
+    assert (loaded.trainer.lr, loaded.trainer.warmup_steps, loaded.trainer.adam_beta1) == (2e-3, 7, 0.8)
+    assert loaded.data.eval == {"x": "y"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_lag", "interrupt"),
+    [("sync", 0, "drain"), ("one_step_off", 1, "drain"), ("fully_async", 2, "abort_resume")],
+)
+def test_modes_are_presets(mode, max_lag, interrupt):
+    recipe = load_recipe(QUICKSTART, [f"mode={mode}"])
+    assert (recipe.max_lag, recipe.interrupt) == (max_lag, interrupt)
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "do"),
+    [
+        ("trainer.lrr=1", "no such key", "did you mean trainer.lr?"),
+        ("rolout.num_replicas=3", "no such key", "did you mean rollout?"),
+        ("mode=syn", "expected one of", "choose from ['sync', 'one_step_off', 'fully_async']"),
+        ("trainer.lr=abc", "could not be converted to Float", "give it a value of that type"),
+        ("nonsense", "not of the form key=value", "trainer.lr=1e-4"),
+        ("batch.group_size=1", "always 0", "2 or more"),
+        ("trainer.num_ranks=3", "do not divide evenly", "choose batch.groups_per_step"),
+        ("staleness.max_lag=-1", "at least 0", "set staleness.max_lag to 0"),
+        ("staleness.publish_every_steps=4", "max_lag is 2", "at most 3"),
+        ("rollout.sampling.top_p=0", "(0, 1]", "top_p=1"),
+        ("rollout.sampling.max_response_tokens=300", "leaves no room", "raise rollout.torch.max_model_len"),
+        ("data.max_prompt_tokens=250", "max_model_len=256", "raise rollout.torch.max_model_len to 314"),
+        ("trainer.max_tokens_per_microbatch=100", "never split", "to 160"),
+        ("observability.sinks=[wanbd]", "unknown sinks", "choose from"),
+        ("data.eval=null", "", ""),
+        ("rollout.torch=5", "", ""),
+    ],
+)
+def test_bad_input_says_what_to_do(override, found, do):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(QUICKSTART, [override])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("asked: ")
+    assert lines[1].startswith("found: ")
+    assert lines[2].startswith("do:    ")
+    assert found in lines[1]
+    assert do in lines[2]
+
+
+def test_a_missing_recipe_names_the_closest(tmp_path):
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml"):
+        load_recipe(tmp_path / "quikstart.yaml", [])
+
+
+def test_a_key_that_must_be_set_is_named(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {train: t}\nrollout: {torch: {max_model_len: 2048}}\n")
+    with pytest.raises(ConfigError, match=r"model\.path is not set"):
+        load_recipe(recipe, [])
+
+
+def test_bases_that_include_each_other_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="include each other"):
+        load_recipe(tmp_path / "a.yaml", [])
+
+
+def test_broken_yaml_is_named(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("trainer: {lr: [}\n")
+    with pytest.raises(ConfigError, match=r"r\.yaml"):
+        load_recipe(recipe, [])
+
+
+def test_known_keys_are_complete_paths():
+    keys = known_keys()
+    assert "rollout.sampling.temperature" in keys
+    assert "mode" in keys
+    assert "rollout" not in keys
+    assert len(keys) == len(set(keys))
+
+
+def test_bad_input_exits_with_2_and_starts_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "run"
+    for override in ("trainer.lrr=1", "model.path=./nowhere"):
+        assert cli.main([str(QUICKSTART), override, f"run.dir={directory}"]) == 2
+        assert "do:" in capsys.readouterr().err
+    assert not directory.exists()
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
+    recipe = ROOT / "recipes" / "dapo_qwen.yaml"
+    assert cli.main([str(recipe), "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
+    plan = capsys.readouterr().out
+    assert "fully_async" in plan
+    assert "nothing was started" in plan
+    assert not (tmp_path / "run").exists()
