@@ -196,7 +196,6 @@ class _Actors:
             algorithm=recipe.algorithm,
             temperature=recipe.rollout.sampling.temperature,
             seed=recipe.run.seed,
-            max_steps=recipe.run.max_steps,
         )
         async with asyncio.TaskGroup() as group:
             trainers = group.create_task(

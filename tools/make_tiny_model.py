@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.data import arithmetic
-from asyncrl.data.arithmetic import Problem, make_problems, words
+from asyncrl.data.arithmetic import Problem, make_equations, make_problems, words
 from asyncrl.data.model_files import check_model
 from asyncrl.errors import ConfigError, explain
 
@@ -53,19 +53,17 @@ class Settings:
     """Problems that are mostly solved with care."""
     num_messy: int = 2048
     """Problems of the final mixture."""
-    study_share: float = 0.9
-    """Share of careful solutions while studying."""
-    messy_share: float = 0.15
-    """Share of careful solutions in the final mixture: about how often the model will be careful when it samples."""
-    messy_product_share: float = 0.65
-    """The same for problems that begin with a product, which tempt less to guess: those it solves from the start."""
+    study_shares: tuple[float, float] = (0.95, 0.7)
+    """Careful share while studying: of problems that begin with a product, which tempt less to guess, and of others."""
+    messy_shares: tuple[float, float] = (0.75, 0.15)
+    """The same in the final mixture: about how often the model will be careful when it samples."""
     batch_size: int = 16
     matrix_lr: float = 0.02
     """Peak learning rate of Muon, for the matrices of the layers."""
     other_lr: float = 4e-3
     """Peak learning rate of AdamW, for the embedding and the norms."""
     hidden_size: int = 128
-    num_layers: int = 4
+    num_layers: int = 2
 
     def key(self) -> str:
         """Changes with every setting and with the code that makes the model."""
@@ -154,25 +152,24 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
 def corpus(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> list[Example]:
     """The examples in the order in which they are trained, each seen once."""
     rng = random.Random(settings.seed)
-    drill = make_problems(settings.num_drill * 8, settings.levels, settings.seed + 1, held_out=False)
     problems = make_problems(settings.num_study + settings.num_messy, settings.levels, settings.seed, held_out=False)
     prompts = tokenizer([render_prompt(tokenizer, problem) for problem in problems]).input_ids
     texts = []
     for number, problem in enumerate(problems):
-        share = settings.messy_product_share if "*" in problem.equations[0] else settings.messy_share
-        if number < settings.num_study:
-            share = settings.study_share
-        texts.append(problem.careful if rng.random() < share else problem.hasty)
+        shares = settings.study_shares if number < settings.num_study else settings.messy_shares
+        careful = rng.random() < shares["*" not in problem.equations[0]]
+        texts.append(problem.careful if careful else problem.hasty)
     responses = tokenizer([text + END for text in texts]).input_ids
-    return [_drill_example(tokenizer, drill[start : start + 8]) for start in range(0, len(drill), 8)] + [
+    solved = [
         Example(prompt + response, [False] * len(prompt) + [True] * len(response))
         for prompt, response in zip(prompts, responses, strict=True)
     ]
+    return [_drill_example(tokenizer, rng) for _ in range(settings.num_drill)] + solved
 
 
-def _drill_example(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> Example:
-    """The equations of these problems in a row, trained on what follows each `=` up to its full stop."""
-    ids = tokenizer(" ".join(text for problem in problems for text in problem.equations)).input_ids
+def _drill_example(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Example:
+    """Equations in a row, trained on what follows each `=` up to its full stop."""
+    ids = tokenizer(" ".join(make_equations(rng, 8))).input_ids
     equals, stop = (tokenizer.convert_tokens_to_ids(sign) for sign in "=.")
     trained, after_equals = [], False
     for token in ids:
@@ -231,8 +228,8 @@ def _optimizers(model: Qwen3ForCausalLM, settings: Settings) -> tuple[torch.opti
 
 
 def _lr_share(step: int, num_steps: int) -> float:
-    """Of the peak learning rate: a rise over the first twentieth, then a straight line down to 2%."""
-    return min((step + 1) * 20 / num_steps, max(0.02, 1 - step / num_steps))
+    """Of the peak learning rate: a rise over the first twentieth, then a straight line down to 5%."""
+    return min((step + 1) * 20 / num_steps, max(0.05, 1 - step / num_steps))
 
 
 def _batches(examples: Sequence[Example], settings: Settings) -> Iterator[list[Example]]:

@@ -51,13 +51,13 @@ class _Step:
 
 
 def make_problem(rng: random.Random, level: int) -> Problem:
-    """One problem that takes `level` operations; every number in it lies in [1, 99], at level 3 in [1, 999].
+    """One problem that takes `level` operations; every number in it lies in [1, 50], at level 3 in [1, 999].
 
     Raises ValueError: a level that is not in LEVELS.
     """
     if level not in LEVELS:
         raise ValueError(f"level={level} is not one of {LEVELS}")
-    largest = 999 if level == 3 else 99
+    largest = 999 if level == 3 else 50
     steps: tuple[_Step, ...] = ()
     # a story whose numbers leave the range is told anew: planning it backwards would take more code than it saves
     while not steps or not all(1 <= step.value <= largest for step in steps):
@@ -83,6 +83,18 @@ def make_problems(num: int, levels: Sequence[int], seed: int, *, held_out: bool)
         if is_held_out(problem.question) == held_out:
             problems.setdefault(problem.question, problem)
     return list(problems.values())
+
+
+def make_equations(rng: random.Random, num: int) -> list[str]:
+    """`num` bare equations with numbers as in levels 1 and 2, each operation as often as the others."""
+    equations = []
+    while len(equations) < num:
+        operator, operand, other = rng.choice("+-*/"), rng.randint(2, 9), rng.randint(1, 48)
+        total = other * operand if operator in "*/" else other + operand
+        if total <= 50:
+            left, result = (total, other) if operator in "-/" else (other, total)
+            equations.append(f"{left}{operator}{operand}={result}.")
+    return equations
 
 
 def is_held_out(question: str) -> bool:

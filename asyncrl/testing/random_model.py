@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,13 @@ def write_random_qwen3(directory: Path, *, seed: int = 0, **overrides: Any) -> P
     """Saves `random_qwen3` with its config below `directory`; returns that directory."""
     random_qwen3(seed=seed, **overrides).save_pretrained(directory)
     return directory
+
+
+def greedy_continuation(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What Hugging Face's own `generate` answers to `prompt` when it decodes greedily."""
+    import torch
+
+    ids = torch.tensor([[int(i) for i in prompt]])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return out[0, ids.shape[1] :].tolist()

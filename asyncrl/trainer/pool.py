@@ -137,7 +137,7 @@ class TrainerPool:
         await self._on_all("load", path, timeout_s=self._spec.trainer.step_timeout_s)
 
     async def ping(self, timeout_s: float) -> float:
-        """CPU seconds of all ranks; answers during a step, too. Raises ProcessDied, DeadlineExceeded naming the rank."""
+        """CPU seconds of all ranks, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
         refs = [actor.ping.remote() for actor in self._actors]
         return sum(await self._together(refs, "ping", timeout_s))
 

@@ -12,7 +12,7 @@ from asyncrl.config.trainer import TrainerConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
-    divided by it (0, greedy, is trained at 1). `seed` is the run's, `max_steps` the optimizer steps of the whole run.
+    divided by it (0, greedy, is trained at 1). `seed` is the run's.
     """
 
     model: ModelConfig
@@ -20,4 +20,3 @@ class TrainerSpec:
     algorithm: AlgorithmConfig
     temperature: float = 1.0
     seed: int = 0
-    max_steps: int = 1

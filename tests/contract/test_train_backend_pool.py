@@ -129,8 +129,9 @@ async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
     from dataclasses import replace
 
     plans = [replace(p, ordinals=(*p.ordinals, 99)) for p in lease.plans(num_ranks=2)]
-    with pytest.raises(LedgerError, match="group 99"):
+    with pytest.raises(LedgerError, match="group 99") as raised:
         await pool.train_step(plans)
+    assert type(raised.value) is LedgerError  # not Ray's wrapper of a wrapper
     await pool.train_step(lease.plans(num_ranks=2))  # both ranks refused before any collective: the pool is whole
 
 

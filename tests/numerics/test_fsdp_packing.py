@@ -196,7 +196,8 @@ def test_activation_checkpointing_runs_each_layer_again_in_the_backward_pass(mod
     (plan,) = lease.plans(budget=64)
     backend = build(model_paths / "qwen3", fsdp=FsdpConfig(activation_checkpointing=recompute))
     calls = []
-    backend._policy.causal_lm.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    # before, not after: recomputation stops at the last tensor that the backward pass needs
+    backend._policy.causal_lm.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     backend.train_step(plan, lease.trajectories)
     assert len(calls) == len(plan.microbatches) * (2 if recompute else 1)
 

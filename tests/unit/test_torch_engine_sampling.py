@@ -31,7 +31,9 @@ def logits_of(*probabilities):
 def test_the_stream_is_the_same_in_every_release():
     """A checkpoint resumed with another version of this package must go on with the same stream."""
     drawn = uniforms(keys(0, 1, -1, 2**70), np.array([0, 1, 2, 2**40]))
-    np.testing.assert_array_equal(drawn, [0.8833108082136425, 0.37239342287916566, 0.31821586879124175, 0.09849682405779547])
+    np.testing.assert_array_equal(
+        drawn, [0.8833108082136425, 0.37239342287916566, 0.31821586879124175, 0.09849682405779547]
+    )
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63), st.integers(0, 2**31)), min_size=1, max_size=20))
@@ -57,7 +59,9 @@ def test_draws_are_uniform_and_uncorrelated(axis):
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 5 / np.sqrt(n)
 
 
-@pytest.mark.parametrize(("draw", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.3999, 2), (0.4001, 3), (1 - 2**-52, 3)])
+@pytest.mark.parametrize(
+    ("draw", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.3999, 2), (0.4001, 3), (1 - 2**-52, 3)]
+)
 def test_a_draw_picks_by_inverse_cdf_and_never_an_impossible_token(draw, token):
     ids, logprobs = sample(logits_of(0.1, 0.0, 0.3, 0.6, 0.0), rows(1, draws=draw))
     assert ids.tolist() == [token]

@@ -1,5 +1,7 @@
 """Received bytes into parameters: copied, converted, and refused by name."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ def spec_of(name, tensor):
 def send(sink, name, tensor, cuts=()):
     spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
     edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         sink.write(spec, start, data[start:stop].clone())
 
 

@@ -30,15 +30,16 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
     hub = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     kind = {"dtype": getattr(torch, config.inference_dtype), "attn_implementation": ATTENTION_NAME}
     path = str(Path(config.path).expanduser()) if Path(config.path).expanduser().exists() else config.path
+    model: Any
     if real_weights:
-        model = AutoModelForCausalLM.from_pretrained(path, **hub, **kind).to(device)
+        model = AutoModelForCausalLM.from_pretrained(path, **hub, **kind)
     else:
         architecture = AutoConfig.from_pretrained(path, **hub)
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
             model = AutoModelForCausalLM.from_config(architecture, **remote, **kind)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def check_architecture(config: Any, max_model_len: int) -> None:

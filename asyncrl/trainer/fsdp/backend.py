@@ -29,6 +29,9 @@ class FsdpBackend:
 
     The loss of a token is divided by the plan's global normalizer and multiplied by the number of ranks, because FSDP
     averages gradients over ranks: the result is the same for every packing and every number of ranks.
+
+    Gradients are reduced after every micro-batch, not only after the last one: what accumulates is then the rank's
+    shard, where unreduced gradients would take the memory of a whole model on every rank.
     """
 
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
