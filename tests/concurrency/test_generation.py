@@ -41,6 +41,12 @@ class Fleet:
         for replica in self.replicas:
             await replica.stop()
 
+    async def sampled(self, count):
+        """Waits until the engines have sampled `count` tokens in all."""
+        async with asyncio.timeout(20):
+            while sum(engine.health().generated_tokens for engine in self.engines) < count:
+                await asyncio.sleep(0.0005)
+
     async def publish(self, version, mode="abort"):
         self.publishes += 1
         await asyncio.gather(*(publish(r, self.publishes, version, mode) for r in self.replicas))
@@ -61,12 +67,12 @@ def check(generation, prompt=PROMPT):
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "drain"])
 async def test_publishes_in_the_middle_of_generation(mode):
-    async with Fleet() as fleet:
+    async with Fleet(tick_s=0.0005) as fleet:
         await fleet.publish(0)
         sampling = SamplingParams(max_tokens=120)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, sampling)) for _ in range(20)]
-        for version in range(1, 6):
-            await asyncio.sleep(0.01)
+        for version in range(1, 5):
+            await fleet.sampled(300 * version)  # of 2400
             await fleet.publish(version, mode)
         generations = await asyncio.gather(*running)
         for generation in generations:
@@ -102,9 +108,9 @@ async def test_a_lost_replica_keeps_every_token_that_was_streamed():
         running = [
             asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)
         ]
-        await asyncio.sleep(0.03)
-        streamed = {p.replica_id for p in fleet.client._pending.values() if p.chunks}
-        assert streamed == {0, 1}
+        async with asyncio.timeout(20):
+            while {p.replica_id for p in fleet.client._pending.values() if p.chunks} != {0, 1}:
+                await asyncio.sleep(0.0005)
         fleet.channels[0].die()
         generations = await asyncio.gather(*running)
         for generation in generations:

@@ -17,7 +17,7 @@ VOCABULARY = ["[UNK]", "<end>", "<user>", "<assistant>", "<think>", "a", "b", "c
 TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only user turns') }}{% endif %}"
     "<user> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    "{% if enable_thinking is defined and enable_thinking %} <think>{% endif %}"
+    "{% if enable_thinking is defined %} {{ '<think>' if enable_thinking else 'c' }}{% endif %}"
 )
 
 
@@ -52,7 +52,7 @@ def test_thinking_is_passed_only_when_set(tmp_path: Path) -> None:
     for flag in (None, False, True):
         model = ModelConfig(path=str(tmp_path), enable_thinking=flag)
         ends[flag] = PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a"))[-1]
-    assert ends == {None: ids("<assistant>")[0], False: ids("<assistant>")[0], True: ids("<think>")[0]}
+    assert ends == {None: ids("<assistant>")[0], False: ids("c")[0], True: ids("<think>")[0]}
 
 
 def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
