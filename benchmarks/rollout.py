@@ -192,9 +192,10 @@ def main():
     table = report(*asyncio.run(run(arguments.repeats)))
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     about = (
-        f"# Rollout on one CPU core\n\n`python benchmarks/rollout.py --write`: {REQUESTS} requests, {PROMPT} prompt and\n"
-        f"{TOKENS} sampled tokens each, groups of {GROUP}; random Qwen3 of 0.8M parameters, float32, one torch thread,\n"
-        f"best of {arguments.repeats}.\n\n{hardware()}, {os.cpu_count()} cores; {versions}; commit {commit()}.\n"
+        "# Rollout on one CPU core\n\n"
+        f"`python benchmarks/rollout.py --write`: {REQUESTS} requests of {PROMPT} prompt and {TOKENS} sampled tokens,\n"
+        f"groups of {GROUP}; random Qwen3 of 0.8M parameters, float32, one thread, best of {arguments.repeats}.\n\n"
+        f"{hardware()}, {os.cpu_count()} cores; {versions}; commit {commit()}.\n"
     )
     print(f"{about}\n{table}")
     if arguments.write:

@@ -47,15 +47,15 @@ class Settings:
 
     seed: int = 0
     levels: tuple[int, ...] = (1, 2)
-    num_drill: int = 4096
+    num_drill: int = 6144
     """Sequences of bare equations: the densest way to learn number facts."""
-    num_study: int = 8192
+    num_study: int = 10240
     """Problems that are mostly solved with care."""
     num_messy: int = 2048
     """Problems of the final mixture."""
     study_shares: tuple[float, float] = (0.95, 0.7)
     """Careful share while studying: of problems that begin with a product, which tempt less to guess, and of others."""
-    messy_shares: tuple[float, float] = (0.75, 0.15)
+    messy_shares: tuple[float, float] = (0.7, 0.12)
     """The same in the final mixture: about how often the model will be careful when it samples."""
     batch_size: int = 16
     matrix_lr: float = 0.02

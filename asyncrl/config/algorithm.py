@@ -11,6 +11,7 @@ class AlgorithmConfig:
     advantage: Literal["grpo"] = "grpo"
     """grpo: reward minus the group's mean, divided by the group's standard deviation."""
     loss: Literal["clipped_surrogate"] = "clipped_surrogate"
+    """clipped_surrogate: policy gradient on the ratio of policy to behaviour probability, clipped token by token."""
     clip_low: float = 0.2
     """The ratio is held above 1 - clip_low."""
     clip_high: float = 0.28

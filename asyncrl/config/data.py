@@ -9,13 +9,14 @@ from asyncrl.config.checks import require, require_at_least
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     train: str = "???"
-    """JSONL or parquet file, a directory of them, or a hub name (`name`, `name:split`, `name/config:split`)."""
+    """JSONL or parquet file, a directory of one of them, or a hub name (`org/name` or `org/name/config`, with
+    `:split`)."""
     eval: dict[str, str] = field(default_factory=dict)
     """Held-out sets: name -> file or hub name."""
     shuffle: bool = True
     """Each epoch is a permutation drawn from (run.seed, epoch); False keeps the order of the file."""
     max_prompt_tokens: int = 1024
-    """Longest prompt after the chat template."""
+    """Longest prompt after the chat template, in tokens."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """A longer prompt stops the run before it starts, or is left out and counted."""
 

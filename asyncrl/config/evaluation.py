@@ -8,13 +8,13 @@ from asyncrl.config.checks import require_at_least, require_positive
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     every_steps: int = 0
-    """Optimizer steps between held-out evaluations, the one before the first step included; 0 switches them off."""
+    """Optimizer steps between held-out evaluations; also before the first step and after the last. 0: none."""
     max_prompts: int = 256
     """At most this many rows of each held-out set, the first ones."""
     temperature: float = 0.0
     """0 is greedy."""
     timeout_s: float = 1800.0
-    """Longest that one evaluation may take."""
+    """Longest that the evaluation of one held-out set may take."""
 
     def __post_init__(self) -> None:
         require_at_least("eval.every_steps", self.every_steps, 0)

@@ -14,7 +14,7 @@ class ObservabilityConfig:
     wandb_project: str = "asyncrl"
     """W&B project; the run is recorded offline when no login is found."""
     samples_per_step: int = 2
-    """Trajectories per optimizer step that are written to samples.jsonl."""
+    """Trajectories per admission version that are written to samples.jsonl."""
     progress: bool = True
     """Live progress on a terminal; otherwise one line a step."""
 

@@ -30,18 +30,31 @@ class Recipe:
     resume: str = "never"
     """never refuses a directory that holds a run; auto goes on from its last checkpoint; a path names a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy: what is trained and served."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Where prompts come from."""
     batch: BatchConfig = field(default_factory=BatchConfig)
+    """How much one optimizer step trains."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    """How old trained tokens may be, and how often weights are published."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How trajectories are generated: replicas, engine, sampling, environment, reward."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The trainer ranks and their optimizer."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How a publish moves weights from the trainer to the replicas."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantage and loss."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    """Held-out evaluation. It samples without top_p and top_k."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints of the whole run."""
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    """What is written besides metrics.jsonl and events.jsonl."""
     run: RunSection = field(default_factory=RunSection)
+    """Name, place, length and seed of the run."""
     ray: RayConfig = field(default_factory=RayConfig)
+    """The Ray cluster, and the health checks of the actors."""
 
     def __post_init__(self) -> None:
         batch, staleness = self.batch, self.staleness

@@ -11,8 +11,10 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this much probability; 1 keeps all. The trainer does not filter: below 1
+    the ratio compares two different distributions."""
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Draw from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not filter."""
     max_response_tokens: int = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
@@ -37,7 +39,8 @@ class TorchEngineConfig:
     max_model_len: int = 512
     """Longest prompt plus response, in tokens."""
     chunk_tokens: int = 16
-    """Tokens that are streamed together; what a dying replica can lose per request is at most this."""
+    """Tokens that are streamed together. Of each request a dying replica loses the chunk that it was filling, and those
+    that were not collected yet."""
     device: str = "auto"
     """auto takes cuda where there is one."""
 
@@ -69,18 +72,23 @@ class VllmEngineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     num_replicas: int = 2
+    """Copies of the policy that generate; one Ray actor each."""
     engine: Literal["torch", "vllm"] = "torch"
+    """torch: the embedded engine. vllm: checked by --dry-run only, its adapter is not part of this version."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
+    """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
+    """Settings of engine vllm."""
     interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
     """What a publish does to generations in flight. sync and one_step_off drain whatever stands here."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How the tokens of a rollout are drawn."""
     environment: str = "single_turn"
     """A name from asyncrl.environments, or custom `package.module:Name`."""
     reward: str = "math"
     """A name from asyncrl.rewards, or custom `package.module:function`."""
     max_attempts: int = 3
-    """Times that a group whose environment or reward raised is tried before it ends `failed`."""
+    """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
     max_failed_fraction: float = 0.1
     """Share of ended groups that may be `failed` (counted from 32 ended groups on) before the run stops."""
     gate_timeout_s: float = 300.0
@@ -88,7 +96,7 @@ class RolloutConfig:
     request_timeout_s: float = 1800.0
     """Longest that one response may take over all its attempts."""
     reward_timeout_s: float = 30.0
-    """Longest that one reward may take; the attempt at the group fails then."""
+    """Longest that one reward may take, its wait for one of four threads included; then the attempt fails."""
     poll_interval_s: float = 0.02
     """Shortest time between two collections of streamed tokens from a replica."""
 

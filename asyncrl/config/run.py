@@ -10,7 +10,7 @@ class RunSection:
     name: str | None = None
     """Name of the run; the recipe's file name when it is left out."""
     dir: str | None = None
-    """Run directory; runs/<name> when it is left out."""
+    """Run directory; `runs/<name>` when it is left out."""
     max_steps: int = 100
     """Optimizer steps of the whole run, over all restarts."""
     seed: int = 0
@@ -29,7 +29,7 @@ class RayConfig:
     address: str | None = None
     """auto or host:port joins a running cluster; without it a local one is started and ended with the run."""
     start_timeout_s: float = 300.0
-    """Longest that the actors may take to start."""
+    """Longest that one part (all trainer ranks, a replica, the rollouter) may take to start."""
     health_interval_s: float = 2.0
     """Seconds between two health checks of every actor."""
     health_timeout_s: float = 20.0

@@ -9,13 +9,14 @@ from asyncrl.config.checks import require_at_least, require_positive
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
     max_lag: int = 2
-    """Limit on the lag of every trained token, in optimizer steps. Read in mode fully_async; sync is 0, one_step_off 1."""
+    """Limit on the lag of every trained token, in optimizer steps. Read in mode fully_async; sync has 0, one_step_off
+    has 1."""
     publish_every_steps: int = 1
     """Optimizer steps between publishes; at most max_lag + 1."""
     on_overdue: Literal["wait"] = "wait"
     """What a step does when a group that it must train is not ready: wait for it."""
     overdue_timeout_s: float = 600.0
-    """Longest wait for the groups of one step before the run stops with a named error."""
+    """Longest wait for the groups of one step, or for a drain before a publish; then the run ends with an error."""
 
     def __post_init__(self) -> None:
         require_at_least("staleness.max_lag", self.max_lag, 0)

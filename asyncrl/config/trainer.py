@@ -25,23 +25,29 @@ class TrainerConfig:
     num_ranks: int = 1
     """Data-parallel ranks, one process each."""
     backend: Literal["fsdp"] = "fsdp"
+    """fsdp: FSDP2 over torch.distributed."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Settings of backend fsdp."""
     device: str = "auto"
     """auto takes cuda where there is one."""
     lr: float = 1e-6
+    """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 0
     """The learning rate rises linearly over these steps, then stays."""
     weight_decay: float = 0.0
     """On matrices only: norms and biases are not decayed."""
     adam_beta1: float = 0.9
+    """Decay of the running mean of gradients, in [0, 1)."""
     adam_beta2: float = 0.95
+    """Decay of the running mean of squared gradients, in [0, 1)."""
     adam_eps: float = 1e-8
+    """Added to the denominator of the update."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     max_tokens_per_microbatch: int = 8192
     """Token budget (prompt and response) of one forward pass on one rank."""
     step_timeout_s: float = 3600.0
-    """Longest that one optimizer step may take."""
+    """Longest that one optimizer step may take; also that writing or reading the trainer's part of a checkpoint may."""
     collective_timeout_s: float = 600.0
     """Longest that one torch.distributed operation may wait for a peer."""
 

@@ -1,8 +1,8 @@
 """The built-in task: generated word problems with a careful solution and a hasty guess each. Pure and seeded.
 
 A problem of level k is a short story that takes k operations to solve: an opening, some events, a question. The
-careful solver writes every operation down. The hasty one only adds up the numbers it sees, so it is right where the
-story is a plain sum: the habit that reinforcement learning has to break.
+careful solver writes every operation down. The hasty one adds the first two numbers and reads no further, so it is
+right where that is all there is to do: the habit that reinforcement learning has to break.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Step:
 
 
 def make_problem(rng: random.Random, level: int) -> Problem:
-    """One problem that takes `level` operations; every number in it lies in [1, 50], at level 3 in [1, 999].
+    """One problem that takes `level` operations; every number in it lies in [2, 50], at level 3 in [2, 999].
 
     Raises ValueError: a level that is not in LEVELS.
     """
@@ -60,7 +60,7 @@ def make_problem(rng: random.Random, level: int) -> Problem:
     largest = 999 if level == 3 else 50
     steps: tuple[_Step, ...] = ()
     # a story whose numbers leave the range is told anew: planning it backwards would take more code than it saves
-    while not steps or not all(1 <= step.value <= largest for step in steps):
+    while not steps or not all(2 <= step.value <= largest for step in steps):
         steps = _story(rng, level)
     return _write(rng, level, steps)
 
@@ -86,10 +86,10 @@ def make_problems(num: int, levels: Sequence[int], seed: int, *, held_out: bool)
 
 
 def make_equations(rng: random.Random, num: int) -> list[str]:
-    """`num` bare equations with numbers as in levels 1 and 2, each operation as often as the others."""
+    """`num` bare equations in the numbers of levels 1 and 2, every fact as likely as any other."""
     equations = []
     while len(equations) < num:
-        operator, operand, other = rng.choice("+-*/"), rng.randint(2, 9), rng.randint(1, 48)
+        operator, operand, other = rng.choice("+-*/"), rng.randint(2, 9), rng.randint(2, 48)
         total = other * operand if operator in "*/" else other + operand
         if total <= 50:
             left, result = (total, other) if operator in "-/" else (other, total)
@@ -134,7 +134,7 @@ def _opening(rng: random.Random, name: str, things: str, box: str | None, level:
 
 def _event(rng: random.Random, person: str, value: int, level: int) -> _Step:
     operand = rng.randint(10, 99) if level == 3 else rng.randint(2, 9)
-    if rng.random() < 0.5:
+    if rng.random() < 0.4:
         return _Step(f"{person} {rng.choice(_GAINS)} {operand} more.", (operand,), "+", value + operand)
     return _Step(f"{person} {rng.choice(_LOSSES)} {operand}.", (operand,), "-", value - operand)
 
@@ -165,7 +165,7 @@ def _write(rng: random.Random, level: int, steps: tuple[_Step, ...]) -> Problem:
         question=" ".join(step.sentence for step in steps),
         equations=tuple(equations),
         careful=f"{careful} Answer: {before}",
-        hasty=f"{rng.choice(_HASTE)}Answer: {sum(numbers)}",
+        hasty=f"{rng.choice(_HASTE)}Answer: {sum(numbers[:2])}",
         answer=before,
-        hasty_answer=sum(numbers),
+        hasty_answer=sum(numbers[:2]),
     )

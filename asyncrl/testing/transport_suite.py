@@ -27,9 +27,9 @@ from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver, WeightSender
 
 BUCKET_BYTES = 8192
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 """Of publishes that succeed."""
-PROMPT_S = 5.0
+PROMPT_S = 8.0
 """Within this a failure that is known to one side is known to the other, although the deadline is later."""
 
 Weights = list[tuple[str, torch.Tensor]]

@@ -1,5 +1,6 @@
 """Every weight transport against the conformance suite."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from asyncrl.weights.transports import build_receiver, build_sender
 pytestmark = pytest.mark.contract
 
 torch.set_num_threads(1)
+
+# torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ class RecordingRunner(ModelRunner):
 class Driven:
     """A decode loop without its thread: after report number k it is sent `script[k]`; then it ends."""
 
-    def __init__(self, path, requests, script, *, prefill_tokens=8):
+    def __init__(self, path, requests, script, *, prefill_tokens=8, chunk_tokens=1):
         model = load_model(ModelConfig(path=str(path)), torch.device("cpu"), real_weights=True, seed=0)
         settings = TorchEngineConfig(num_slots=8, max_model_len=256)
         self.runner = RecordingRunner(model, settings, prefill_tokens=prefill_tokens)
@@ -48,7 +48,7 @@ class Driven:
         with torch.inference_mode():
             self.runner.warm_up()
         self.runner.passes.clear()
-        DecodeLoop(self.runner, self.commands, self.on_report, num_slots=8, chunk_tokens=1, version=0).run()
+        DecodeLoop(self.runner, self.commands, self.on_report, num_slots=8, chunk_tokens=chunk_tokens, version=0).run()
 
     def on_report(self, report):
         for chunk in report.chunks:
@@ -103,6 +103,18 @@ def test_a_publish_in_the_middle_of_a_prefill_starts_it_over(small_path):
     assert driven.ids(long) == greedy_continuation(new, long.prompt_ids, 20)
     assert {chunk.version for chunk in driven.chunks[long.request_id]} == {1}
     assert {chunk.version for chunk in driven.chunks[short.request_id]} == {0, 1}
+
+
+def test_a_commit_hands_over_what_the_old_version_sampled(small_path):
+    """The long prompt takes 13 passes after the short one's, so that its chunks of four end a round after the other's;
+    report 7 is of the short one."""
+    short, long = greedy_pair()
+    driven = Driven(small_path, [short, long], {7: [Commit(1, 0)]}, chunk_tokens=4)
+    chunks = [(len(c.token_ids), c.version) for c in driven.chunks[long.request_id]]
+    last_old = [version for _, version in chunks].index(1) - 1
+    assert 0 < chunks[last_old][0] < 4
+    assert {size for size, _ in chunks[:last_old]} <= {4}
+    assert sum(size for size, _ in chunks) == 20
 
 
 def test_an_abort_in_the_middle_of_a_prefill_ends_only_its_request(small_path):

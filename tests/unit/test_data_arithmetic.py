@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.arithmetic import LEVELS, Problem, is_held_out, make_problem, make_problems, words
+from asyncrl.data.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
@@ -38,8 +38,22 @@ def test_the_careful_solution_is_right_step_by_step(seed: int, level: int) -> No
         assert operator != "/" or int(left) % int(right) == 0
         before = int(result)
     assert before == problem.answer
-    assert 1 <= problem.answer <= (999 if level == 3 else 50)
+    assert 2 <= problem.answer <= (999 if level == 3 else 50)
     assert all(text in problem.careful for text in problem.equations)
+
+
+@given(st.integers(0, 10**9))
+def test_bare_equations_are_right_and_in_range(seed: int) -> None:
+    equations = make_equations(random.Random(seed), 100)
+    assert len(equations) == 100
+    for text in equations:
+        match = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)\.", text)
+        assert match is not None
+        left, operator, right, result = int(match[1]), match[2], int(match[3]), int(match[4])
+        assert OPERATIONS[operator](left, right) == result
+        assert operator != "/" or left % right == 0
+        assert all(2 <= number <= 50 for number in (left, right, result))
+    assert {re.sub(r"[\d=.]", "", text) for text in equations} == set(OPERATIONS)
 
 
 @given(st.integers(0, 10**9), st.sampled_from(LEVELS))
@@ -48,7 +62,8 @@ def test_the_question_holds_the_numbers_that_the_solution_uses(seed: int, level:
     asked = sorted(int(number) for number in re.findall(r"\d+", problem.question))
     first, *rest = (re.findall(r"\d+", text) for text in problem.equations)
     assert asked == sorted([int(first[0]), int(first[1]), *(int(numbers[1]) for numbers in rest)])
-    assert problem.hasty_answer == sum(asked)
+    in_order = [int(number) for number in re.findall(r"\d+", problem.question)]
+    assert problem.hasty_answer == in_order[0] + in_order[1]
 
 
 @given(st.integers(0, 10**9), st.sampled_from(LEVELS))
@@ -61,7 +76,7 @@ def test_the_math_reward_judges_both_solvers(seed: int, level: int) -> None:
 def test_guessing_is_right_sometimes_but_mostly_not() -> None:
     problems = make_problems(2000, (1, 2), seed=0, held_out=False)
     lucky = sum(problem.answer == problem.hasty_answer for problem in problems) / len(problems)
-    assert 0.15 < lucky < 0.4
+    assert 0.1 < lucky < 0.3
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))

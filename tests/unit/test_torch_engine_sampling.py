@@ -68,6 +68,11 @@ def test_a_draw_picks_by_inverse_cdf_and_never_an_impossible_token(draw, token):
     assert logprobs.item() == pytest.approx(np.log([0.1, 0, 0.3, 0.6, 0][token]), abs=1e-6)
 
 
+def test_a_draw_on_the_edge_skips_an_impossible_token():
+    assert sample(logits_of(0.0, 0.5, 0.0, 0.5), rows(1, draws=0.0))[0].tolist() == [1]
+    assert sample(logits_of(0.0, 0.5, 0.0, 0.5), rows(1, draws=0.5))[0].tolist() == [3]
+
+
 def test_top_k_then_top_p_renormalise():
     logits = logits_of(0.4, 0.3, 0.2, 0.1)
     # top_k=3 leaves 4/9, 3/9, 2/9; top_p=0.5 then needs the first two: 4/7 and 3/7.

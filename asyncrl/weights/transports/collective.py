@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Manifest
@@ -39,6 +40,7 @@ class CollectiveSender:
         self._num_receivers = num_receivers
         self._host = host
         self._generation = 0
+        self._store: dist.TCPStore | None = None
         self._group: BroadcastGroup | None = None
         self._channel: SenderChannel | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
@@ -90,7 +92,7 @@ class CollectiveSender:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-            del self._store
+            self._store = None
         self._buffers = ()
 
     def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
@@ -98,6 +100,7 @@ class CollectiveSender:
         if self._group is not None and set(generations) == {self._group.generation}:
             channel.tell(Kind.BEGIN, self._group.generation)
             return self._group
+        assert self._store is not None, "an open sender hosts a store"
         self._drop_group()
         self._generation += 1
         self._group = BroadcastGroup(self._store, self._generation, 0, self._num_receivers + 1, self._device)
@@ -128,6 +131,7 @@ class CollectiveReceiver:
     def __init__(self, source: TransferSource, *, device: str | torch.device = "cpu") -> None:
         self._source = source
         self._device = _checked(device)
+        self._store: dist.TCPStore | None = None
         self._group: BroadcastGroup | None = None
         self._channel: ReceiverChannel | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
@@ -162,6 +166,7 @@ class CollectiveReceiver:
     def close(self) -> None:
         """Idempotent; a later `receive` joins again."""
         self._drop_group()
+        self._store = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -172,9 +177,10 @@ class CollectiveReceiver:
         generation = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
         if self._group is None or self._group.generation != generation:
             self._drop_group()
-            store = join_store(self._source.address, deadline)
+            if self._store is None:
+                self._store = join_store(self._source.address, deadline)
             rank, world_size = self._source.receiver + 1, self._source.num_receivers + 1
-            self._group = BroadcastGroup(store, generation, rank, world_size, self._device)
+            self._group = BroadcastGroup(self._store, generation, rank, world_size, self._device)
             self._group.form(deadline)
         return self._group
 

@@ -1,0 +1,171 @@
+"""Writes the generated tables of the documents: recipe keys and metric keys.
+
+    python tools/document.py            # writes docs/recipes.md and docs/run_directory.md
+    python tools/document.py --check    # exit code 1 when one of them is out of date
+
+Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
+docstring below its field in asyncrl/config, that of a metric its entry in asyncrl.observability.metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.observability.metrics import DECLARED, REQUIRED
+
+ROOT = Path(__file__).resolve().parents[1]
+UNSET = "???"
+"""OmegaConf's mark of a value that a recipe must set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a recipe; `inner` is the section's dataclass when the key is a section."""
+
+    name: str
+    kind: Any
+    default: str
+    meaning: str
+    inner: type | None
+
+
+def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
+    """The fields of `schema` in their order. Raises SystemExit naming a field without a docstring."""
+    meanings = field_docstrings(schema)
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        if field.name not in meanings:
+            raise SystemExit(f"{schema.__name__}.{field.name} has no docstring below it: say what it means there")
+        kind = hints[field.name]
+        inner = kind if is_dataclass(kind) else None
+        default = "" if inner else render_default(field)
+        yield Key(prefix + field.name, kind, default, meanings[field.name], inner if isinstance(inner, type) else None)
+
+
+def field_docstrings(schema: type) -> dict[str, str]:
+    """Field name -> the string literal that stands below the field in the source, in one line."""
+    path = inspect.getsourcefile(schema)
+    assert path is not None
+    body = next(
+        node.body
+        for node in ast.parse(Path(path).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == schema.__name__
+    )
+    found = {}
+    for statement, below in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            found[statement.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def render_default(field: Field[Any]) -> str:
+    """The default as it would be written in a recipe."""
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value == UNSET:
+        return "must be set"
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`"
+
+
+def render_kind(kind: Any) -> str:
+    """The type in words, or the choices."""
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if get_origin(kind) in (types.UnionType, Union):
+        return " or ".join(render_kind(part) for part in get_args(kind))
+    if get_origin(kind) is list:
+        return f"list of {render_kind(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "mapping of {} to {}".format(*(render_kind(part) for part in get_args(kind)))
+    return "null" if kind is type(None) else kind.__name__
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def recipe_keys() -> str:
+    """Sections in the order of the recipe: a heading, what the section is for, and a table."""
+    top = list(keys_of(Recipe))
+    parts = ["### The recipe as a whole", "", *_table(key for key in top if key.inner is None)]
+    for section in top:
+        if section.inner is not None:
+            parts += ["", f"### `{section.name}`", "", section.meaning, "", *_table(_leaves(section))]
+    return "\n".join(parts)
+
+
+def _leaves(section: Key) -> Iterator[Key]:
+    assert section.inner is not None
+    for key in keys_of(section.inner, section.name + "."):
+        if key.inner is None:
+            yield key
+        else:
+            yield from _leaves(key)
+
+
+def _table(keys: Iterator[Key]) -> list[str]:
+    rows = [f"| `{k.name}` | {render_kind(k.kind)} | {k.default} | {escape(k.meaning)} |" for k in keys]
+    return ["| key | type or choices | default | meaning |", "|---|---|---|---|", *rows]
+
+
+def metric_keys() -> str:
+    rows = [
+        f"| `{name}` | {'yes' if name in REQUIRED else ''} | {escape(meaning)} |" for name, meaning in DECLARED.items()
+    ]
+    return "\n".join(["| key | required | unit, meaning |", "|---|---|---|", *rows])
+
+
+PARTS: dict[str, tuple[str, Callable[[], str]]] = {
+    "docs/recipes.md": ("recipe keys", recipe_keys),
+    "docs/run_directory.md": ("metric keys", metric_keys),
+}
+
+
+def rewritten(path: Path, part: str, content: str) -> str:
+    """The text of `path` with its generated part replaced. Raises SystemExit: its markers are not there once each."""
+    begin, end = f"<!-- {part}: written by tools/document.py -->", f"<!-- {part}: end -->"
+    text = path.read_text()
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"{path}: it must have each of these lines once:\n{begin}\n{end}")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the generated tables of the documents.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a document is out of date")
+    check = parser.parse_args().check
+    stale = 0
+    for name, (part, render) in PARTS.items():
+        path = ROOT / name
+        text = rewritten(path, part, render())
+        if text == path.read_text():
+            continue
+        stale += 1
+        if not check:
+            path.write_text(text)
+        print(f"{name}: {'out of date, run python tools/document.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
