@@ -25,7 +25,7 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL_BASE = 128
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("asyncrl.cli")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train(arguments.recipe, arguments.overrides, dry_run=arguments.dry_run, console=console)
     except ConfigError as e:
-        Console(stderr=True).print(f"asyncrl-train: this recipe cannot run\n{e}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"asyncrl-train: this recipe cannot run\n{e}", markup=False, highlight=False, soft_wrap=True
+        )
         return EXIT_BAD_INPUT
 
 
@@ -80,7 +82,9 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
         return EXIT_SIGNAL_BASE + 2
     except AsyncRLError as e:
         logger.error("the run failed: %s: %s", type(e).__name__, e)
-        console.print(f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True)
+        console.print(
+            f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True
+        )
         return EXIT_FAILED
     if result.signal is not None:
         console.print(f"ended after step {result.step}; go on with: {resume}", highlight=False, soft_wrap=True)

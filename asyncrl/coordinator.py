@@ -276,7 +276,9 @@ class Coordinator:
                 accuracy=r.accuracy,
                 prompts=r.num_prompts,
             )
-            logger.info("evaluation after step %d: %s accuracy %.3f (%d)", self._step, r.name, r.accuracy, r.num_prompts)
+            logger.info(
+                "evaluation after step %d: %s accuracy %.3f (%d)", self._step, r.name, r.accuracy, r.num_prompts
+            )
         values = {f"eval/accuracy/{r.name}": r.accuracy for r in results} if len(results) > 1 else {}
         values["eval/accuracy"] = float(np.mean([r.accuracy for r in results]))
         values["eval/response_tokens_mean"] = float(np.mean([r.response_tokens_mean for r in results]))

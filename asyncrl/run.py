@@ -158,9 +158,7 @@ class _Actors:
             dynamic_sampling=recipe.algorithm.dynamic_sampling,
             events_path=directory.events,
         )
-        on_driver = NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
+        on_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_concurrency": 1000}
         self.queue = QueueControl(
             ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)

@@ -12,7 +12,9 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
     rng = np.random.default_rng(seed)
     cuts = np.linspace(0, response, len(versions) + 1).astype(int)
     segments = tuple(
-        Segment(int(a), int(b), version, 0) for a, b, version in zip(cuts[:-1], cuts[1:], versions, strict=True) if b > a
+        Segment(int(a), int(b), version, 0)
+        for a, b, version in zip(cuts[:-1], cuts[1:], versions, strict=True)
+        if b > a
     )
     return Trajectory(
         prompt_ids=rng.integers(0, 100, prompt).astype(np.int32),

@@ -65,7 +65,9 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
     """The bases of `path`, outermost first, then `path` itself."""
     if path.resolve() in seen:
         chain = " -> ".join(str(p) for p in (*seen, path))
-        raise ConfigError(explain(f"the recipe {seen[0]}", f"its bases include each other: {chain}", "break the circle"))
+        raise ConfigError(
+            explain(f"the recipe {seen[0]}", f"its bases include each other: {chain}", "break the circle")
+        )
     try:
         content = OmegaConf.load(path)
     except FileNotFoundError as e:
@@ -77,7 +79,9 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError(explain(f"the recipe {path}", f"it cannot be read: {e}", "mend the file")) from e
     if not isinstance(content, DictConfig):
-        raise ConfigError(explain(f"the recipe {path}", "it is not a mapping of sections", "see recipes/quickstart.yaml"))
+        raise ConfigError(
+            explain(f"the recipe {path}", "it is not a mapping of sections", "see recipes/quickstart.yaml")
+        )
     bases = content.pop("base", None) or []
     layers: list[DictConfig] = []
     for base in [bases] if isinstance(bases, str) else bases:
@@ -89,7 +93,9 @@ def _parse_override(override: str) -> DictConfig:
     key, equals, _ = override.partition("=")
     if not equals or not key or key.startswith("-"):
         raise ConfigError(
-            explain(f"the override {override!r}", "it is not of the form key=value", "write for example trainer.lr=1e-4")
+            explain(
+                f"the override {override!r}", "it is not of the form key=value", "write for example trainer.lr=1e-4"
+            )
         )
     try:
         return OmegaConf.from_dotlist([override])

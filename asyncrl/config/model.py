@@ -22,4 +22,6 @@ class ModelConfig:
     """Weights and compute of the replicas; also what a publish sends."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name")
+        require(
+            bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
+        )

@@ -92,9 +92,7 @@ class RolloutSession:
     async def generate(self, prompt_ids: np.ndarray) -> Generation:
         seed = self._seed + self._calls  # each turn draws from a stream of its own
         self._calls += 1
-        return await self._rollouter.client.generate(
-            prompt_ids, self._sampling, session_id=self._session_id, seed=seed
-        )
+        return await self._rollouter.client.generate(prompt_ids, self._sampling, session_id=self._session_id, seed=seed)
 
     def decode(self, token_ids: np.ndarray) -> str:
         return self._rollouter.decode(token_ids)

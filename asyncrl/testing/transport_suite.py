@@ -394,8 +394,9 @@ class TransportSuite:
             assert outcome.error is not None
             assert outcome.error[0] == "DeadlineExceeded"
             assert 0.4 < outcome.elapsed_s < 0.5 + PROMPT_S
-            # What is left of that attempt must not pass for an answer to the same publish sent now.
-            with pytest.raises(DeadlineExceeded, match="receiver 0"):
+            # What is left of that attempt must not pass for an answer to the same publish sent now. Which error it is
+            # depends on whether the sender sees the attempt's end together with its beginning.
+            with pytest.raises((DeadlineExceeded, WeightTransferError), match="receiver 0"):
                 transfer.sender.send(manifest, plain_weights(), 0.3)
             transfer.workers[0].begin(Receive(manifest, TIMEOUT_S))
             transfer.sender.send(manifest, plain_weights(), TIMEOUT_S)

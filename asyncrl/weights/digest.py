@@ -1,10 +1,11 @@
 """A position-sensitive 64-bit digest of tensor bytes, fast enough to run on every publish.
 
-Bytes are read as little-endian 64-bit words in rows of `_ROW_WORDS`. Every word is multiplied by the odd weight of its
-column and folded (`y ^ (y >> 29)`: else a difference in the highest bits of two exchanged words would vanish from the
-product of difference and weight modulo 2**64), then the row is summed. Each row's sum passes a nonlinear mixer together
-with its row number, and the mixed rows are added. All of it is wrapping int64 arithmetic: exact, independent of the
-order of summation, and so the same on CPU and GPU.
+Bytes are read as little-endian 64-bit words in rows of `_ROW_WORDS`. Every word is folded, `w ^ (w >>> 29)`, multiplied
+by the odd weight of its column, and the row is summed. Without the fold, words that differ only in high bits (signs,
+exponents) could change places unseen: the difference times the difference of two weights would vanish modulo 2**64. The
+shift is odd so that the sign bits of neighbouring elements do not cancel. Each row's sum passes a nonlinear mixer
+together with its row number, and the mixed rows are added. All of it is wrapping int64 arithmetic: exact, independent
+of the order of summation, and so the same on CPU and GPU.
 
 It finds errors of transport (flipped bits, exchanged words, rows or slices, wrong offsets, missing parts, stale
 data); it is no defence against somebody who builds collisions on purpose. Source: multilinear hashing (Lemire and
@@ -21,15 +22,16 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+_FOLD = 29
 _ROW_WORDS = 4096
 _CHUNK_ROWS = 64
 """Rows per pass: 2 MiB, so that the scratch of a large slice stays in the last-level cache."""
 
 
 def make_scratch(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Working memory of `slice_digest`, [2, rows, words] int64, 4 MiB: kept by callers that digest many slices,
+    """Working memory of `slice_digest`, [rows, words] int64, 2 MiB: kept by callers that digest many slices,
     because fresh pages cost more than the arithmetic. Not to be shared between threads."""
-    return torch.empty(2, _CHUNK_ROWS, _ROW_WORDS, dtype=torch.int64, device=device)
+    return torch.empty(_CHUNK_ROWS, _ROW_WORDS, dtype=torch.int64, device=device)
 
 
 def slice_digest(data: torch.Tensor, tensor_offset: int, scratch: torch.Tensor | None = None) -> int:
@@ -67,13 +69,14 @@ def combine(digest: int, slice_value: int) -> int:
 def _row_sums(words: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """[rows, columns] int64 -> [rows] int64.
 
-    The product is folded with xor, not with an addition, because torch's integer addition runs at a third of the speed.
+    Folded with xor, not with addition: torch's integer addition runs at a third of its speed.
     """
     rows, columns = words.shape
-    products, folded = scratch[0, :rows, :columns], scratch[1, :rows, :columns]
-    torch.mul(words, _column_weights(words.device)[:columns], out=products)
-    torch.bitwise_right_shift(products, 29, out=folded)
-    folded ^= products
+    folded = scratch[:rows, :columns]
+    torch.bitwise_right_shift(words, _FOLD, out=folded)
+    folded &= (1 << (64 - _FOLD)) - 1  # the shift copies the sign
+    folded ^= words
+    folded *= _column_weights(words.device)[:columns]
     return folded.sum(1)
 
 
@@ -88,7 +91,7 @@ def _mix_rows(rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _column_weights(device: torch.device) -> torch.Tensor:
-    """[_ROW_WORDS] int64, odd and pseudo-random: column c has splitmix64(c) with its lowest bit set."""
+    """[_ROW_WORDS] int64: the numbers of splitmix64 seeded with 0, made odd."""
     return torch.tensor([_signed(_mix((c + 1) * _GOLDEN) | 1) for c in range(_ROW_WORDS)], device=device)
 
 

@@ -105,9 +105,7 @@ async def test_a_request_that_waited_at_the_gate_runs_after_the_first_commit():
 async def test_a_lost_replica_keeps_every_token_that_was_streamed():
     async with Fleet(tick_s=0.001) as fleet:
         await fleet.publish(0)
-        running = [
-            asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)
-        ]
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         async with asyncio.timeout(20):
             while {p.replica_id for p in fleet.client._pending.values() if p.chunks} != {0, 1}:
                 await asyncio.sleep(0.0005)

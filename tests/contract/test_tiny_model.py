@@ -59,7 +59,7 @@ def test_the_model_loads_with_tied_float32_weights_that_shard_by_two(directory: 
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert 500_000 < sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert 300_000 < sum(p.numel() for p in model.parameters()) < 1_000_000
     config = model.config
     assert all(size % 2 == 0 for p in model.parameters() for size in p.shape)
     assert config.num_attention_heads % 2 == config.num_key_value_heads % 2 == config.head_dim % 2 == 0
@@ -111,6 +111,8 @@ def test_a_second_call_returns_at_once_and_other_settings_do_not(directory: Path
     record = json.loads((directory / "tiny_model.json").read_text())
     assert record["settings"]["seed"] == 0
     assert set(record["accuracy"]) == {"greedy", "sampled", "careful"}
+    (directory / "model.safetensors").unlink()  # a file was lost: the record alone proves nothing
+    assert f"wrote {directory}" in run_tool("--out", str(directory), "--share", "0.02").stdout
 
 
 def test_other_settings_and_force_make_it_anew(tmp_path: Path) -> None:

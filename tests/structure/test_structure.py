@@ -63,7 +63,9 @@ def test_imports_run_one_way(path):
         if part != "cli":
             allowed -= {"cli", "run"}
     elif part in FOUNDATION:
-        allowed = {"types": set(), "errors": set(), "registry": {"errors"}, "remote": {"errors"}, "config": {"errors"}}[part]
+        allowed = {"types": set(), "errors": set(), "registry": {"errors"}, "remote": {"errors"}, "config": {"errors"}}[
+            part
+        ]
     else:
         allowed = FOUNDATION | PARTS[part]
     assert used <= allowed, f"{path.name} of {part} imports {sorted(used - allowed)}"
@@ -139,16 +141,14 @@ def test_omegaconf_has_one_user():
 
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "cli.py", "observability/logs.py"}
-    users = {
-        str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())
-    }
+    users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"
 
 
 def test_every_key_of_a_recipe_is_documented():
     documented = (ROOT / "docs" / "recipes.md").read_text()
     missing = [key for key in known_keys() if f"`{key}`" not in documented]
-    assert not missing, f"run tools/document_recipe_keys.py: {missing}"
+    assert not missing, f"run tools/document.py: {missing}"
     listed = set(re.findall(r"^\| `([\w.]+)` \|", documented, re.MULTILINE))
     assert listed == set(known_keys())
 

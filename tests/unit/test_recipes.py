@@ -17,7 +17,9 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 def test_layers_and_overrides_apply_in_order(tmp_path):
     (tmp_path / "base.yaml").write_text("trainer: {lr: 1.0e-3, warmup_steps: 7}\nmodel: {path: a}\n")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("base: base.yaml\ntrainer: {lr: 2.0e-3}\ndata: {train: t}\nrollout: {torch: {max_model_len: 2048}}\n")
+    recipe.write_text(
+        "base: base.yaml\ntrainer: {lr: 2.0e-3}\ndata: {train: t}\nrollout: {torch: {max_model_len: 2048}}\n"
+    )
     loaded = load_recipe(recipe, ["trainer.adam_beta1=0.8", "data.eval={x: y}"])
     assert (loaded.trainer.lr, loaded.trainer.warmup_steps, loaded.trainer.adam_beta1) == (2e-3, 7, 0.8)
     assert loaded.data.eval == {"x": "y"}

@@ -1,0 +1,88 @@
+"""Shared memory belongs to one process and disappears with it, however that process ends."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.errors import ConfigError, WeightTransferError
+from asyncrl.weights.transport import TransferSource
+from asyncrl.weights.transports import TRANSPORTS, build_receiver, build_sender
+from asyncrl.weights.transports.segment import Segment, attach, remove_stale_segments
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def segment():
+    segment = Segment(8192)
+    yield segment
+    segment.close()
+
+
+def test_both_sides_see_one_memory(segment):
+    other = attach(str(segment.path))
+    segment.data[5] = 77
+    other[6] = 78
+    assert (other.numel(), other[5].item(), segment.data[6].item()) == (8192, 77, 78)
+
+
+def test_a_view_outlives_the_owner(segment):
+    other = attach(str(segment.path))
+    segment.data[5] = 77
+    segment.close()
+    assert not segment.path.exists()
+    assert other[5].item() == 77
+    with pytest.raises(WeightTransferError, match="sender is gone"):
+        attach(str(segment.path))
+
+
+def test_a_living_owner_keeps_its_segment(segment):
+    assert segment.path not in remove_stale_segments()
+    assert segment.path.exists()
+
+
+def test_only_the_user_may_read_weights(segment):
+    assert segment.path.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_killed_owner_left_is_removed_by_the_next():
+    code = (
+        "import sys, time; from asyncrl.weights.transports.segment import Segment\n"
+        "s = Segment(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    assert path not in remove_stale_segments()
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(10)
+    owner.stdout.close()
+    assert path.exists()
+    assert path.with_suffix(".sock").exists()
+    Segment(4096).close()
+    assert not path.exists()
+    assert not path.with_suffix(".sock").exists()
+
+
+def test_more_memory_than_there_is_is_refused_and_leaves_nothing():
+    before = set(Path("/dev/shm").iterdir())
+    with pytest.raises(ConfigError, match="lower weights"):
+        Segment(1 << 50)
+    assert set(Path("/dev/shm").iterdir()) - before == set()
+
+
+def test_an_unknown_transport_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"carrier-pigeon(?s:.)*ipc, collective"):
+        build_sender("carrier-pigeon", 4096, 1)
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        build_receiver(TransferSource("carrier-pigeon", "", "", 4096, 1, 0, 0))
+    assert set(TRANSPORTS) == {"ipc", "collective"}
+
+
+def test_a_device_that_no_backend_serves_is_a_config_error():
+    with pytest.raises(ConfigError, match="meta"):
+        build_sender("collective", 4096, 1, device=torch.device("meta"))
