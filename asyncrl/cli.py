@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl-train",
         description="Train a language model by asynchronous reinforcement learning.",
-        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130/143 ended by a signal with a checkpoint",
+        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130/143 ended by a signal, checkpointed",
     )
     parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
@@ -81,7 +81,7 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2
     except AsyncRLError as e:
-        logger.error("the run failed: %s: %s", type(e).__name__, e)
+        logger.error("the run failed: %s: %s", type(e).__name__, e)  # noqa: TRY400 - named; the traceback says nothing more
         console.print(
             f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True
         )

@@ -157,7 +157,7 @@ def report(outcomes: list[Outcome]) -> str:
         "Of the whole run, imports and start-up included. The share is that of coordinator, queue and rollouter in the",
         "CPU time of all processes of the run; the last column counts Ray's daemons among the processes, too.",
         "",
-        "| mode | seed | coordinator | queue | rollouter | replicas | trainers | share | Ray's daemons | share of all |",
+        "| mode | seed | coordinator | queue | rollouter | replicas | trainers | share | Ray's daemons | of all |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for o in outcomes:

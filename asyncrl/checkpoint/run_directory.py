@@ -48,7 +48,8 @@ class RunDirectory:
                 explain(
                     f"a new run in {self.path}",
                     f"it holds {held}",
-                    f"go on with it: {command} resume=auto\n       or start another one: the same with run.dir=ANOTHER_DIRECTORY",
+                    f"go on with it: {command} resume=auto\n"
+                    "       or start another one: the same with run.dir=ANOTHER_DIRECTORY",
                 )
             )
         return None

@@ -180,7 +180,7 @@ class Replica:
             raise
         except AsyncRLError as e:
             outbox.add(_final(request, self._engine.health().version, error=str(e)))
-        except Exception as e:  # noqa: BLE001 - task boundary: the client gets it as the request's error
+        except Exception as e:  # task boundary: the client gets it as the request's error
             logger.exception("request %s failed", request.request_id)
             outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
 

@@ -63,16 +63,16 @@ class ProgressView:
 def _table(record: Record, accuracy: str) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = {
-        "learning": f"reward {record['reward/mean']:.3f}   held-out accuracy {accuracy}   loss {record['train/loss']:+.4f}   "
-        f"grad norm {record['train/grad_norm']:.3f}",
+        "learning": f"reward {record['reward/mean']:.3f}   held-out accuracy {accuracy}   "
+        f"loss {record['train/loss']:+.4f}   grad norm {record['train/grad_norm']:.3f}",
         "staleness": f"lag mean {record['staleness/lag_mean']:.2f} max {record['staleness/lag_max']:.0f}   "
         f"in flight {record['staleness/lag_in_flight_mean']:.2f} in queue {record['staleness/lag_in_queue_mean']:.2f}",
         "queue": "   ".join(
             f"{name} {record[f'queue/{name}']:.0f}"
             for name in ("admitted", "running", "ready", "leased", "trained", "filtered", "expired", "failed")
         ),
-        "speed": f"rollout {record['rollout/tokens_per_s']:.0f} tok/s   train {record['train/tokens_per_s']:.0f} tok/s   "
-        f"publish {1000 * record['weights/publish_s']:.0f} ms",
+        "speed": f"rollout {record['rollout/tokens_per_s']:.0f} tok/s   "
+        f"train {record['train/tokens_per_s']:.0f} tok/s   publish {1000 * record['weights/publish_s']:.0f} ms",
         "idle": f"trainer {record['idle/trainer_fraction']:.0%}   rollout {record['idle/rollout_fraction']:.0%}",
     }
     for name, text in rows.items():

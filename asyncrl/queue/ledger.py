@@ -167,7 +167,7 @@ class Ledger:
             self._end(done, "filtered")
 
     def nack(self, ticket: Ticket, reason: str) -> bool:
-        """The group could not be generated. True: it will be re-issued; False: its budget is spent, it ends `failed`."""
+        """The group could not be generated. True: it will be re-issued; False: its budget is spent, it is `failed`."""
         record = self._issued(ticket, "nack")
         failures = record.failures + 1
         if failures >= self._max_attempts:

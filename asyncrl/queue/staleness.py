@@ -61,7 +61,7 @@ class StalenessPolicy:
         )
 
     def select(self, *, step: int, ready: Sequence[Candidate], unready: Sequence[Candidate]) -> Selection:
-        """The groups that `step` trains: earliest deadline first among the ready ones, if that leaves the rest feasible.
+        """The groups that `step` trains: earliest deadline first among the ready ones, if the rest stays feasible.
 
         For every d, step g must take at least `active(d) - (d - g) * B` groups with deadline <= d. Taking the
         earliest deadlines maximises that number for every d at once, so if it falls short the step must wait.
