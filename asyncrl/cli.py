@@ -59,7 +59,7 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
     start_from = None if dry_run else directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     if start_from is not None:
         check_resumable(recipe, start_from)
-    found = check_recipe(recipe)
+    found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
     describe(recipe, found, lambda line: console.print("  " + line, highlight=False, markup=False, soft_wrap=True))
     if dry_run:

@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.algorithms import build_advantage
 from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
 from asyncrl.inference.replica import ReplicaStats
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
@@ -119,6 +119,7 @@ class Coordinator:
         """
         if self._start_from is not None:
             await self._resume(self._start_from)
+        self._parts.metrics.truncate_after(self._step)
         training = asyncio.create_task(self._train(), name="training")
         guards = [
             asyncio.create_task(self._parts.rollouter.run(), name="rollouter"),
@@ -138,6 +139,8 @@ class Coordinator:
                 logger.error("also: %s: %s", task.get_name(), task.exception())
             if failed:
                 await failed[0]
+            if not training.done() and not self._stop.is_set():
+                raise ProcessDied("the rollouter stopped by itself; see the log of the run")
             if not training.done():
                 raise DeadlineExceeded(
                     explain(
@@ -275,6 +278,7 @@ class Coordinator:
                 name=r.name,
                 accuracy=r.accuracy,
                 prompts=r.num_prompts,
+                failed=r.num_failed,
             )
             logger.info(
                 "evaluation after step %d: %s accuracy %.3f (%d)", self._step, r.name, r.accuracy, r.num_prompts
@@ -305,7 +309,7 @@ class Coordinator:
         counts = await self._parts.queue.load(checkpoint / "queue")
         self._step = self._saved = state.global_steps
         self._clock = StepClock(state.elapsed_s)
-        self._parts.metrics.truncate_after(self._step)
+        self._parts.checkpoints.set_aside_after(self._step)
         self._parts.events.write("resume", step=self._step, checkpoint=checkpoint.name)
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
 

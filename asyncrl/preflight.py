@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
@@ -24,8 +26,11 @@ class Preflight:
     notes: tuple[str, ...]
 
 
-def check_recipe(recipe: Recipe) -> Preflight:
-    """Reads model files, tokenizer and every row of every dataset that is local. Starts and downloads nothing.
+def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
+    """Reads model files, tokenizer and every row of every dataset. Starts nothing.
+
+    Args:
+        use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked and says so.
 
     Raises ConfigError, DataError naming the key, file or row.
     """
@@ -34,7 +39,16 @@ def check_recipe(recipe: Recipe) -> Preflight:
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
-    if facts.is_local:
+    positions = facts.max_position_embeddings
+    require(
+        positions is None or recipe.rollout.max_model_len <= positions,
+        asked=f"rollout.{recipe.rollout.engine}.max_model_len={recipe.rollout.max_model_len}",
+        found=f"{recipe.model.path} has max_position_embeddings={positions}",
+        do=f"lower rollout.{recipe.rollout.engine}.max_model_len to {positions}",
+    )
+    if recipe.rollout.sampling.top_p < 1 or recipe.rollout.sampling.top_k > 0:
+        notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
+    if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
         renderer = PromptRenderer(tokenizer, recipe.model)
@@ -42,21 +56,13 @@ def check_recipe(recipe: Recipe) -> Preflight:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
 
     def count(source: str) -> tuple[int | None, int]:
-        if not looks_like_path(source):
+        if not looks_like_path(source) and not use_hub:
             notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
             return None, 0
         rows = load_rows(source)
         if renderer is None:
             return len(rows), 0
         prompts = render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
-        if not prompts.rows:
-            raise ConfigError(
-                explain(
-                    f"data from {source}",
-                    f"all {prompts.num_dropped} prompts are longer than data.max_prompt_tokens",
-                    f"raise data.max_prompt_tokens above {recipe.data.max_prompt_tokens}",
-                )
-            )
         return len(prompts.rows), prompts.num_dropped
 
     train, dropped = count(recipe.data.train)
@@ -65,7 +71,14 @@ def check_recipe(recipe: Recipe) -> Preflight:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raises ConfigError when the chosen engine cannot run in this environment."""
+    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment."""
+    for sink in recipe.observability.sinks:
+        require(
+            importlib.util.find_spec(sink) is not None,
+            asked=f"observability.sinks={recipe.observability.sinks}",
+            found=f"the package {sink} is not installed",
+            do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
+        )
     if recipe.rollout.engine == "vllm":
         raise ConfigError(
             explain(

@@ -91,15 +91,15 @@ async def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    actors = _Actors(recipe, directory)
     metrics = MetricsLog(directory.metrics, build_sinks(recipe, name, directory.path))
+    actors = _Actors(recipe, directory)
     events = EventLog(directory.events)
     live = recipe.observability.progress and console.is_terminal
-    progress = ProgressView(console, max_steps=recipe.run.max_steps, first_step=0, live=live)
+    progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
     try:
         if not await _until(stopped, actors.start()):
             return RunResult(0, signals[0])
-        events.write("start", name=name, step=0, resumed=start_from is not None)
+        events.write("start", name=name, resumed=start_from is not None)
         coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), start_from)
         on_stop.append(coordinator.stop)
         await coordinator.run()
@@ -148,7 +148,8 @@ class _Actors:
     def __init__(self, recipe: Recipe, directory: RunDirectory) -> None:
         self._recipe = recipe
         self._directory = directory
-        gpus = recipe.rollout.vllm.tensor_parallel_size if recipe.rollout.engine == "vllm" else self._torch_gpus()
+        vllm = recipe.rollout.engine == "vllm"
+        gpus = recipe.rollout.vllm.tensor_parallel_size if vllm else self._gpu_share(recipe.rollout.torch.device)
         queue_spec = QueueSpec(
             groups_per_step=recipe.batch.groups_per_step,
             max_lag=recipe.max_lag,
@@ -195,9 +196,10 @@ class _Actors:
             temperature=recipe.rollout.sampling.temperature,
             seed=recipe.run.seed,
         )
+        gpus = self._gpu_share(recipe.trainer.device)
         async with asyncio.TaskGroup() as group:
             trainers = group.create_task(
-                TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._torch_gpus(), timeout_s=timeout_s)
+                TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
             )
             group.create_task(self.rollouter.start(timeout_s))
             for replica in self.replicas.values():
@@ -232,6 +234,12 @@ class _Actors:
         for handle in (self.rollouter.handle, self.queue.handle, *(r.handle for r in self.replicas.values())):
             ray.kill(handle)
 
-    def _torch_gpus(self) -> int:
-        """GPUs of one trainer rank or torch replica: one where the cluster has any."""
-        return 1 if ray.cluster_resources().get("GPU", 0) > 0 else 0
+    def _gpu_share(self, device: str) -> float:
+        """GPUs of one trainer rank or torch replica: a whole one, or an equal part where there are fewer than those."""
+        recipe = self._recipe
+        if device == "cpu":
+            return 0
+        total = ray.cluster_resources().get("GPU", 0)
+        if recipe.rollout.engine == "vllm":
+            return 1 if total > 0 else 0
+        return min(1.0, int(100 * total / (recipe.trainer.num_ranks + recipe.rollout.num_replicas)) / 100)

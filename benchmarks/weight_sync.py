@@ -165,25 +165,26 @@ def ring_write(segment: Segment, flat: torch.Tensor, num_receivers: int) -> None
     """The bare ring: word 0 counts buckets written, word 1 + r those that receiver r has read."""
     counts = segment.data[:4096].view(torch.int64).numpy()
     slots = segment.data[4096:].split(BUCKET_BYTES)
-    counts[:] = 0
     for i, piece in enumerate(flat.split(BUCKET_BYTES)):
-        while counts[1 : 1 + num_receivers].min() < i - 1:
-            os.sched_yield()
+        spin_until(lambda i=i: counts[1 : 1 + num_receivers].min() >= i - 1)
         slots[i % 2][: piece.numel()].copy_(piece)
         counts[0] = i + 1
-    while counts[1 : 1 + num_receivers].min() < -(-flat.numel() // BUCKET_BYTES):
+    spin_until(lambda: counts[1 : 1 + num_receivers].min() == -(-flat.numel() // BUCKET_BYTES))
+
+
+def spin_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
         os.sched_yield()
+        assert time.monotonic() < deadline, "the other side of the ring is gone"
 
 
 def ring_read(command: RingRead, flat: torch.Tensor) -> None:
     data = attach(command.path)
     counts = data[:4096].view(torch.int64).numpy()
     slots = data[4096:].split(BUCKET_BYTES)
-    while counts[0] > 1:  # the last round's count
-        os.sched_yield()
     for i, piece in enumerate(flat.split(BUCKET_BYTES)):
-        while counts[0] <= i:
-            os.sched_yield()
+        spin_until(lambda i=i: counts[0] > i)
         piece.copy_(slots[i % 2][: piece.numel()])
         counts[1 + command.receiver] = i + 1
 
@@ -219,7 +220,7 @@ class Bench:
         self._publishes = 0
 
     def ring(self, num_receivers: int) -> float:
-        self._ring.data[:8].view(torch.int64).fill_(0)
+        self._ring.data[:4096].zero_()
         size = self.flat.numel()
         commands = [RingRead(str(self._ring.path), size, r) for r in range(num_receivers)]
         return self._timed(commands, lambda: ring_write(self._ring, self.flat, num_receivers))

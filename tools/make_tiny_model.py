@@ -283,6 +283,8 @@ def _solved(
 
 def make(out: Path, settings: Settings) -> Accuracy:
     """Builds, trains, measures and saves the model; `out` appears, or is replaced, only when all of it is done."""
+    # threads that spin while they wait cost 10 times and more on shared cores; must be said before torch is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))

@@ -95,6 +95,15 @@ class CheckpointStore:
         found = [(int(m[1]), p) for p in self._directory.iterdir() if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found)]
 
+    def set_aside_after(self, step: int) -> None:
+        """Renames checkpoints of later steps: the run goes on from `step`, so they are of a branch that it leaves."""
+        for path in self.all():
+            if int(path.name.removeprefix("step_")) > step:
+                aside = path.with_name(f"abandoned_{path.name}")
+                if aside.exists():
+                    shutil.rmtree(aside)
+                path.rename(aside)
+
     def latest(self) -> Path | None:
         checkpoints = self.all()
         return checkpoints[-1] if checkpoints else None

@@ -82,6 +82,7 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
         raise ConfigError(
             explain(f"the recipe {path}", "it is not a mapping of sections", "see recipes/quickstart.yaml")
         )
+    _restore_words(content)
     bases = content.pop("base", None) or []
     layers: list[DictConfig] = []
     for base in [bases] if isinstance(bases, str) else bases:
@@ -98,9 +99,19 @@ def _parse_override(override: str) -> DictConfig:
             )
         )
     try:
-        return OmegaConf.from_dotlist([override])
+        parsed = OmegaConf.from_dotlist([override])
+        _restore_words(parsed)
+        return parsed
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError(explain(f"the override {override!r}", f"it cannot be parsed: {e}", "quote the value")) from e
+
+
+def _restore_words(layer: DictConfig) -> None:
+    """YAML reads the words on and off as booleans; where a key has them among its choices the word was meant."""
+    for key in known_keys():
+        value = OmegaConf.select(layer, key, default=None)
+        if isinstance(value, bool) and (word := "on" if value else "off") in _choices(key):
+            OmegaConf.update(layer, key, word)
 
 
 def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:

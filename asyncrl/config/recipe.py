@@ -92,6 +92,15 @@ class Recipe:
             do=f"raise trainer.max_tokens_per_microbatch to {longest}",
         )
         require(
+            self.mode != "fully_async"
+            or self.rollout.interrupt != "drain"
+            or self.weights.publish_timeout_s >= self.rollout.request_timeout_s,
+            asked=f"rollout.interrupt=drain with weights.publish_timeout_s={self.weights.publish_timeout_s:g}",
+            found=f"a publish waits for responses that may take rollout.request_timeout_s="
+            f"{self.rollout.request_timeout_s:g}",
+            do="raise weights.publish_timeout_s or lower rollout.request_timeout_s",
+        )
+        require(
             self.eval.every_steps == 0 or bool(self.data.eval),
             asked=f"eval.every_steps={self.eval.every_steps}",
             found="data.eval names no held-out set",

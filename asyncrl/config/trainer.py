@@ -59,6 +59,8 @@ class TrainerConfig:
         require_at_least("trainer.max_grad_norm", self.max_grad_norm, 0)
         require_at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
         require_positive("trainer.step_timeout_s", self.step_timeout_s)
+        require_positive("trainer.adam_eps", self.adam_eps)
+        require_positive("trainer.collective_timeout_s", self.collective_timeout_s)
         for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
             require(
                 0 <= beta < 1,

@@ -33,10 +33,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     Raises ConfigError: no tokenizer there, no such template file, or no chat template at all.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _tokenizer_class(model.path).from_pretrained(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
@@ -48,6 +46,18 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         do = "set model.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
         raise ConfigError(explain(f"the chat template of model.path={model.path}", "its tokenizer has none", do))
     return tokenizer
+
+
+def _tokenizer_class(path: str) -> Any:
+    """AutoTokenizer, unless the files say that the generic class is meant: that one does without importing torch."""
+    import transformers
+
+    try:
+        named = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+    except (OSError, ValueError, KeyError):
+        named = None
+    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
 
 
 class PromptRenderer:

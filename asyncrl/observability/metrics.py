@@ -14,8 +14,8 @@ DECLARED: dict[str, str] = {
     "reward/mean": "mean reward of the trained trajectories",
     "reward/std": "standard deviation of the rewards of the trained trajectories",
     "reward/zero_signal_fraction": "share of trained groups whose rewards are all equal",
-    "eval/accuracy": "share of correct held-out responses, by version `step`; on the steps that evaluated",
-    "eval/initial_accuracy": "the same before the first optimizer step of this process; on its first line",
+    "eval/accuracy": "share of correct held-out responses by the version published then; on the steps that evaluated",
+    "eval/initial_accuracy": "the same before the first optimizer step; on the line of step 1",
     "eval/response_tokens_mean": "mean length of the held-out responses, tokens",
     "eval/time_s": "seconds that the evaluation took",
     "staleness/lag_max": "largest lag of a token trained in this step, optimizer steps",
@@ -102,7 +102,7 @@ class MetricsLog:
         """Drops the lines of steps after `step`: the run goes on from there and will take them again."""
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
         temporary.replace(self._path)
@@ -110,3 +110,11 @@ class MetricsLog:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+def _step_of(line: str) -> float:
+    """Infinity for a line that a crash left incomplete."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

@@ -21,14 +21,14 @@ class ProgressView:
     live: draw a table that is updated in place; otherwise log one line per step.
     """
 
-    def __init__(self, console: Console, *, max_steps: int, first_step: int, live: bool) -> None:
+    def __init__(self, console: Console, *, max_steps: int, live: bool) -> None:
         self._max_steps = max_steps
         self._ends: deque[float] = deque([time.monotonic()], maxlen=21)
         self._accuracy: float | None = None
         self._bar = Progress(
             TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[eta]}")
         )
-        self._task = self._bar.add_task("step", total=max_steps, completed=first_step, eta="")
+        self._task = self._bar.add_task("step", total=max_steps, eta="")
         self._live = Live(self._bar, console=console, refresh_per_second=4) if live else None
         if self._live is not None:
             self._live.start()

@@ -33,9 +33,6 @@ class QueueControl:
     async def counts(self) -> LedgerCounts:
         return await self._call("counts", 0.0)
 
-    async def close_admission(self) -> None:
-        await self._call("close_admission", 0.0)
-
     async def save(self, directory: Path) -> LedgerCounts:
         return await self._call("save", 0.0, directory)
 

@@ -73,14 +73,13 @@ class MessageQueue:
         self._stored: dict[int, StoredGroup] = {}
         self._changed = asyncio.Condition()
         self._overdue_since: float | None = None
-        self._admitting = True
 
     # -- rollout side --------------------------------------------------------------------------------------------
 
     async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
         """Up to `limit` tickets; waits at most `wait_s` for the first one."""
-        await self._wait(lambda: self._admitting and (self._ledger.has_pending or self._ledger.admissible > 0), wait_s)
-        return self._ledger.admit(limit) if self._admitting else []
+        await self._wait(lambda: self._ledger.has_pending or self._ledger.admissible > 0, wait_s)
+        return self._ledger.admit(limit)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         """Raises LedgerError for a ticket that is not running; ValueError for a malformed group."""
@@ -153,11 +152,6 @@ class MessageQueue:
 
     async def counts(self) -> LedgerCounts:
         return self._ledger.counts
-
-    async def close_admission(self) -> None:
-        """No group is admitted any more: the run is ending."""
-        self._admitting = False
-        await self._notify()
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 

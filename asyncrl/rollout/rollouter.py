@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,14 @@ from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
 from asyncrl.environments import Environment, Session, Task, build_environment
-from asyncrl.errors import DeadlineExceeded, LedgerError
+from asyncrl.errors import DeadlineExceeded, GenerationError, LedgerError
 from asyncrl.rewards import RewardFunction, RewardResult, build_reward
 from asyncrl.rollout.generation import Generation, GenerationClient, ReplicaChannel
 from asyncrl.types import SamplingParams, Ticket, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ADMIT_WAIT_S = 1.0
 EVAL_CONCURRENCY = 256
@@ -70,13 +72,17 @@ class RolloutStats:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """One held-out set: share of correct responses, their mean reward and length in tokens."""
+    """One held-out set: share of correct responses, mean reward and length in tokens of those that came.
+
+    A prompt whose environment or reward raised counts as not correct, and in `num_failed`.
+    """
 
     name: str
     accuracy: float
     reward_mean: float
     response_tokens_mean: float
     num_prompts: int
+    num_failed: int
 
 
 class RolloutSession:
@@ -114,7 +120,7 @@ class Rollouter:
         self._samples = _SampleFile(spec.samples_path, spec.recipe.observability.samples_per_step)
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None]
-        self._reward_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reward")
+        self._reward_threads = _reward_threads()
         self.client: GenerationClient
         self.decode: Callable[[np.ndarray], str]
         self._reward: RewardFunction
@@ -177,19 +183,29 @@ class Rollouter:
         )
         slots = asyncio.Semaphore(EVAL_CONCURRENCY)
 
-        async def one(index: int) -> Trajectory:
+        async def one(index: int) -> Trajectory | Exception:
             async with slots:
                 session = RolloutSession(self, sampling, "", _seed(seed, index))
                 task = Task(prompts.rows[index], prompts.prompt_ids[index], index, 0)
-                return await self._environment.run(task, session)
+                try:
+                    return await self._environment.run(task, session)
+                except Exception as e:  # noqa: BLE001 - task boundary: one prompt of an evaluation, counted as failed
+                    logger.warning("evaluation of %s failed on %s: %r", name, prompts.rows[index].origin, e)
+                    return e
 
-        trajectories = await _all(one(i) for i in range(len(prompts.rows)))
+        outcomes = await _all(one(i) for i in range(len(prompts.rows)))
+        trajectories = [o for o in outcomes if isinstance(o, Trajectory)]
+        if not trajectories:
+            raise GenerationError(
+                f"evaluation of {name}: all {len(outcomes)} prompts failed; the last: {outcomes[-1]!r}"
+            )
         return EvalResult(
             name=name,
-            accuracy=float(np.mean([is_correct(t) for t in trajectories])),
+            accuracy=sum(is_correct(t) for t in trajectories) / len(outcomes),
             reward_mean=float(np.mean([t.reward for t in trajectories])),
             response_tokens_mean=float(np.mean([len(t.response_ids) for t in trajectories])),
-            num_prompts=len(trajectories),
+            num_prompts=len(outcomes),
+            num_failed=len(outcomes) - len(trajectories),
         )
 
     async def score(self, response: str, row: PromptRow) -> RewardResult:
@@ -198,6 +214,9 @@ class Rollouter:
         try:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
+            # The thread of a reward that hangs cannot be killed: it is left behind, and the others get new ones.
+            self._reward_threads.shutdown(wait=False, cancel_futures=False)
+            self._reward_threads = _reward_threads()
             raise DeadlineExceeded(f"the reward of {row.origin} took more than {timeout_s} s") from None
 
     async def stats(self) -> RolloutStats:
@@ -298,7 +317,7 @@ def is_correct(trajectory: Trajectory) -> bool:
     return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
 
 
-async def _all(runs: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Awaits all; the first exception cancels the rest and is raised itself."""
     tasks = [asyncio.create_task(run) for run in runs]
     try:
@@ -306,6 +325,10 @@ async def _all(runs: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajecto
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _reward_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="reward")
 
 
 def _seed(*words: int) -> int:

@@ -59,9 +59,6 @@ class Router:
             self._loads[replica_id] -= 1
             self._push(replica_id)
 
-    def end_session(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
-
     def _push(self, replica_id: int) -> None:
         # The pick counter breaks ties, so that equal loads are served in turn.
         self._picks += 1

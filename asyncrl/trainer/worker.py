@@ -42,12 +42,14 @@ class TrainerWorker:
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
+        self._host = "127.0.0.1"
         self._device: torch.device
         self._backend: TrainBackend
 
     def address(self, host: str) -> tuple[str, int]:
         """Opens the rendezvous on `host`, an address of this machine; rank 0 only. The port is bound from here on, so
-        that nothing else can take it before `start`."""
+        that nothing else can take it before `start`. Weights are sent from the same address."""
+        self._host = host
         self._store = dist.TCPStore(
             host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
@@ -97,7 +99,7 @@ class TrainerWorker:
         """Opens the sending end, in place of an earlier one; rank 0 only. Returns what receivers need to join."""
         if self._sender is not None:
             self._sender.close()
-        sender = build_sender(transport, bucket_bytes, num_receivers, device=self._device.type)
+        sender = build_sender(transport, bucket_bytes, num_receivers, device=self._device.type, host=self._host)
         self._sender = sender
         return sender.open()
 

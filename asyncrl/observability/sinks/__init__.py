@@ -13,5 +13,5 @@ SINKS: dict[str, type[WandbSink] | type[TensorBoardSink]] = {"wandb": WandbSink,
 
 
 def build_sinks(recipe: Recipe, name: str, directory: Path) -> list[Sink]:
-    """Raises ConfigError when the package of a sink is not installed."""
+    """The sinks of the recipe; `preflight.check_packages` has seen that their packages are installed."""
     return [SINKS[sink](recipe, name, directory) for sink in recipe.observability.sinks]

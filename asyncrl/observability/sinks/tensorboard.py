@@ -4,7 +4,6 @@ import importlib
 from pathlib import Path
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import ConfigError, explain
 from asyncrl.observability.metrics import Record
 
 
@@ -12,16 +11,7 @@ class TensorBoardSink:
     """Scalars for TensorBoard below `<run>/tensorboard`."""
 
     def __init__(self, recipe: Recipe, name: str, directory: Path) -> None:
-        try:
-            summary = importlib.import_module("tensorboard.summary")
-        except ImportError as e:
-            raise ConfigError(
-                explain(
-                    "observability.sinks=[tensorboard]",
-                    f"tensorboard is not installed: {e}",
-                    "pip install 'asyncrl[tensorboard]'",
-                )
-            ) from e
+        summary = importlib.import_module("tensorboard.summary")
         self._writer = summary.Writer(str(directory / "tensorboard"))
 
     def write(self, step: int, record: Record) -> None:
