@@ -11,7 +11,6 @@ STAMP := $(VENV)/.installed
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install quickstart test lint types fast lock clean
 

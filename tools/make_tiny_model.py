@@ -286,7 +286,9 @@ def make(out: Path, settings: Settings) -> Accuracy:
     # threads that spin while they wait cost 10 times and more on shared cores; must be said before torch is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
     tokenizer = build_tokenizer()
     model = build_model(settings, tokenizer)
