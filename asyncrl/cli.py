@@ -70,13 +70,15 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
     from asyncrl.observability.logs import configure_driver
-    from asyncrl.run import run
+    from asyncrl.run import Job, run
 
     configure_driver(directory.log, console)
     directory.write_config(recipe, name)
     resume = f"{command} resume=auto"
     try:
-        result = run(recipe, name, directory, start_from, console)
+        assert found.train is not None, "the hub was used"
+        held_out = {held: prompts for held, prompts in found.held_out.items() if prompts is not None}
+        result = run(Job(recipe, name, directory, start_from, found.train, held_out), console)
     except KeyboardInterrupt:
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2

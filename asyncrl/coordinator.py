@@ -46,7 +46,7 @@ class Queue(Protocol):
 
     async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait: ...
     async def commit(self, step: int) -> LedgerCounts: ...
-    async def published(self, version: int) -> None: ...
+    async def published(self, version: int) -> LedgerCounts: ...
     async def wait_idle(self, wait_s: float) -> bool: ...
     async def counts(self) -> LedgerCounts: ...
     async def save(self, directory: Path) -> LedgerCounts: ...
@@ -101,6 +101,7 @@ class Coordinator:
         self._clock = StepClock()
         self._advantages = build_advantage(recipe.algorithm.advantage)
         self._stop = asyncio.Event()
+        self._cpu: dict[str, float] = {}
 
     @property
     def step(self) -> int:
@@ -203,8 +204,7 @@ class Coordinator:
         if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
             if recipe.mode != "fully_async":
                 waited_s += await self._drain()
-            report = await self._publish()
-            counts = await parts.queue.counts()
+            report, counts = await self._publish()
         record.of_publish(report)
         record.of_queue(counts)
         if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
@@ -212,7 +212,7 @@ class Coordinator:
                 record.add(name, value)
         stats = await self._replica_stats()
         record.of_time(self._clock, stats, waited_s)
-        record.of_cpu(stats, await self._cpu_times())
+        record.of_cpu(stats, self._cpu)
         return record
 
     async def _lease(self) -> LeaseManifest | None:
@@ -247,9 +247,9 @@ class Coordinator:
                 )
         return time.monotonic() - started
 
-    async def _publish(self) -> PublishReport:
+    async def _publish(self) -> tuple[PublishReport, LedgerCounts]:
         report = await self._parts.weights.publish(self._step)
-        await self._parts.queue.published(self._step)
+        counts = await self._parts.queue.published(self._step)
         self._published = self._step
         self._parts.events.write(
             "publish",
@@ -261,7 +261,7 @@ class Coordinator:
             verified=report.verified,
             attempts=report.attempts,
         )
-        return report
+        return report, counts
 
     async def _evaluate(self) -> dict[str, float]:
         """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it."""
@@ -320,21 +320,14 @@ class Coordinator:
         parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)
-            await asyncio.gather(
+            queue_s, trainers_s, rollout, *_ = await asyncio.gather(
                 parts.queue.ping(timeout_s),
                 parts.trainers.ping(timeout_s),
                 parts.rollouter.stats(timeout_s),
                 *(replica.stats(timeout_s) for replica in parts.replicas),
             )
+            self._cpu = {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}
 
     async def _replica_stats(self) -> list[ReplicaStats]:
         timeout_s = self._recipe.ray.health_timeout_s
         return list(await asyncio.gather(*(r.stats(timeout_s) for r in self._parts.replicas)))
-
-    async def _cpu_times(self) -> dict[str, float]:
-        """CPU seconds of queue, rollouter and trainers."""
-        parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
-        queue_s, trainers_s, rollout = await asyncio.gather(
-            parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
-        )
-        return {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}

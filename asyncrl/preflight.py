@@ -10,7 +10,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_token_ids
+from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
 from asyncrl.environments import build_environment
 from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards import build_reward
@@ -18,11 +18,11 @@ from asyncrl.rewards import build_reward
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found: `notes` are things that could only be checked when the run starts (hub names)."""
+    """What was found. `train` and `held_out` hold the rendered prompts; None where only a hub name is known so far.
+    `notes`: what could not be checked, and what a user may have overlooked."""
 
-    train_prompts: int | None
-    dropped_prompts: int
-    eval_prompts: dict[str, int]
+    train: RenderedPrompts | None
+    held_out: dict[str, RenderedPrompts | None]
     notes: tuple[str, ...]
 
 
@@ -55,19 +55,18 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
 
-    def count(source: str) -> tuple[int | None, int]:
+    def prompts(source: str, limit: int | None = None) -> RenderedPrompts | None:
         if not looks_like_path(source) and not use_hub:
             notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
-            return None, 0
-        rows = load_rows(source)
+            return None
+        rows = load_rows(source)[:limit]
         if renderer is None:
-            return len(rows), 0
-        prompts = render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
-        return len(prompts.rows), prompts.num_dropped
+            return None
+        return render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
 
-    train, dropped = count(recipe.data.train)
-    held_out = {name: count(source)[0] for name, source in recipe.data.eval.items()}
-    return Preflight(train, dropped, {n: c for n, c in held_out.items() if c is not None}, tuple(notes))
+    train = prompts(recipe.data.train)
+    held_out = {name: prompts(source, recipe.eval.max_prompts) for name, source in recipe.data.eval.items()}
+    return Preflight(train, held_out, tuple(notes))
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -113,10 +112,13 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{trainer.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
     )
-    prompts = "prompts from the hub" if found.train_prompts is None else f"{found.train_prompts} prompts"
-    dropped = f" ({found.dropped_prompts} too long, dropped)" if found.dropped_prompts else ""
     total = recipe.run.max_steps * batch.groups_per_step
-    epochs = f" = {total / found.train_prompts:.2f} epochs" if found.train_prompts else ""
-    emit(f"data      {prompts}{dropped}; {recipe.run.max_steps} steps train {total} groups{epochs}")
+    if found.train is None:
+        prompts, epochs = "prompts not counted", ""
+    else:
+        dropped = f" ({found.train.num_dropped} too long, dropped)" if found.train.num_dropped else ""
+        prompts = f"{len(found.train.rows)} prompts{dropped}"
+        epochs = f" = {total / len(found.train.rows):.2f} epochs"
+    emit(f"data      {prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}")
     for note in found.notes:
         emit(f"note      {note}")

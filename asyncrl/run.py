@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import environment_defaults
 from asyncrl.config.recipe import Recipe
 from asyncrl.coordinator import Coordinator, Parts
+from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError
 from asyncrl.inference import build_engine
 from asyncrl.inference.channel import ReplicaControl
@@ -58,6 +61,18 @@ STOP_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """A run that has been checked. `start_from`: the checkpoint to go on from, if any."""
+
+    recipe: Recipe
+    name: str
+    directory: RunDirectory
+    start_from: Path | None
+    train: RenderedPrompts
+    held_out: Mapping[str, RenderedPrompts]
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """`signal`: the number of the signal that ended the run early, None when it reached `run.max_steps`."""
 
@@ -65,18 +80,17 @@ class RunResult:
     signal: int | None
 
 
-def run(recipe: Recipe, name: str, directory: RunDirectory, start_from: Path | None, console: Console) -> RunResult:
+def run(job: Job, console: Console) -> RunResult:
     """Runs to the end or to a signal. Raises the first error of any part, after everything was shut down."""
-    _start_ray(recipe, directory)
+    _start_ray(job.recipe, job.directory)
     try:
-        return asyncio.run(_run(recipe, name, directory, start_from, console))
+        return asyncio.run(_run(job, console))
     finally:
         ray.shutdown()
 
 
-async def _run(
-    recipe: Recipe, name: str, directory: RunDirectory, start_from: Path | None, console: Console
-) -> RunResult:
+async def _run(job: Job, console: Console) -> RunResult:
+    recipe, directory = job.recipe, job.directory
     signals: list[int] = []
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -91,16 +105,18 @@ async def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    metrics = MetricsLog(directory.metrics, build_sinks(recipe, name, directory.path))
-    actors = _Actors(recipe, directory)
+    metrics = MetricsLog(directory.metrics, build_sinks(recipe, job.name, directory.path))
+    actors = _Actors(job)
     events = EventLog(directory.events)
     live = recipe.observability.progress and console.is_terminal
     progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
     try:
         if not await _until(stopped, actors.start()):
             return RunResult(0, signals[0])
-        events.write("start", name=name, resumed=start_from is not None)
-        coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), start_from)
+        events.write("start", name=job.name, resumed=job.start_from is not None)
+        gc.collect()
+        gc.freeze()  # what start-up left behind is not worth walking in every full collection
+        coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), job.start_from)
         on_stop.append(coordinator.stop)
         await coordinator.run()
         outcome = "interrupted" if signals and coordinator.step < recipe.run.max_steps else "finished"
@@ -145,9 +161,9 @@ def _start_ray(recipe: Recipe, directory: RunDirectory) -> None:
 class _Actors:
     """The actors of a run and the channels to them."""
 
-    def __init__(self, recipe: Recipe, directory: RunDirectory) -> None:
-        self._recipe = recipe
-        self._directory = directory
+    def __init__(self, job: Job) -> None:
+        self._recipe = recipe = job.recipe
+        self._directory = directory = job.directory
         vllm = recipe.rollout.engine == "vllm"
         gpus = recipe.rollout.vllm.tensor_parallel_size if vllm else self._gpu_share(recipe.rollout.torch.device)
         queue_spec = QueueSpec(
@@ -178,7 +194,7 @@ class _Actors:
             for i in range(recipe.rollout.num_replicas)
         }
         channels = {i: ReplicaActorChannel(i, r.handle, "rollouter") for i, r in self.replicas.items()}
-        spec = RolloutSpec(recipe, directory.samples)
+        spec = RolloutSpec(recipe, job.train, job.held_out, directory.samples)
         self.rollouter = RolloutControl(
             ray.remote(Rollouter)
             .options(**options, scheduling_strategy=on_driver)

@@ -4,8 +4,9 @@
 
 Weights of Qwen2.5-0.5B (bfloat16, 988 MB) go from this process to one or two receiver processes, which copy them into
 memory of their own. Baselines: for `ipc` a two-slot ring in shared memory with 4 MiB slots, one contiguous source and a
-spinning flag instead of messages; for `collective` a bare gloo broadcast of the same bytes. Runs of all variants
-alternate; the table holds medians. Writes benchmarks/results/weight_sync.md.
+spinning flag instead of messages; for `collective` a bare gloo broadcast between contiguous buffers. The latter leaves
+out what a transfer of weights needs, to collect tensors at one end and to place them at the other: "gloo and copies"
+does both, without overlap. Runs of all variants alternate. Writes benchmarks/results/weight_sync.md.
 """
 
 from __future__ import annotations
@@ -46,50 +47,53 @@ Weights = list[tuple[str, torch.Tensor]]
 def qwen_weights(num_bytes: int) -> Weights:
     """The tensors of Qwen2.5-0.5B in bfloat16, cut off after `num_bytes`; the embedding in proportion."""
     hidden, kv, inner = 896, 128, 4864
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        ("model.embed_tokens.weight", (max(1, int(151936 * min(1.0, num_bytes / 988e6))), hidden))
-    ]
-    for layer in range(24):
-        for name, shape in (
-            ("self_attn.q_proj.weight", (hidden, hidden)),
-            ("self_attn.q_proj.bias", (hidden,)),
-            ("self_attn.k_proj.weight", (kv, hidden)),
-            ("self_attn.k_proj.bias", (kv,)),
-            ("self_attn.v_proj.weight", (kv, hidden)),
-            ("self_attn.v_proj.bias", (kv,)),
-            ("self_attn.o_proj.weight", (hidden, hidden)),
-            ("mlp.gate_proj.weight", (inner, hidden)),
-            ("mlp.up_proj.weight", (inner, hidden)),
-            ("mlp.down_proj.weight", (hidden, inner)),
-            ("input_layernorm.weight", (hidden,)),
-            ("post_attention_layernorm.weight", (hidden,)),
-        ):
-            shapes.append((f"model.layers.{layer}.{name}", shape))
-    shapes.append(("model.norm.weight", (hidden,)))
-    return _take(shapes, torch.bfloat16, num_bytes)
+    layer = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.bias": (hidden,),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (hidden, hidden),
+    }
+    vocab = max(1, int(151936 * min(1.0, num_bytes / 988e6)))
+    return _model(24, vocab, hidden, inner, layer, torch.bfloat16, num_bytes)
 
 
 def tiny_weights() -> Weights:
     """A Qwen3 of 0.8M parameters in float32: 4 layers, 46 tensors."""
-    hidden, inner, vocab = 128, 384, 64
+    hidden = 128
+    layer = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (hidden // 2, hidden),
+        "self_attn.v_proj.weight": (hidden // 2, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "self_attn.q_norm.weight": (32,),
+        "self_attn.k_norm.weight": (32,),
+    }
+    return _model(4, 64, hidden, 384, layer, torch.float32, 1 << 40)
+
+
+def _model(
+    layers: int,
+    vocab: int,
+    hidden: int,
+    inner: int,
+    attention: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    num_bytes: int,
+) -> Weights:
+    block = attention | {
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
     shapes: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab, hidden))]
-    for layer in range(4):
-        for name, shape in (
-            ("self_attn.q_proj.weight", (hidden, hidden)),
-            ("self_attn.k_proj.weight", (hidden // 2, hidden)),
-            ("self_attn.v_proj.weight", (hidden // 2, hidden)),
-            ("self_attn.o_proj.weight", (hidden, hidden)),
-            ("self_attn.q_norm.weight", (32,)),
-            ("self_attn.k_norm.weight", (32,)),
-            ("mlp.gate_proj.weight", (inner, hidden)),
-            ("mlp.up_proj.weight", (inner, hidden)),
-            ("mlp.down_proj.weight", (hidden, inner)),
-            ("input_layernorm.weight", (hidden,)),
-            ("post_attention_layernorm.weight", (hidden,)),
-        ):
-            shapes.append((f"model.layers.{layer}.{name}", shape))
+    shapes += [(f"model.layers.{i}.{name}", shape) for i in range(layers) for name, shape in block.items()]
     shapes.append(("model.norm.weight", (hidden,)))
-    return _take(shapes, torch.float32, 1 << 40)
+    return _take(shapes, dtype, num_bytes)
 
 
 def _take(shapes: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, num_bytes: int) -> Weights:
@@ -127,6 +131,7 @@ class GlooRead:
     rank: int
     num_bytes: int
     piece_bytes: int
+    copies: bool
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def serve(pipe: Connection) -> None:
                 if key not in groups:
                     store = dist.TCPStore("127.0.0.1", command.port, is_master=False)
                     groups[key] = gloo_group(store, command.rank, command.world_size)
-                gloo_broadcast(groups[key], flat, command.piece_bytes)
+                gloo_broadcast(groups[key], flat, command.piece_bytes, copies=command.copies)
         pipe.send(True)
 
 
@@ -196,9 +201,19 @@ def gloo_group(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGro
     return dist.ProcessGroupGloo(dist.PrefixStore(str(world_size), store), rank, world_size, options)
 
 
-def gloo_broadcast(group: dist.ProcessGroupGloo, flat: torch.Tensor, piece_bytes: int) -> None:
+def gloo_broadcast(group: dist.ProcessGroupGloo, flat: torch.Tensor, piece_bytes: int, *, copies: bool) -> None:
+    """`copies`: through a buffer at each end, one step after the other."""
+    buffer = torch.empty(piece_bytes, dtype=torch.uint8)
     for piece in flat.split(piece_bytes):
-        group.broadcast(piece, 0).wait()
+        if not copies:
+            group.broadcast(piece, 0).wait()
+            continue
+        staged = buffer[: piece.numel()]
+        if group.rank() == 0:
+            staged.copy_(piece)
+        group.broadcast(staged, 0).wait()
+        if group.rank() != 0:
+            piece.copy_(staged)
 
 
 class Bench:
@@ -225,14 +240,14 @@ class Bench:
         commands = [RingRead(str(self._ring.path), size, r) for r in range(num_receivers)]
         return self._timed(commands, lambda: ring_write(self._ring, self.flat, num_receivers))
 
-    def gloo(self, num_receivers: int, piece_bytes: int) -> float:
+    def gloo(self, num_receivers: int, piece_bytes: int, *, copies: bool = False) -> float:
         world, size = num_receivers + 1, self.flat.numel()
-        commands = [GlooRead(self._store.port, world, r + 1, size, piece_bytes) for r in range(num_receivers)]
+        commands = [GlooRead(self._store.port, world, r + 1, size, piece_bytes, copies) for r in range(num_receivers)]
 
         def broadcast() -> None:
             if world not in self._groups:
                 self._groups[world] = gloo_group(self._store, 0, world)
-            gloo_broadcast(self._groups[world], self.flat, piece_bytes)
+            gloo_broadcast(self._groups[world], self.flat, piece_bytes, copies=copies)
 
         return self._timed(commands, broadcast)
 
@@ -290,6 +305,11 @@ def variants(bench: Bench) -> Iterator[Variant]:
             yield Variant(
                 f"bare gloo, {n} receiver(s), pieces of {size >> 20} MiB", None, lambda n=n, s=size: bench.gloo(n, s)
             )
+        yield Variant(
+            f"gloo and copies, {n} receiver(s), pieces of {BUCKET_BYTES >> 20} MiB",
+            f"bare gloo, {n} receiver(s)",
+            lambda n=n: bench.gloo(n, BUCKET_BYTES, copies=True),
+        )
         for digest in (False, True):
             yield Variant(
                 f"collective, {n} receiver(s)" + ", digest" * digest,

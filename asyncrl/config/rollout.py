@@ -97,7 +97,7 @@ class RolloutConfig:
     """Longest that one response may take over all its attempts."""
     reward_timeout_s: float = 30.0
     """Longest that one reward may take, its wait for one of four threads included; then the attempt fails."""
-    poll_interval_s: float = 0.02
+    poll_interval_s: float = 0.05
     """Shortest time between two collections of streamed tokens from a replica."""
 
     def __post_init__(self) -> None:

@@ -55,10 +55,10 @@ DECLARED: dict[str, str] = {
     "idle/trainer_fraction": "share of the step's wall time in which the trainer waited for groups",
     "idle/rollout_fraction": "share of the step's wall time in which replicas decoded nothing, mean over replicas",
     "cpu/coordinator_s": "CPU seconds of the driver since it started",
-    "cpu/queue_s": "CPU seconds of the message queue since it started",
-    "cpu/rollouter_s": "CPU seconds of the rollouter since it started",
+    "cpu/queue_s": "CPU seconds of the message queue since it started, as of the last health check",
+    "cpu/rollouter_s": "the same of the rollouter",
     "cpu/replicas_s": "CPU seconds of all replicas since they started",
-    "cpu/trainers_s": "CPU seconds of all trainer ranks since they started",
+    "cpu/trainers_s": "the same of all trainer ranks",
 }
 """Name -> unit and meaning. `eval/accuracy/<set>` is declared for every held-out set when there are several."""
 

@@ -24,8 +24,8 @@ class QueueControl:
     async def commit(self, step: int) -> LedgerCounts:
         return await self._call("commit", 0.0, step)
 
-    async def published(self, version: int) -> None:
-        await self._call("published", 0.0, version)
+    async def published(self, version: int) -> LedgerCounts:
+        return await self._call("published", 0.0, version)
 
     async def wait_idle(self, wait_s: float) -> bool:
         return await self._call("wait_idle", wait_s, wait_s)

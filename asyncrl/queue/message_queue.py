@@ -94,6 +94,17 @@ class MessageQueue:
             self._stored[group.ordinal] = StoredGroup(group, max(self._ledger.version, newest))
         await self._notify()
 
+    async def put_many(self, items: list[tuple[Ticket, TrajectoryGroup]]) -> list[Exception | None]:
+        """`put` for each; returns what each raised, in order."""
+        outcomes: list[Exception | None] = []
+        for ticket, group in items:
+            try:
+                await self.put(ticket, group)
+                outcomes.append(None)
+            except (LedgerError, ValueError) as e:
+                outcomes.append(e)
+        return outcomes
+
     async def nack(self, ticket: Ticket, reason: str) -> bool:
         """The group raised `reason` (with its traceback). True: it will be issued again."""
         again = self._ledger.nack(ticket, reason)
@@ -141,9 +152,10 @@ class MessageQueue:
         self._ledger.rollback(step)
         await self._notify()
 
-    async def published(self, version: int) -> None:
+    async def published(self, version: int) -> LedgerCounts:
         self._ledger.published(version)
         await self._notify()
+        return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
         """True when no admitted group is being generated; False after `wait_s`. A publish that drains waits for it."""

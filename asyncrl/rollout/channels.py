@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from asyncrl.errors import AsyncRLError
 from asyncrl.remote import reply
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
 from asyncrl.types import GenerationRequest, Ticket, TokenChunk, TrajectoryGroup
@@ -35,22 +37,49 @@ class ReplicaActorChannel:
 
 
 class QueueChannel:
-    """The rollout side of the message queue over its Ray actor handle."""
+    """The rollout side of the message queue over its Ray actor handle.
+
+    Puts that come while one call is under way travel together in the next: a call costs more than a small group.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
+        self._sender: asyncio.Task[None] | None = None
 
     async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
         call = self._handle.admit.remote(limit, wait_s)
         return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what="admit of the message queue")
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
-        call = self._handle.put.remote(ticket, group)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"put of group {ticket.ordinal} into the message queue")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ticket, group, done))
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send(), name="puts")
+        await done
 
     async def nack(self, ticket: Ticket, reason: str) -> bool:
         call = self._handle.nack.remote(ticket, reason)
         return await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"nack of group {ticket.ordinal}")
+
+    async def _send(self) -> None:
+        """Sends until nothing waits; every put learns its own outcome."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            what = f"put of {len(batch)} groups into the message queue"
+            call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
+            try:
+                outcomes = await reply(call, timeout_s=CALL_TIMEOUT_S, what=what)
+            except AsyncRLError as e:
+                outcomes = [e] * len(batch)
+            for (_, _, done), outcome in zip(batch, outcomes, strict=True):
+                if done.cancelled():
+                    continue
+                if outcome is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(outcome)
+        self._sender = None
 
 
 class RolloutControl:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from asyncrl.testing.fake_transport import FakeNetwork
-from asyncrl.testing.transport_suite import Rig, TransportSuite, Worker
+from asyncrl.testing.transport_rig import Rig, Worker
+from asyncrl.testing.transport_suite import TransportSuite
 from asyncrl.weights.transports import build_receiver, build_sender
 
 pytestmark = pytest.mark.contract

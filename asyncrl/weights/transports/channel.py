@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<BqQq")
 _PING_EVERY_S = 0.5
+_WAS_DEADLINE = 1
+"""Marks the ERROR of a receiver that only waited in vain: another one, or the sender itself, is the cause."""
 _LINGER_MS = 200
 """Longest that closing a socket waits for its last message (a DONE, an ERROR) to leave."""
 _HEARTBEAT_MS = 5_000
@@ -42,7 +44,7 @@ class Kind(IntEnum):
     BUCKET = 3  # value: index of a bucket that can be read
     ACK = 4  # value: index of a bucket that has been read; the number of buckets when the sink has everything
     DONE = 5
-    ERROR = 6  # text: what happened
+    ERROR = 6  # text: what happened; value: _WAS_DEADLINE, or 0
     PING = 7
 
 
@@ -135,15 +137,15 @@ class SenderChannel:
         self._wait(lambda: [r for r, at in self._acked.items() if at < bucket], f"take bucket {bucket}", deadline)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError with
-        what a receiver reported."""
+        """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError or
+        DeadlineExceeded with what a receiver reported."""
         if self._socket.poll(int(wait_s * 1000)):
             self._drain()
 
-    def laggards(self) -> list[int]:
-        """The receivers that have read the least."""
+    def laggards(self) -> str:
+        """Names the receivers that have taken the least."""
         least = min(self._acked.values(), default=-1)
-        return [r for r, at in self._acked.items() if at == least]
+        return ", ".join(f"receiver {r}" for r, at in self._acked.items() if at == least)
 
     def finish(self) -> None:
         """Ends the transfer: every receiver may use what it has."""
@@ -228,9 +230,11 @@ class SenderChannel:
             self._acked[receiver] = max(self._acked[receiver], message.value)
         elif message.kind is Kind.ERROR and current:
             del self._joined[receiver]
-            raise WeightTransferError(
-                explain(f"receiver {receiver} to take the weights", message.text, "see the log of this replica")
-            )
+            asked = f"receiver {receiver} to take the weights"
+            if message.value == _WAS_DEADLINE:
+                do = f"look at the logs; behind: {self.laggards()}"
+                raise DeadlineExceeded(explain(asked, message.text, do))
+            raise WeightTransferError(explain(asked, message.text, "see the log of this replica"))
         elif message.kind is Kind.ERROR:
             waiting = self._ready.get(receiver)
             if waiting is not None and waiting.attempt == message.attempt:
@@ -298,7 +302,8 @@ class ReceiverChannel:
 
     def fail(self, error: BaseException) -> None:
         """Leaves the publish and tells the sender why."""
-        self._send(Kind.ERROR, text=f"{type(error).__name__}: {error}")
+        value = _WAS_DEADLINE if isinstance(error, DeadlineExceeded) else 0
+        self._send(Kind.ERROR, value, f"{type(error).__name__}: {error}")
 
     def lost(self, what: str) -> WeightTransferError:
         """The error for a sender that is gone."""

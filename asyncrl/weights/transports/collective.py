@@ -8,7 +8,8 @@ part, progress and errors travel beside it (`channel.py`), because a broadcast c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -105,19 +106,13 @@ class CollectiveSender:
         self._generation += 1
         self._group = BroadcastGroup(self._store, self._generation, 0, self._num_receivers + 1, self._device)
         channel.tell(Kind.BEGIN, self._generation)
-        self._group.form(deadline)
+        with _explained(channel):
+            self._group.form(deadline)
         return self._group
 
     def _wait_sent(self, channel: SenderChannel, group: BroadcastGroup, deadline: Deadline) -> None:
-        """Waits for the oldest broadcast. Raises what a receiver reported in preference to what the group saw."""
-        try:
+        with _explained(channel):
             group.wait(deadline, "send a bucket to all receivers")
-        except (DeadlineExceeded, WeightTransferError) as error:
-            explanation = Deadline(_EXPLANATION_S)
-            while explanation.remaining_s():
-                channel.check(explanation.remaining_s())
-            names = ", ".join(f"receiver {r}" for r in channel.laggards())
-            raise type(error)(f"{error}\nbehind: {names}") from error
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -202,6 +197,24 @@ class CollectiveReceiver:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+@contextmanager
+def _explained(channel: SenderChannel) -> Iterator[None]:
+    """Adds to an error of the group what the receivers report and which of them are behind. A connection that broke is
+    the consequence of what a receiver reports, and gives way to it; a deadline stays one."""
+    try:
+        yield
+    except (DeadlineExceeded, WeightTransferError) as error:
+        explanation, reported = Deadline(_EXPLANATION_S), ""
+        try:
+            while explanation.remaining_s():
+                channel.check(explanation.remaining_s())
+        except (DeadlineExceeded, WeightTransferError) as cause:
+            if not isinstance(error, DeadlineExceeded):
+                raise
+            reported = f"\nreported: {cause}"
+        raise type(error)(f"{error}\nbehind: {channel.laggards()}{reported}") from error
 
 
 def _buffers(bucket_bytes: int, device: torch.device) -> tuple[torch.Tensor, ...]:
