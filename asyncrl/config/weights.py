@@ -13,8 +13,8 @@ class WeightsConfig:
     bucket_bytes: int = 4 << 20
     """Size of one unit of transfer. Small buckets stay in the CPU's caches; use 256 MiB and more over NCCL."""
     verify: Literal["off", "first", "always"] = "first"
-    """When both sides compute a digest of every tensor: never (write `"off"` in quotes, YAML reads a bare off as
-    false), at the first publish and every verify_every-th one, or always."""
+    """When both sides compute a digest of every tensor: never, at the first publish and every verify_every-th one, or
+    always."""
     verify_every: int = 50
     """With verify=first: publishes between two verified ones."""
     max_retries: int = 1

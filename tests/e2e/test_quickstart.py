@@ -8,18 +8,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl import cli
 from asyncrl.observability.metrics import REQUIRED
-from tests.e2e.conftest import ROLES, assert_sound
+from tests.e2e.conftest import ROLES, ROOT, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def shared_memory():
-    return {p.name for p in Path("/dev/shm").glob("asyncrl-*")}
+def left_behind():
+    """Shared memory and sockets whose owner, the process in their name, is gone."""
+    names = {p.name for p in Path("/dev/shm").glob("asyncrl-*")}
+    return {name for name in names if not psutil.pid_exists(int(name.split("-")[2]))}
 
 
 def test_the_model_learns_bounded_and_lossless(start):
-    before = shared_memory()
+    before = left_behind()
     run = start("run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64")
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=24)
@@ -39,7 +42,7 @@ def test_the_model_learns_bounded_and_lossless(start):
     publishes = [e for e in run.events if e["event"] == "publish"]
     assert [p["version"] for p in publishes] == list(range(25))
     assert publishes[0]["verified"]
-    assert shared_memory() <= before, "no segment or socket is left behind"
+    assert left_behind() <= before
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,37 @@ def test_an_environment_that_raises_fails_its_group_not_the_run(start):
     retried = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
     assert any("the grader hung up" in e["detail"] for e in retried)
     assert not set(run.transitions("failed")) & set(run.transitions("trained"))
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ('{"prompt": [{"role": "user", "content": "1+1?"}]', "bad.jsonl:2"),
+        ('{"prompt": [], "data_source": "x", "reward_model": {"ground_truth": "2"}}', "bad.jsonl:2"),
+        (
+            json.dumps(
+                {
+                    "prompt": [{"role": "user", "content": "9 " * 99}],
+                    "data_source": "x",
+                    "reward_model": {"ground_truth": "2"},
+                }
+            ),
+            "max",
+        ),
+    ],
+    ids=["broken JSON", "empty prompt", "too long"],
+)
+def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, monkeypatch, row, found):
+    monkeypatch.chdir(ROOT)
+    good = (ROOT / "data" / "arithmetic_train.jsonl").read_text().splitlines()[0]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f"{good}\n{row}\n")
+    code = cli.main(["recipes/quickstart.yaml", f"data.train={bad}", f"run.dir={tmp_path / 'run'}"])
+    message = capsys.readouterr().err
+    assert code == 2
+    assert found in message
+    assert "bad.jsonl:2" in message
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("role", ROLES)

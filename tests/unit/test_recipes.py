@@ -66,6 +66,14 @@ def test_bad_input_says_what_to_do(override, found, do):
     assert do in lines[2]
 
 
+def test_off_is_a_word_where_a_key_has_it_among_its_choices(tmp_path):
+    assert load_recipe(QUICKSTART, ["weights.verify=off"]).weights.verify == "off"
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"base: {QUICKSTART}\nweights: {{verify: off}}\ndata: {{shuffle: off}}\n")
+    loaded = load_recipe(recipe, [])
+    assert (loaded.weights.verify, loaded.data.shuffle) == ("off", False)
+
+
 def test_a_missing_recipe_names_the_closest(tmp_path):
     (tmp_path / "quickstart.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml"):

@@ -54,8 +54,8 @@ class Segment:
         """Removes the file and the socket; the memory goes when the last view of it does. Idempotent."""
         if self._fd < 0:
             return
-        self.path.unlink(missing_ok=True)
         self.socket_path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -88,8 +88,8 @@ def remove_stale_segments() -> list[Path]:
             continue  # removed meanwhile, or another user's
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
             path.with_suffix(".sock").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             removed.append(path)
             logger.info("removed shared memory of a dead weight sender: %s", path)
         except BlockingIOError:

@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.checkpoint.store import CheckpointStore, RunState, check_resumable, read_state
+from asyncrl.config.load import load_recipe
+from asyncrl.errors import ConfigError
+from tests.unit.test_recipes import QUICKSTART
+
+pytestmark = pytest.mark.unit
+
+
+def save(store, step, recipe=None):
+    temporary = store.begin(step)
+    (temporary / "part").write_text(str(step))
+    state = RunState.of(recipe or load_recipe(QUICKSTART, []), global_steps=step, elapsed_s=1.5)
+    return store.finish(temporary, state)
+
+
+def test_the_newest_are_kept_and_an_unfinished_one_is_invisible(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 4, 10):
+        save(store, step)
+    store.begin(12)
+    assert [p.name for p in store.all()] == ["step_4", "step_10"]
+    assert store.latest() == tmp_path / "step_10"
+    assert read_state(tmp_path / "step_10").global_steps == 10
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 3)
+    (save(store, 3) / "part").write_text("again")
+    assert [p.name for p in store.all()] == ["step_3"]
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (20, 30):
+        save(store, step)
+    store.set_aside_after(20)
+    save(store, 25)
+    assert [p.name for p in store.all()] == ["step_20", "step_25"]
+    assert (tmp_path / "abandoned_step_30" / "part").read_text() == "30"
+
+
+def test_what_the_ledger_depends_on_cannot_change_on_resume(tmp_path):
+    path = save(CheckpointStore(tmp_path, keep=2), 5)
+    check_resumable(load_recipe(QUICKSTART, ["run.max_steps=500", "trainer.lr=1e-3"]), path)
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        check_resumable(load_recipe(QUICKSTART, ["run.seed=7"]), path)
+    with pytest.raises(ConfigError, match=r"staleness\.max_lag"):
+        check_resumable(load_recipe(QUICKSTART, ["mode=sync"]), path)
+
+
+@pytest.mark.parametrize("content", [None, "{}", "{torn", json.dumps({"global_steps": 3})])
+def test_what_is_not_a_checkpoint_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "state.json").write_text(content)
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
+        read_state(tmp_path)
+
+
+def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.resolve_resume("never", 2, "command") is None
+    directory.write_config(load_recipe(QUICKSTART, []), "name")
+    with pytest.raises(ConfigError, match="command resume=auto"):
+        directory.resolve_resume("never", 2, "command")
+    assert directory.resolve_resume("auto", 2, "command") is None
+    saved = save(CheckpointStore(directory.checkpoints, 2), 4)
+    assert directory.resolve_resume("auto", 2, "command") == saved
+    assert directory.resolve_resume(str(saved), 2, "command") == saved
