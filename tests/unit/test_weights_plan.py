@@ -24,7 +24,7 @@ def spec_lists(draw):
 
 
 @given(spec_lists(), st.integers(16, 3000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_byte_of_every_tensor_exactly_once_and_in_order(specs, bucket_bytes):
     buckets = plan_buckets(specs, bucket_bytes)
     pieces = [piece for bucket in buckets for piece in bucket.slices]
@@ -37,7 +37,7 @@ def test_every_byte_of_every_tensor_exactly_once_and_in_order(specs, bucket_byte
 
 
 @given(spec_lists(), st.integers(16, 3000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_buckets_are_within_their_size_aligned_and_without_overlap(specs, bucket_bytes):
     for index, bucket in enumerate(plan_buckets(specs, bucket_bytes)):
         assert bucket.index == index
@@ -52,7 +52,7 @@ def test_buckets_are_within_their_size_aligned_and_without_overlap(specs, bucket
 
 
 @given(spec_lists(), st.integers(16, 3000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_only_tensors_larger_than_a_bucket_are_cut_and_no_bucket_stays_needlessly_small(specs, bucket_bytes):
     capacity = bucket_bytes - bucket_bytes % ALIGNMENT
     buckets = plan_buckets(specs, bucket_bytes)
