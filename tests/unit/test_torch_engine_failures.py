@@ -150,14 +150,16 @@ async def test_resume_ends_a_drain_that_it_overtakes(engine):
     assert (await client.done()).finish_reasons == ["length"]
 
 
-async def test_an_engine_whose_event_loop_is_gone_ends_its_thread(model_path):
+@pytest.mark.parametrize("idle", [False, True])
+async def test_an_engine_whose_event_loop_is_gone_ends_its_thread(model_path, idle):
     engines = []
 
     async def leave_behind():
         engine = make_engine(model_path)
         await engine.start()
-        Client(engine, make_request(max_tokens=100))
-        await asyncio.sleep(0)
+        if not idle:
+            Client(engine, make_request(max_tokens=100))
+            await asyncio.sleep(0)
         engines.append(engine)
 
     await asyncio.to_thread(asyncio.run, leave_behind())

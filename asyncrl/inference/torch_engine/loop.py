@@ -110,6 +110,7 @@ class DecodeLoop:
                 if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
                     return False
             except queue.Empty:
+                self._report(Report())  # its owner learns, when the event loop is gone, that nobody will ever say stop
                 return True
         while not self._commands.empty():
             if not self._serve(self._commands.get_nowait()):
