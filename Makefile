@@ -41,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: $(STAMP)
 	$(BIN)/python -m pytest -m "unit or structure or concurrency"

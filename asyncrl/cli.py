@@ -56,9 +56,8 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
     directory = RunDirectory(Path(recipe.run.dir or Path("runs") / name))
     words = [w for w in overrides if not w.startswith("resume=")]
     command = shlex.join(["asyncrl-train", str(path), *words])
-    start_from = None if dry_run else directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
-    if start_from is not None:
-        check_resumable(recipe, start_from)
+    if not dry_run:
+        directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
     describe(recipe, found, lambda line: console.print("  " + line, highlight=False, markup=False, soft_wrap=True))
@@ -66,7 +65,12 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
         console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
         return 0
     check_packages(recipe)
+    assert found.train is not None, "the hub was used"
     directory.lock(command)
+    # Again: whoever had the directory until now may have written its last checkpoint since.
+    start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
+    if start_from is not None:
+        check_resumable(recipe, found.train.digest(), start_from)
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
     from asyncrl.observability.logs import configure_driver
@@ -76,14 +80,15 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
     directory.write_config(recipe, name)
     resume = f"{command} resume=auto"
     try:
-        assert found.train is not None, "the hub was used"
         held_out = {held: prompts for held, prompts in found.held_out.items() if prompts is not None}
         result = run(Job(recipe, name, directory, start_from, found.train, held_out), console)
     except KeyboardInterrupt:
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2
-    except AsyncRLError as e:
-        logger.error("the run failed: %s: %s", type(e).__name__, e)  # noqa: TRY400 - named; the traceback says nothing more
+    except Exception as e:
+        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        traceback = None if isinstance(e, AsyncRLError) else e
+        logger.log(logging.ERROR, "the run failed: %s: %s", type(e).__name__, e, exc_info=traceback)
         console.print(
             f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True
         )

@@ -73,7 +73,7 @@ class ReplicaSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that the coordinator drives, built by the composition root."""
+    """Everything that the coordinator drives, built by the composition root. `prompts_digest` names the data."""
 
     queue: Queue
     trainers: Trainers
@@ -84,6 +84,7 @@ class Parts:
     metrics: MetricsLog
     events: EventLog
     progress: ProgressView
+    prompts_digest: str
 
 
 class Coordinator:
@@ -101,6 +102,7 @@ class Coordinator:
         self._clock = StepClock()
         self._advantages = build_advantage(recipe.algorithm.advantage)
         self._stop = asyncio.Event()
+        self._restored = asyncio.Event()
         self._cpu: dict[str, float] = {}
 
     @property
@@ -118,12 +120,9 @@ class Coordinator:
         Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
         progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
         """
-        if self._start_from is not None:
-            await self._resume(self._start_from)
-        self._parts.metrics.truncate_after(self._step)
         training = asyncio.create_task(self._train(), name="training")
         guards = [
-            asyncio.create_task(self._parts.rollouter.run(), name="rollouter"),
+            asyncio.create_task(self._rollout(), name="rollouter"),
             asyncio.create_task(self._watch_health(), name="health"),
         ]
         stop = asyncio.create_task(self._stop.wait())
@@ -159,17 +158,22 @@ class Coordinator:
 
     async def _train(self) -> None:
         recipe, parts = self._recipe, self._parts
+        if self._start_from is not None:
+            await self._resume(self._start_from)
+        parts.metrics.truncate_after(self._step)
+        parts.checkpoints.set_aside_after(self._step)
+        self._restored.set()
         await parts.weights.open()
         await self._publish()
-        initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else None
+        initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else {}
         self._clock.mark(await self._replica_stats())
         while self._step < recipe.run.max_steps and not self._stop.is_set():
             record = await self._one_step()
             if record is None:
                 break
-            if initial is not None:
+            if initial:
                 record.add("eval/initial_accuracy", initial["eval/accuracy"])
-                initial = None
+                initial = {}
             parts.metrics.write(record.values)
             parts.progress.stepped(record.values)
             if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
@@ -204,7 +208,8 @@ class Coordinator:
         if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
             if recipe.mode != "fully_async":
                 waited_s += await self._drain()
-            report, counts = await self._publish()
+            if not self._stop.is_set():
+                report, counts = await self._publish()
         record.of_publish(report)
         record.of_queue(counts)
         if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
@@ -233,9 +238,9 @@ class Coordinator:
         return None
 
     async def _drain(self) -> float:
-        """Waits until no group is being generated; returns the seconds it took."""
+        """Waits until no group is being generated, or a stop; returns the seconds it took."""
         started = time.monotonic()
-        while not await self._parts.queue.wait_idle(POLL_S):
+        while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
                 raise DeadlineExceeded(
                     explain(
@@ -264,12 +269,23 @@ class Coordinator:
         return report, counts
 
     async def _evaluate(self) -> dict[str, float]:
-        """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it."""
+        """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it.
+
+        Empty when a stop came first.
+        """
         started = time.monotonic()
-        results = [
-            await self._parts.rollouter.evaluate(name, self._recipe.run.seed, self._recipe.eval.timeout_s)
-            for name in self._recipe.data.eval
-        ]
+        results: list[EvalResult] = []
+        for name in self._recipe.data.eval:
+            run = self._parts.rollouter.evaluate(name, self._recipe.run.seed, self._recipe.eval.timeout_s)
+            evaluation, stop = asyncio.create_task(run), asyncio.create_task(self._stop.wait())
+            try:
+                await asyncio.wait([evaluation, stop], return_when=asyncio.FIRST_COMPLETED)
+                if not evaluation.done():
+                    return {}
+                results.append(await evaluation)
+            finally:
+                evaluation.cancel()
+                stop.cancel()
         for r in results:
             self._parts.events.write(
                 "evaluation",
@@ -298,22 +314,28 @@ class Coordinator:
         temporary = parts.checkpoints.begin(self._step)
         await parts.queue.save(temporary / "queue")
         await parts.trainers.save(temporary / "trainer")
-        state = RunState.of(self._recipe, global_steps=self._step, elapsed_s=self._clock.elapsed_s)
+        state = RunState.of(
+            self._recipe, parts.prompts_digest, global_steps=self._step, elapsed_s=self._clock.elapsed_s
+        )
         path = await asyncio.to_thread(parts.checkpoints.finish, temporary, state)
         self._saved = self._step
         parts.events.write("checkpoint", step=self._step, path=path.name, save_s=time.monotonic() - started)
 
     async def _resume(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
+        self._parts.events.write("resume", step=state.global_steps, checkpoint=checkpoint.name)
         await self._parts.trainers.load(checkpoint / "trainer")
         counts = await self._parts.queue.load(checkpoint / "queue")
         self._step = self._saved = state.global_steps
         self._clock = StepClock(state.elapsed_s)
-        self._parts.checkpoints.set_aside_after(self._step)
-        self._parts.events.write("resume", step=self._step, checkpoint=checkpoint.name)
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
 
     # -- guards --------------------------------------------------------------------------------------------------
+
+    async def _rollout(self) -> None:
+        """The rollouter, from the moment that the queue is what it was at the checkpoint."""
+        await self._restored.wait()
+        await self._parts.rollouter.run()
 
     async def _watch_health(self) -> None:
         """Asks every process whether it is alive; raises ProcessDied or DeadlineExceeded naming the one that is not."""

@@ -118,6 +118,8 @@ async def _run(job: Job, console: Console) -> RunResult:
         gc.freeze()  # what start-up left behind is not worth walking in every full collection
         coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), job.start_from)
         on_stop.append(coordinator.stop)
+        if stopped.is_set():
+            coordinator.stop()
         await coordinator.run()
         outcome = "interrupted" if signals and coordinator.step < recipe.run.max_steps else "finished"
         events.write("end", outcome=outcome, step=coordinator.step)
@@ -164,6 +166,7 @@ class _Actors:
     def __init__(self, job: Job) -> None:
         self._recipe = recipe = job.recipe
         self._directory = directory = job.directory
+        self._prompts_digest = job.train.digest()
         vllm = recipe.rollout.engine == "vllm"
         gpus = recipe.rollout.vllm.tensor_parallel_size if vllm else self._gpu_share(recipe.rollout.torch.device)
         queue_spec = QueueSpec(
@@ -213,13 +216,19 @@ class _Actors:
             seed=recipe.run.seed,
         )
         gpus = self._gpu_share(recipe.trainer.device)
-        async with asyncio.TaskGroup() as group:
-            trainers = group.create_task(
-                TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
-            )
-            group.create_task(self.rollouter.start(timeout_s))
-            for replica in self.replicas.values():
-                group.create_task(replica.start(timeout_s))
+        try:
+            async with asyncio.TaskGroup() as group:
+                trainers = group.create_task(
+                    TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
+                )
+                group.create_task(self.rollouter.start(timeout_s))
+                for replica in self.replicas.values():
+                    group.create_task(replica.start(timeout_s))
+        except ExceptionGroup as errors:
+            # One error is told: a named one before others, one with a cause before a timeout.
+            raise min(
+                errors.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
+            ) from None
         self._trainers = trainers.result()
 
     def parts(self, metrics: MetricsLog, events: EventLog, progress: ProgressView) -> Parts:
@@ -235,14 +244,17 @@ class _Actors:
             metrics=metrics,
             events=events,
             progress=progress,
+            prompts_digest=self._prompts_digest,
         )
 
     async def stop(self) -> None:
-        """Asks every part to stop, all at once, and kills what does not in time."""
-        stops = [self.rollouter.stop(STOP_TIMEOUT_S), *(r.stop(STOP_TIMEOUT_S) for r in self.replicas.values())]
+        """Asks every part to stop and kills what does not in time."""
+        stops = [r.stop(STOP_TIMEOUT_S) for r in self.replicas.values()]
         if self._trainers is not None:
             stops.append(self._trainers.stop())
-        for failure in await asyncio.gather(*stops, return_exceptions=True):
+        # The rollouter first: a group that loses its replica now would be counted as failed.
+        first = await asyncio.gather(self.rollouter.stop(STOP_TIMEOUT_S), return_exceptions=True)
+        for failure in (*first, *await asyncio.gather(*stops, return_exceptions=True)):
             if isinstance(failure, AsyncRLError):
                 logger.info("while stopping: %s", failure)
             elif isinstance(failure, BaseException):

@@ -8,7 +8,7 @@ position. The default of a frozen dataclass looks its fields up one by one and c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -76,6 +76,25 @@ class Trajectory:
         )
         rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
         return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s))
+
+    def normalized(self) -> Trajectory:
+        """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
+
+        Raises ValueError: something is not an array, or not a number.
+        """
+        try:
+            return replace(
+                self,
+                prompt_ids=np.asarray(self.prompt_ids, np.int32),
+                response_ids=np.asarray(self.response_ids, np.int32),
+                logprobs=np.asarray(self.logprobs, np.float32),
+                loss_mask=np.asarray(self.loss_mask, np.bool_),
+                segments=tuple(self.segments),
+                reward=float(self.reward),
+                reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
+            )
+        except (TypeError, AttributeError) as e:
+            raise ValueError(f"malformed trajectory: {e}") from e
 
     def validate(self) -> Trajectory:
         """Returns self after checking the length relations. Raises ValueError naming the relation that fails."""

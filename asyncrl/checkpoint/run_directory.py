@@ -40,7 +40,7 @@ class RunDirectory:
         if resume == "auto":
             return store.latest()
         if resume != "never":
-            return Path(resume)
+            return Path(resume).resolve()
         if self.config.exists():
             latest = store.latest()
             held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"

@@ -33,10 +33,11 @@ class RunState:
     group_size: int
     max_lag: int
     seed: int
-    train_data: str
+    shuffle: bool
+    prompts_digest: str
 
     @classmethod
-    def of(cls, recipe: Recipe, *, global_steps: int, elapsed_s: float) -> RunState:
+    def of(cls, recipe: Recipe, prompts_digest: str, *, global_steps: int, elapsed_s: float) -> RunState:
         batch = recipe.batch
         return cls(
             global_steps,
@@ -45,7 +46,8 @@ class RunState:
             batch.group_size,
             recipe.max_lag,
             recipe.run.seed,
-            recipe.data.train,
+            recipe.data.shuffle,
+            prompts_digest,
         )
 
 
@@ -54,7 +56,8 @@ _FIXED = {
     "group_size": "batch.group_size",
     "max_lag": "staleness.max_lag (through mode)",
     "seed": "run.seed",
-    "train_data": "data.train",
+    "shuffle": "data.shuffle",
+    "prompts_digest": "the rendered prompts (digest)",
 }
 
 
@@ -68,8 +71,8 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """An empty directory to write checkpoint `step` into; `finish` gives it its name."""
         temporary = self._directory / f".step_{step}.tmp"
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        for unfinished in self._directory.glob(".step_*.tmp"):
+            shutil.rmtree(unfinished)
         temporary.mkdir(parents=True)
         return temporary
 
@@ -85,7 +88,8 @@ class CheckpointStore:
         temporary.rename(final)
         _fsync(self._directory)
         for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+            # Renamed first: whatever interrupts the removal, a directory step_<n> is complete.
+            shutil.rmtree(old.rename(self._directory / f".{old.name}.tmp"))
         return final
 
     def all(self) -> list[Path]:
@@ -123,20 +127,19 @@ def read_state(checkpoint: Path) -> RunState:
         ) from e
 
 
-def check_resumable(recipe: Recipe, checkpoint: Path) -> RunState:
+def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> None:
     """Raises ConfigError naming the key of the recipe that differs from the checkpointed run."""
     saved = read_state(checkpoint)
-    asked = RunState.of(recipe, global_steps=saved.global_steps, elapsed_s=saved.elapsed_s)
+    asked = RunState.of(recipe, prompts_digest, global_steps=saved.global_steps, elapsed_s=saved.elapsed_s)
     for field, key in _FIXED.items():
         if getattr(saved, field) != getattr(asked, field):
             raise ConfigError(
                 explain(
                     f"resume {checkpoint} with {key}={getattr(asked, field)}",
                     f"the run was started with {getattr(saved, field)}; its ledger and ready groups depend on it",
-                    f"keep {key}={getattr(saved, field)}, or start a new run with another run.dir",
+                    "keep it, or start a new run with another run.dir",
                 )
             )
-    return saved
 
 
 def _fsync(path: Path) -> None:

@@ -15,7 +15,7 @@ class RunSection:
     """Optimizer steps of the whole run, over all restarts."""
     seed: int = 0
     """Of the prompt order, of sampling and of initialisation."""
-    shutdown_timeout_s: float = 10.0
+    shutdown_timeout_s: float = 8.0
     """Longest that an interrupted run waits for the step in progress before it gives that step up."""
 
     def __post_init__(self) -> None:

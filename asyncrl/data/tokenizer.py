@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ class RenderedPrompts:
     rows: tuple[PromptRow, ...]
     prompt_ids: tuple[np.ndarray, ...]
     num_dropped: int
+
+    def digest(self) -> str:
+        """Changes with any prompt, ground truth or their order: ordinals mean the same rows only while it does not."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row, ids in zip(self.rows, self.prompt_ids, strict=True):
+            digest.update(ids.tobytes() + row.ground_truth.encode() + b"\0")
+        return digest.hexdigest()
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -41,6 +41,6 @@ def configure_worker() -> None:
         return
     file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter(_FORMAT))
-    logger = logging.getLogger("asyncrl")
-    logger.addHandler(file)
-    logger.setLevel(logging.INFO)
+    logging.getLogger("asyncrl").setLevel(logging.INFO)
+    for name in ("asyncrl", "asyncio"):  # asyncio's tells of tasks whose exception nobody took
+        logging.getLogger(name).addHandler(file)

@@ -101,7 +101,7 @@ class MessageQueue:
             try:
                 await self.put(ticket, group)
                 outcomes.append(None)
-            except (LedgerError, ValueError) as e:
+            except Exception as e:  # noqa: BLE001 - task boundary: the caller of this put gets it, the others go on
                 outcomes.append(e)
         return outcomes
 
@@ -158,9 +158,14 @@ class MessageQueue:
         return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
-        """True when no admitted group is being generated; False after `wait_s`. A publish that drains waits for it."""
-        await self._wait(lambda: not self._ledger.running(), wait_s)
-        return not self._ledger.running()
+        """True when no group is being generated or could be admitted; False after `wait_s`. A publish that drains
+        waits for it."""
+
+        def idle() -> bool:
+            return not self._ledger.running() and self._ledger.admissible == 0
+
+        await self._wait(idle, wait_s)
+        return idle()
 
     async def counts(self) -> LedgerCounts:
         return self._ledger.counts

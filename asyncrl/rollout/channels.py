@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.errors import AsyncRLError
 from asyncrl.remote import reply
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
 from asyncrl.types import GenerationRequest, Ticket, TokenChunk, TrajectoryGroup
@@ -67,10 +66,10 @@ class QueueChannel:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             what = f"put of {len(batch)} groups into the message queue"
-            call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
             try:
+                call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
                 outcomes = await reply(call, timeout_s=CALL_TIMEOUT_S, what=what)
-            except AsyncRLError as e:
+            except Exception as e:  # noqa: BLE001 - task boundary: every put of the batch raises it to its caller
                 outcomes = [e] * len(batch)
             for (_, _, done), outcome in zip(batch, outcomes, strict=True):
                 if done.cancelled():

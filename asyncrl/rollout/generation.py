@@ -81,6 +81,7 @@ class GenerationClient:
         self._outgoing: dict[int, list[GenerationRequest]] = {}
         self._busy: dict[int, asyncio.Event] = {r: asyncio.Event() for r in self._replicas}
         self._numbers = itertools.count()
+        self._flushes: set[asyncio.Task[None]] = set()
         self._collectors = [
             asyncio.create_task(self._collect(r), name=f"collect from replica {r}") for r in self._replicas
         ]
@@ -113,6 +114,8 @@ class GenerationClient:
                     if complete is not None:
                         return _assemble(chunks, complete, interruptions)
                     interruptions += 1
+        except AsyncRLError:
+            raise
         except TimeoutError as e:
             raise GenerationError(f"a response was not finished within {self._request_timeout_s} s") from e
 
@@ -163,7 +166,9 @@ class GenerationClient:
         batch = self._outgoing.setdefault(replica_id, [])
         batch.append(request)
         if len(batch) == 1:
-            asyncio.create_task(self._flush(replica_id))  # noqa: RUF006 - it ends with the call and reports to pendings
+            task = asyncio.create_task(self._flush(replica_id), name=f"submit to replica {replica_id}")
+            self._flushes.add(task)
+            task.add_done_callback(self._flushes.discard)
 
     async def _flush(self, replica_id: int) -> None:
         batch = self._outgoing.pop(replica_id)
@@ -175,7 +180,7 @@ class GenerationClient:
             self._busy[replica_id].set()
         except ProcessDied as e:
             self._lose(replica_id, e)
-        except AsyncRLError as e:
+        except Exception as e:  # noqa: BLE001 - task boundary: it becomes the failure of the requests it was sending
             for request in batch:
                 self._fail(request.request_id, e)
 

@@ -29,7 +29,7 @@ from asyncrl.data.prompt_stream import PromptStream
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import RenderedPrompts, load_tokenizer, stop_token_ids
 from asyncrl.environments import Environment, Session, Task, build_environment
-from asyncrl.errors import DeadlineExceeded, GenerationError, LedgerError
+from asyncrl.errors import DeadlineExceeded, GenerationError
 from asyncrl.rewards import RewardFunction, RewardResult, build_reward
 from asyncrl.rollout.generation import Generation, GenerationClient, ReplicaChannel
 from asyncrl.types import SamplingParams, Ticket, Trajectory, TrajectoryGroup
@@ -125,7 +125,7 @@ class Rollouter:
         self._replicas = replicas
         self._samples = _SampleFile(spec.samples_path, recipe.observability.samples_per_step)
         self._groups: set[asyncio.Task[None]] = set()
-        self._failure: asyncio.Future[None]
+        self._failure: asyncio.Future[None] | None = None
         self._reward_threads = _reward_threads()
         self.client: GenerationClient
         self.decode: Callable[[np.ndarray], str]
@@ -162,9 +162,11 @@ class Rollouter:
 
     async def run(self) -> None:
         """Generates until `stop`. Raises what ended a loop of it."""
+        failure = self._failure
+        assert failure is not None, "start comes first"
         loops = [asyncio.create_task(self._admit(), name="admission"), asyncio.create_task(self.client.watch())]
         try:
-            done, _ = await asyncio.wait([*loops, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*loops, failure], return_when=asyncio.FIRST_COMPLETED)
             for finished in done:
                 await finished
         finally:
@@ -226,6 +228,8 @@ class Rollouter:
         )
 
     async def stop(self) -> None:
+        if self._failure is None:
+            return  # it has not started
         if not self._failure.done():
             self._failure.set_result(None)
         for task in list(self._groups):
@@ -245,8 +249,9 @@ class Rollouter:
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        failure = self._failure
+        if failure is not None and not failure.done() and not task.cancelled() and (error := task.exception()):
+            failure.set_exception(error)
 
     async def _group(self, ticket: Ticket) -> None:
         try:
@@ -255,14 +260,7 @@ class Rollouter:
             logger.warning("group %d attempt %d failed: %r", ticket.ordinal, ticket.attempt, e)
             await self._queue.nack(ticket, traceback.format_exc()[-MAX_REASON_CHARS:])
             return
-        try:
-            await self._queue.put(ticket, group)
-        except ValueError as e:  # a malformed trajectory is the environment's fault, too
-            await self._queue.nack(ticket, f"the environment returned a malformed trajectory: {e}")
-            return
-        except LedgerError:
-            logger.exception("put of group %d refused", ticket.ordinal)
-            raise
+        await self._queue.put(ticket, group)
         row = self._prompts.rows[self._stream.row_index(ticket.ordinal)]
         self._samples.offer(group, ticket, row, self.decode)
 
@@ -276,7 +274,11 @@ class Rollouter:
             return self._environment.run(Task(row, prompt_ids, ticket.ordinal, i), session)
 
         trajectories = await _all(one(i) for i in range(self._recipe.batch.group_size))
-        return TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories))
+        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(t.normalized() for t in trajectories)).validate()
+        longest, limit = max(map(len_of, trajectories)), self._recipe.trainer.max_tokens_per_microbatch
+        if longest > limit:
+            raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
+        return group
 
 
 class _SampleFile:
@@ -292,9 +294,11 @@ class _SampleFile:
     ) -> None:
         if ticket.version > self._version:
             self._version, self._written = ticket.version, 0
+        if ticket.version < self._version:
+            return
         trajectories = group.trajectories[: max(0, self._per_version - self._written)]
         self._written += len(trajectories)
-        for trajectory in trajectories if ticket.version == self._version else ():
+        for trajectory in trajectories:
             record = {
                 "time_s": time.time(),
                 "ordinal": group.ordinal,
@@ -313,6 +317,11 @@ class _SampleFile:
 def is_correct(trajectory: Trajectory) -> bool:
     """The reward's own part `correct` where it reports one, else a positive reward."""
     return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
+
+
+def len_of(trajectory: Trajectory) -> int:
+    """Tokens of prompt and response."""
+    return len(trajectory.prompt_ids) + len(trajectory.response_ids)
 
 
 async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
 """When one rank fails, the others fail with it: how long to look for the one that died."""
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 3.0
 CONTROL = "control"
 """Ray concurrency group of `ping`, with a thread of its own; every other method runs in the default one."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from asyncrl.environments.single_turn import SingleTurn
 
 
@@ -18,3 +22,12 @@ class RaisesOnSome(SingleTurn):
             self._seen.add(task.ordinal)
             raise ConnectionError("the grader hung up")
         return await super().run(task, session)
+
+
+class ReturnsLists(SingleTurn):
+    """Gives what a hasty user would: lists, and a numpy number as reward; and once something that is not a number."""
+
+    async def run(self, task, session):
+        trajectory = await super().run(task, session)
+        reward = "much" if task.ordinal == 3 and task.index == 0 else np.float32(trajectory.reward)
+        return replace(trajectory, response_ids=trajectory.response_ids.tolist(), reward=reward)

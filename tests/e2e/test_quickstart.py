@@ -1,6 +1,7 @@
 """The real thing on a CPU: the command that the README names, shortened."""
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -103,6 +104,43 @@ def test_an_environment_that_raises_fails_its_group_not_the_run(start):
     retried = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
     assert any("the grader hung up" in e["detail"] for e in retried)
     assert not set(run.transitions("failed")) & set(run.transitions("trained"))
+
+
+def test_trajectories_of_lists_and_numpy_numbers_are_taken_and_nonsense_fails_its_group(start):
+    run = start(
+        "run.max_steps=2",
+        "eval.every_steps=0",
+        "rollout.environment=tests.e2e.faulty:ReturnsLists",
+        "rollout.max_attempts=1",
+    )
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=2, steps=2)
+    (failed,) = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
+    assert failed["ordinal"] == 3
+    assert "could not convert" in failed["detail"]
+
+
+def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(ROOT / "runs" / "tiny-qwen3", broken)
+    (broken / "model.safetensors").write_bytes(b"not a safetensors file")
+    run = start("run.max_steps=2", f"model.path={broken}")
+    assert run.wait(120) == 1, run.log
+    assert "the run failed: ConfigError" in run.log
+    assert "resume=auto" in run.log
+
+
+def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
+    run = start("run.max_steps=60", "eval.every_steps=2", "eval.temperature=1.0", "checkpoint.every_steps=0")
+    run.wait_for_step(1)
+    while not any(e["event"] == "evaluation" and e["step"] == 2 for e in run.events):
+        if any(e["event"] == "publish" and e["version"] == 2 for e in run.events):
+            break
+        assert run.process.poll() is None, run.log
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(30) == 128 + signal.SIGINT, run.log
+    assert list((run.directory / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 def save(store, step, recipe=None):
     temporary = store.begin(step)
     (temporary / "part").write_text(str(step))
-    state = RunState.of(recipe or load_recipe(QUICKSTART, []), global_steps=step, elapsed_s=1.5)
+    state = RunState.of(recipe or load_recipe(QUICKSTART, []), "digest", global_steps=step, elapsed_s=1.5)
     return store.finish(temporary, state)
 
 
@@ -47,11 +47,13 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path):
 
 def test_what_the_ledger_depends_on_cannot_change_on_resume(tmp_path):
     path = save(CheckpointStore(tmp_path, keep=2), 5)
-    check_resumable(load_recipe(QUICKSTART, ["run.max_steps=500", "trainer.lr=1e-3"]), path)
+    check_resumable(load_recipe(QUICKSTART, ["run.max_steps=500", "trainer.lr=1e-3"]), "digest", path)
     with pytest.raises(ConfigError, match=r"run\.seed"):
-        check_resumable(load_recipe(QUICKSTART, ["run.seed=7"]), path)
+        check_resumable(load_recipe(QUICKSTART, ["run.seed=7"]), "digest", path)
     with pytest.raises(ConfigError, match=r"staleness\.max_lag"):
-        check_resumable(load_recipe(QUICKSTART, ["mode=sync"]), path)
+        check_resumable(load_recipe(QUICKSTART, ["mode=sync"]), "digest", path)
+    with pytest.raises(ConfigError, match="rendered prompts"):
+        check_resumable(load_recipe(QUICKSTART, []), "other rows", path)
 
 
 @pytest.mark.parametrize("content", [None, "{}", "{torn", json.dumps({"global_steps": 3})])
