@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -73,7 +74,7 @@ def load_policy(model: ModelConfig, fsdp: FsdpConfig, device: torch.device) -> P
             dtype=torch.float32,
             attn_implementation=choose_attention(fsdp, device),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             explain(f"train model.path={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
