@@ -38,6 +38,7 @@ class Outcome:
     final: float
     steps_to_90: int | None
     start_s: float
+    first_step_s: float
     training_s: float
     total_s: float
     samples_per_s: float
@@ -113,6 +114,7 @@ def run(mode: str, seed: int, steps: int | None, overrides: list[str], directory
         final=evaluated[-1][1] if evaluated else float("nan"),
         steps_to_90=next((step for step, accuracy in evaluated if accuracy >= 0.9), None),
         start_s=begin - wall,
+        first_step_s=begin - wall + first["time_s"],
         training_s=end - begin,
         total_s=total_s,
         samples_per_s=samples / interval,
