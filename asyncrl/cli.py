@@ -1,7 +1,7 @@
 """`asyncrl-train RECIPE.yaml [key=value ...]`.
 
 Exit codes: 0 the run reached run.max_steps; 1 it failed, the error is named; 2 bad input, nothing was started;
-130 and 143 it was ended by SIGINT or SIGTERM, with a checkpoint.
+130 and 143 it was ended by SIGINT or SIGTERM, with a checkpoint once training has begun.
 """
 
 from __future__ import annotations
