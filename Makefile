@@ -1,31 +1,45 @@
 # Two commands do everything on a machine that has Python 3.11 and nothing else:
-#   make quickstart    set up, make a tiny model and its data, train it, on a CPU
-#   make test          set up, lint, type-check, test
+#   make quickstart         set up, make a tiny model and its data, train it, on a CPU
+#   make quickstart-vllm    the same with vLLM as the inference engine (a 4 GB environment)
+#   make test               set up (with vLLM), lint, type-check, test
 # Overrides for the run:  make quickstart ARGS="run.dir=runs/other run.max_steps=10 run.seed=1"
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13,$(shell command -v $(p))) python3.11)
 VENV ?= .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+LOCK_VLLM := requirements/cpu-vllm.lock
 STAMP := $(VENV)/.installed
+STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
 
-.PHONY: help install quickstart test lint types fast lock clean
+.PHONY: help install install-vllm quickstart quickstart-vllm test lint types fast lock clean
 
 help:
-	@sed -n '2,4p' Makefile
+	@sed -n '2,5p' Makefile
 
 install: $(STAMP)
 
-$(STAMP): $(LOCK) pyproject.toml
+install-vllm: $(STAMP_VLLM)
+
+define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
 	  echo "do:    install Python 3.11 or newer, or pass PYTHON=/path/to/python"; exit 2; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(1)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	@touch $(STAMP)
+endef
+
+$(STAMP): $(LOCK) pyproject.toml
+	$(call set-up,$(LOCK))
+	@touch $@
+
+# The larger lock file holds all of the smaller one.
+$(STAMP_VLLM): $(LOCK_VLLM) $(LOCK) pyproject.toml
+	$(call set-up,$(LOCK_VLLM))
+	@touch $(STAMP) $@
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --out $(MODEL)
@@ -36,17 +50,20 @@ $(DATA): | $(STAMP)
 quickstart: $(STAMP) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart.yaml $(ARGS)
 
+quickstart-vllm: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
+	$(BIN)/asyncrl-train recipes/quickstart_vllm.yaml $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP_VLLM)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: $(STAMP)
 	$(BIN)/python -m pytest -m "unit or structure or concurrency"
 
-test: lint types
+test: $(STAMP_VLLM) lint types
 	$(BIN)/python -m pytest
 
 # Resolves the dependencies anew in throw-away environments and writes the lock files.

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,8 +68,15 @@ class RolloutSide(Protocol):
     async def stats(self, timeout_s: float) -> RolloutStats: ...
 
 
-class ReplicaSide(Protocol):
-    async def stats(self, timeout_s: float) -> ReplicaStats: ...
+class Replicas(Protocol):
+    """The replicas of the run: `inference.pool.ReplicaPool`."""
+
+    @property
+    def newcomers(self) -> Mapping[int, Any]: ...
+    @property
+    def serving(self) -> bool: ...
+    async def stats(self) -> list[ReplicaStats]: ...
+    async def watch(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class Parts:
     queue: Queue
     trainers: Trainers
     rollouter: RolloutSide
-    replicas: tuple[ReplicaSide, ...]
+    replicas: Replicas
     weights: CheckpointEngine
     checkpoints: CheckpointStore
     metrics: MetricsLog
@@ -124,6 +132,7 @@ class Coordinator:
         guards = [
             asyncio.create_task(self._rollout(), name="rollouter"),
             asyncio.create_task(self._watch_health(), name="health"),
+            asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
         ]
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -163,10 +172,9 @@ class Coordinator:
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
         self._restored.set()
-        await parts.weights.open()
         await self._publish()
         initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else {}
-        self._clock.mark(await self._replica_stats())
+        self._clock.mark(await parts.replicas.stats())
         while self._step < recipe.run.max_steps and not self._stop.is_set():
             record = await self._one_step()
             if record is None:
@@ -215,7 +223,7 @@ class Coordinator:
         if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
             for name, value in (await self._evaluate()).items():
                 record.add(name, value)
-        stats = await self._replica_stats()
+        stats = await parts.replicas.stats()
         record.of_time(self._clock, stats, waited_s)
         record.of_cpu(stats, self._cpu)
         return record
@@ -226,6 +234,8 @@ class Coordinator:
             answer = await self._parts.queue.lease(self._step, POLL_S)
             if isinstance(answer, LeaseManifest):
                 return answer
+            if self._parts.replicas.newcomers:
+                await self._catch_up()
             if time.monotonic() > deadline:
                 what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
                 raise DeadlineExceeded(
@@ -241,6 +251,8 @@ class Coordinator:
         """Waits until no group is being generated, or a stop; returns the seconds it took."""
         started = time.monotonic()
         while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
+            if self._parts.replicas.newcomers and not self._parts.replicas.serving:
+                await self._catch_up()  # else what is running could never end
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
                 raise DeadlineExceeded(
                     explain(
@@ -254,8 +266,21 @@ class Coordinator:
 
     async def _publish(self) -> tuple[PublishReport, LedgerCounts]:
         report = await self._parts.weights.publish(self._step)
+        assert report is not None, "only a catch-up can be for nobody"
         counts = await self._parts.queue.published(self._step)
         self._published = self._step
+        self._record(report)
+        return report, counts
+
+    async def _catch_up(self) -> None:
+        """Brings replaced replicas to the published version. The trainer holds only its newest weights: when these are
+        not published yet, all replicas get them."""
+        if self._published != self._step:
+            await self._publish()
+        elif (report := await self._parts.weights.publish(self._step, newcomers_only=True)) is not None:
+            self._record(report)
+
+    def _record(self, report: PublishReport) -> None:
         self._parts.events.write(
             "publish",
             version=report.version,
@@ -265,8 +290,8 @@ class Coordinator:
             bytes=report.nbytes,
             verified=report.verified,
             attempts=report.attempts,
+            replicas=report.replicas,
         )
-        return report, counts
 
     async def _evaluate(self) -> dict[str, float]:
         """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it.
@@ -279,9 +304,12 @@ class Coordinator:
             run = self._parts.rollouter.evaluate(name, self._recipe.run.seed, self._recipe.eval.timeout_s)
             evaluation, stop = asyncio.create_task(run), asyncio.create_task(self._stop.wait())
             try:
-                await asyncio.wait([evaluation, stop], return_when=asyncio.FIRST_COMPLETED)
-                if not evaluation.done():
-                    return {}
+                while not evaluation.done():
+                    await asyncio.wait([evaluation, stop], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                    if stop.done() and not evaluation.done():
+                        return {}
+                    if self._parts.replicas.newcomers and self._published == self._step:
+                        await self._catch_up()  # the version stays the same for all that is evaluated
                 results.append(await evaluation)
             finally:
                 evaluation.cancel()
@@ -338,18 +366,12 @@ class Coordinator:
         await self._parts.rollouter.run()
 
     async def _watch_health(self) -> None:
-        """Asks every process whether it is alive; raises ProcessDied or DeadlineExceeded naming the one that is not."""
+        """Asks every process but the replicas whether it is alive; raises ProcessDied or DeadlineExceeded naming it
+        otherwise. Replicas are watched, and replaced, by their pool."""
         parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)
-            queue_s, trainers_s, rollout, *_ = await asyncio.gather(
-                parts.queue.ping(timeout_s),
-                parts.trainers.ping(timeout_s),
-                parts.rollouter.stats(timeout_s),
-                *(replica.stats(timeout_s) for replica in parts.replicas),
+            queue_s, trainers_s, rollout = await asyncio.gather(
+                parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
             )
             self._cpu = {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}
-
-    async def _replica_stats(self) -> list[ReplicaStats]:
-        timeout_s = self._recipe.ray.health_timeout_s
-        return list(await asyncio.gather(*(r.stats(timeout_s) for r in self._parts.replicas)))

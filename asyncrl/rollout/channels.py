@@ -99,6 +99,10 @@ class RolloutControl:
         call = self.handle.evaluate.remote(name, seed)
         return await reply(call, timeout_s=timeout_s, what=f"evaluation of {name} by the rollouter")
 
+    async def add_replica(self, replica_id: int, channel: ReplicaActorChannel) -> None:
+        call = self.handle.add_replica.remote(replica_id, channel)
+        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"add of replica {replica_id} to the rollouter")
+
     async def stats(self, timeout_s: float) -> RolloutStats:
         return await reply(self.handle.stats.remote(), timeout_s=timeout_s, what="health of the rollouter")
 

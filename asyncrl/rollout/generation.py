@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,26 +35,51 @@ class ReplicaChannel(Protocol):
     async def abort(self, request_ids: list[str]) -> None: ...
 
 
+OnChunk = Callable[[TokenChunk, int], bool | None]
+"""Called with every chunk that has tokens, in order, and the replica that sent it, as it arrives; returns True when the
+caller has enough of this response. Must be quick and not raise."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
     """One response. `token_ids` [T] int32, `logprobs` [T] float32, `segments` tile `[0, T)`; `interruptions` counts
-    the times it was aborted by a publish or lost its replica, and resumed."""
+    the times it was aborted by a publish or lost its replica, and resumed. `cached_tokens`: of the prompt, those that
+    the first replica to finish an attempt found in its KV cache."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     interruptions: int
+    cached_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A replica as long as it lives: one that was lost and comes back under the same id is another link."""
+
+    replica_id: int
+    channel: ReplicaChannel
+    busy: asyncio.Event = field(default_factory=asyncio.Event)
+    outgoing: list[GenerationRequest] = field(default_factory=list)
+    in_flight: int = 0
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class _Pending:
     """A request in flight and what has been streamed of it."""
 
-    replica_id: int
+    link: _Link
+    on_chunk: OnChunk | None = None
     chunks: list[TokenChunk] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
+    enough: bool = False
+
+    @property
+    def replica_id(self) -> int:
+        return self.link.replica_id
 
 
 class GenerationClient:
@@ -65,31 +90,75 @@ class GenerationClient:
         replicas: the channel of every replica.
         request_timeout_s: longest that one response may take over all its attempts.
         poll_interval_s: shortest time between two collections from one replica.
+        waits_for_replacements: without any replica requests wait, within their deadline, for `add_replica`; else they
+            fail, and `watch` ends.
     """
 
     def __init__(
-        self, name: str, replicas: Mapping[int, ReplicaChannel], *, request_timeout_s: float, poll_interval_s: float
+        self,
+        name: str,
+        replicas: Mapping[int, ReplicaChannel],
+        *,
+        request_timeout_s: float,
+        poll_interval_s: float,
+        waits_for_replacements: bool = False,
     ) -> None:
         self._name = name
-        self._replicas = dict(replicas)
+        self._waits_for_replacements = waits_for_replacements
+        self._added = asyncio.Event()
+        self._last_loss = "there is no replica"
+        self._links: dict[int, _Link] = {}
         self._router = Router()
-        for replica_id in self._replicas:
-            self._router.add(replica_id)
         self._request_timeout_s = request_timeout_s
         self._poll_interval_s = poll_interval_s
         self._pending: dict[str, _Pending] = {}
-        self._outgoing: dict[int, list[GenerationRequest]] = {}
-        self._busy: dict[int, asyncio.Event] = {r: asyncio.Event() for r in self._replicas}
         self._numbers = itertools.count()
-        self._flushes: set[asyncio.Task[None]] = set()
-        self._collectors = [
-            asyncio.create_task(self._collect(r), name=f"collect from replica {r}") for r in self._replicas
-        ]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._collectors: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for replica_id, channel in replicas.items():
+            self.add_replica(replica_id, channel)
+
+    def add_replica(self, replica_id: int, channel: ReplicaChannel) -> None:
+        """Sends requests to this replica from now on: a new one, or one that was lost and is back. One that still
+        counts as serving under this id is replaced; its requests resume."""
+        if (former := self._links.get(replica_id)) is not None:
+            self._detach(former, "it was replaced")
+        link = self._links[replica_id] = _Link(replica_id, channel)
+        self._added.set()
+        self._router.add(replica_id)
+        collector = asyncio.create_task(self._collect(link), name=f"collect from replica {replica_id}")
+        self._collectors.add(collector)
+        collector.add_done_callback(self._collector_ended)
+
+    def remove_replica(self, replica_id: int, reason: str) -> None:
+        """Sends nothing to this replica any more; its requests resume elsewhere with the tokens that had arrived.
+        Does nothing when it was lost already."""
+        if (link := self._links.get(replica_id)) is not None:
+            self._lose(link, reason)
+
+    @property
+    def loads(self) -> dict[int, int]:
+        """Requests in flight per replica that serves."""
+        return self._router.loads
 
     async def generate(
-        self, prompt_ids: np.ndarray, sampling: SamplingParams, *, session_id: str = "", seed: int = 0
+        self,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        session_id: str = "",
+        seed: int = 0,
+        prefix: Sequence[int] = (),
+        on_chunk: OnChunk | None = None,
     ) -> Generation:
         """Returns the whole response, resumed as often as it was interrupted.
+
+        Args:
+            session_id: requests of one session go to one replica while it can take them.
+            prefix: `router.prefix_blocks` of the prompt, where requests should follow the prefix cache without one.
+            on_chunk: is handed the tokens as they arrive. Where it says that they are enough, the replica is told to
+                stop and the response ends with finish_reason "stop" and all tokens that had been sampled.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
@@ -102,15 +171,15 @@ class GenerationClient:
                     request = GenerationRequest(
                         request_id=f"{self._name}-{next(self._numbers):012d}",
                         prompt_ids=np.concatenate([prompt_ids, *(chunk.token_ids for chunk, _ in chunks)]),
-                        sampling=replace(sampling, max_tokens=sampling.max_tokens - num_tokens),
+                        sampling=_remaining(sampling, num_tokens),
                         seed=seed,
                         first_position=num_tokens,
                         session_id=session_id,
                     )
-                    attempt = await self._attempt(request)
+                    attempt = await self._attempt(request, prefix, on_chunk)
                     chunks += [(chunk, attempt.replica_id) for chunk in attempt.chunks]
                     reason = attempt.chunks[-1].finish_reason if attempt.chunks else "abort"
-                    complete = _complete(chunks, sampling, reason)
+                    complete = "stop" if attempt.enough else _complete(chunks, sampling, reason)
                     if complete is not None:
                         return _assemble(chunks, complete, interruptions)
                     interruptions += 1
@@ -124,84 +193,105 @@ class GenerationClient:
         return len(self._pending)
 
     async def watch(self) -> None:
-        """Runs as long as the client works; raises what ended the collection from a replica unexpectedly, and
-        GenerationError when every replica is lost."""
-        await asyncio.gather(*self._collectors)
-        raise GenerationError("no replica is left: all of them have stopped")
+        """Runs as long as the client works; raises what ended the collection from a replica unexpectedly, and, unless
+        it waits for replacements, GenerationError when every replica is lost."""
+        await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        for task in self._collectors:
+        collectors = list(self._collectors)
+        for task in collectors:
             task.cancel()
-        await asyncio.gather(*self._collectors, return_exceptions=True)
+        await asyncio.gather(*collectors, return_exceptions=True)
         for pending in self._pending.values():
             pending.failure = GenerationError("the generation client was closed")
             pending.done.set()
+        self._ended.cancel()
 
-    async def _attempt(self, request: GenerationRequest) -> _Pending:
-        replica_id = self._router.pick(request.session_id)
-        pending = self._pending[request.request_id] = _Pending(replica_id)
-        self._enqueue(replica_id, request)
+    async def _attempt(
+        self, request: GenerationRequest, prefix: Sequence[int] = (), on_chunk: OnChunk | None = None
+    ) -> _Pending:
+        while not self._links:
+            if not self._waits_for_replacements:
+                raise GenerationError(self._last_loss)
+            self._added.clear()
+            await self._added.wait()
+        link = self._links[self._router.pick(request.session_id, prefix)]
+        link.in_flight += 1
+        pending = self._pending[request.request_id] = _Pending(link, on_chunk)
+        self._enqueue(link, request)
         try:
             await pending.done.wait()
         except asyncio.CancelledError:
-            await self._abandon(replica_id, request.request_id)
+            await self._abandon(link, request.request_id)
             raise
         finally:
             del self._pending[request.request_id]
-            self._router.done(replica_id)
+            link.in_flight -= 1
+            if not link.lost:
+                self._router.done(link.replica_id)
         if pending.failure is not None:
             raise pending.failure
         return pending
 
-    async def _abandon(self, replica_id: int, request_id: str) -> None:
+    async def _abandon(self, link: _Link, request_id: str) -> None:
         """Tells the replica to stop working on a request that nobody waits for any more."""
-        if replica_id in self._replicas:
+        if not link.lost:
             try:
-                await self._replicas[replica_id].abort([request_id])
+                await link.channel.abort([request_id])
             except ProcessDied as e:
-                self._lose(replica_id, e)
+                self._lose(link, str(e))
 
-    def _enqueue(self, replica_id: int, request: GenerationRequest) -> None:
+    def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
         """Collects the requests of one turn of the event loop into a single call."""
-        batch = self._outgoing.setdefault(replica_id, [])
-        batch.append(request)
-        if len(batch) == 1:
-            task = asyncio.create_task(self._flush(replica_id), name=f"submit to replica {replica_id}")
-            self._flushes.add(task)
-            task.add_done_callback(self._flushes.discard)
+        link.outgoing.append(request)
+        if len(link.outgoing) == 1:
+            self._spawn(self._flush(link), f"submit to replica {link.replica_id}")
 
-    async def _flush(self, replica_id: int) -> None:
-        batch = self._outgoing.pop(replica_id)
-        channel = self._replicas.get(replica_id)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _flush(self, link: _Link) -> None:
+        batch, link.outgoing = link.outgoing, []
         try:
-            if channel is None:
-                raise ProcessDied(f"replica {replica_id} has stopped")
-            await channel.submit(batch)
-            self._busy[replica_id].set()
+            if link.lost:
+                return  # losing it ended these attempts too
+            await link.channel.submit(batch)
+            link.busy.set()
         except ProcessDied as e:
-            self._lose(replica_id, e)
+            self._lose(link, str(e))
         except Exception as e:  # noqa: BLE001 - task boundary: it becomes the failure of the requests it was sending
             for request in batch:
                 self._fail(request.request_id, e)
 
-    async def _collect(self, replica_id: int) -> None:
+    async def _collect(self, link: _Link) -> None:
         """Consumes chunks of one replica until it dies; idle while it has no request of ours."""
-        channel, busy = self._replicas[replica_id], self._busy[replica_id]
         loop = asyncio.get_running_loop()
-        while True:
-            await busy.wait()
-            if not any(p.replica_id == replica_id for p in self._pending.values()):
-                busy.clear()
+        while not link.lost:
+            await link.busy.wait()
+            if link.in_flight == 0:
+                link.busy.clear()
                 continue
             started = loop.time()
             try:
-                chunks = await channel.collect(wait_s=1.0)
+                chunks = await link.channel.collect(wait_s=1.0)
             except ProcessDied as e:
-                self._lose(replica_id, e)
+                self._lose(link, str(e))
                 return
             for chunk in chunks:
                 self._deliver(chunk)
             await asyncio.sleep(max(0.0, self._poll_interval_s - (loop.time() - started)))
+
+    def _collector_ended(self, task: asyncio.Task[None]) -> None:
+        self._collectors.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._end(failure)
+
+    def _end(self, failure: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(failure)
+            self._ended.exception()  # it counts as seen: nobody has to watch
 
     def _deliver(self, chunk: TokenChunk) -> None:
         pending = self._pending.get(chunk.request_id)
@@ -210,7 +300,14 @@ class GenerationClient:
         if chunk.error is not None:
             self._fail(chunk.request_id, GenerationError(chunk.error))
             return
+        if pending.link.lost:
+            return  # its attempt has ended with what had arrived before
         pending.chunks.append(chunk)
+        wanted = pending.on_chunk is not None and not pending.enough and len(chunk.token_ids) > 0
+        if wanted and pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id):
+            pending.enough = True
+            if chunk.finish_reason is None:
+                self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
         if chunk.finish_reason is not None:
             pending.done.set()
 
@@ -219,15 +316,32 @@ class GenerationClient:
             pending.failure = failure
             pending.done.set()
 
-    def _lose(self, replica_id: int, error: ProcessDied) -> None:
+    def _lose(self, link: _Link, reason: str) -> None:
         """Ends the attempts on a dead replica with the tokens that had been streamed; they resume elsewhere."""
-        if self._replicas.pop(replica_id, None) is None:
+        if link.lost:
             return
-        logger.error("replica %d is lost: %s", replica_id, error)
-        self._router.remove(replica_id)
+        self._detach(link, reason)
+        if not self._links:
+            found = f"replica {link.replica_id} was the last: {reason}"
+            self._last_loss = f"no replica is left: all of them have stopped; {found}"
+            if not self._waits_for_replacements:
+                self._end(GenerationError(self._last_loss))
+
+    def _detach(self, link: _Link, reason: str) -> None:
+        link.lost = True
+        logger.error("replica %d is lost: %s", link.replica_id, reason)
+        del self._links[link.replica_id]
+        self._router.remove(link.replica_id)
+        link.busy.set()  # its collector ends
         for pending in self._pending.values():
-            if pending.replica_id == replica_id:
+            if pending.link is link:
                 pending.done.set()
+
+
+def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
+    """What is left to sample after `num_tokens` tokens."""
+    max_tokens, min_tokens = sampling.max_tokens - num_tokens, max(0, sampling.min_tokens - num_tokens)
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def _complete(
@@ -258,6 +372,7 @@ def _assemble(chunks: list[tuple[TokenChunk, int]], reason: FinishReason, interr
         else:
             segments.append(Segment(at, stop, chunk.version, replica_id))
         at = stop
+    cached = next((chunk.cached_tokens for chunk, _ in chunks if chunk.finish_reason is not None), 0)
     empty_ids, empty_logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Generation(
         token_ids=np.concatenate([empty_ids, *(chunk.token_ids for chunk, _ in chunks)]),
@@ -265,4 +380,5 @@ def _assemble(chunks: list[tuple[TokenChunk, int]], reason: FinishReason, interr
         segments=tuple(segments),
         finish_reason=reason,
         interruptions=interruptions,
+        cached_tokens=cached,
     )

@@ -153,6 +153,7 @@ class Rollouter:
             self._replicas,
             request_timeout_s=rollout.request_timeout_s,
             poll_interval_s=rollout.poll_interval_s,
+            waits_for_replacements=True,
         )
         # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
         # again took a fifth of this process's time.
@@ -172,6 +173,10 @@ class Rollouter:
         finally:
             for loop in loops:
                 loop.cancel()
+
+    async def add_replica(self, replica_id: int, channel: ReplicaChannel) -> None:
+        """Sends requests to a replica again that had been lost and was replaced."""
+        self.client.add_replica(replica_id, channel)
 
     async def evaluate(self, name: str, seed: int) -> EvalResult:
         """One response to every prompt of a held-out set, by whatever version the replicas serve now."""

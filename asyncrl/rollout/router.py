@@ -4,51 +4,111 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
 
 from asyncrl.errors import GenerationError
 
+BLOCK_TOKENS = 16
+"""Tokens of one block of a prefix; engines cache prefixes in blocks of this size or a multiple of it."""
+
+_FINE_BLOCKS = 64
+
+
+def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
+    """Numbers that stand for beginnings of `prompt_ids` ([P] int32), shortest first, each a multiple of BLOCK_TOKENS
+    long: hash collisions aside, two prompts share a number when they begin with the same tokens up to its end.
+
+    Every block of the first 64 has one; from there on the distance doubles with the length: a prompt of 100,000
+    tokens has about 270 of them, and a common prefix is known to within 3%. Comparable within one process only.
+    """
+    data = prompt_ids.astype(np.int32, copy=False).tobytes()
+    block_bytes = 4 * BLOCK_TOKENS
+    blocks: list[int] = []
+    start = before = 0
+    step, fine_until = block_bytes, _FINE_BLOCKS * block_bytes
+    while (stop := start + step) <= len(data):
+        before = hash((before, data[start:stop]))
+        blocks.append(before)
+        start = stop
+        if start == fine_until:
+            step, fine_until = 2 * step, 2 * fine_until
+    return blocks
+
 
 class Router:
-    """Least loaded replica first; requests of one session go to the same replica while it serves (prefix cache).
+    """Sticky where a prefix cache pays, else the least loaded replica.
 
-    A pick costs O(log replicas): loads live in a heap whose outdated entries are skipped.
+    In this order: the replica of the session; the replica that most recently served the longest prefix of the prompt;
+    the replica with the fewest requests. The first two are left when they have too many requests more than the last.
+
+    A pick costs O(log replicas + blocks): loads live in a heap whose outdated entries are skipped.
 
     Args:
         max_sessions: sessions that are remembered, the least recently used forgotten first.
+        max_blocks: numbers of `prefix_blocks` that are remembered, likewise.
         max_imbalance: a session leaves its replica when that one has this many more requests than the least loaded.
+        max_prefix_imbalance: the same for a prefix. Smaller, because a prefix such as a common system prompt may be
+            shared by everybody.
     """
 
-    def __init__(self, *, max_sessions: int = 100_000, max_imbalance: int = 32) -> None:
+    def __init__(
+        self,
+        *,
+        max_sessions: int = 100_000,
+        max_blocks: int = 200_000,
+        max_imbalance: int = 32,
+        max_prefix_imbalance: int = 8,
+    ) -> None:
         self._loads: dict[int, int] = {}
         self._heap: list[tuple[int, int, int]] = []
-        self._picks = 0
+        self._latest: dict[int, int] = {}
+        self._changes = 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._blocks: OrderedDict[int, int] = OrderedDict()
         self._max_sessions = max_sessions
+        self._max_blocks = max_blocks
         self._max_imbalance = max_imbalance
+        self._max_prefix_imbalance = max_prefix_imbalance
 
     def add(self, replica_id: int) -> None:
         self._loads[replica_id] = 0
         self._push(replica_id)
 
     def remove(self, replica_id: int) -> None:
-        self._loads.pop(replica_id, None)
+        """Sends nothing to it any more and forgets what its cache held. Costs O(sessions + blocks)."""
+        if self._loads.pop(replica_id, None) is None:
+            return
+        del self._latest[replica_id]
+        self._sessions = OrderedDict((s, r) for s, r in self._sessions.items() if r != replica_id)
+        self._blocks = OrderedDict((b, r) for b, r in self._blocks.items() if r != replica_id)
 
     @property
     def loads(self) -> dict[int, int]:
         """Requests in flight per replica."""
         return dict(self._loads)
 
-    def pick(self, session_id: str = "") -> int:
-        """Takes a replica for one request; `done` gives it back. Raises GenerationError when none is left."""
+    def pick(self, session_id: str = "", prefix: Sequence[int] = ()) -> int:
+        """Takes a replica for one request; `done` gives it back.
+
+        Args:
+            session_id: requests of one session share a replica; empty for none.
+            prefix: `prefix_blocks` of the prompt; empty to ignore it.
+
+        Raises GenerationError: no replica is left.
+        """
         least = self._least_loaded()
-        chosen = self._sessions.get(session_id, least) if session_id else least
-        if chosen not in self._loads or self._loads[chosen] - self._loads[least] > self._max_imbalance:
-            chosen = least
+        chosen = least
+        if (session_id or prefix) and (home := self._home(session_id, prefix, self._loads[least])) is not None:
+            chosen = home
         if session_id:
             self._sessions[session_id] = chosen
             self._sessions.move_to_end(session_id)
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
+        if prefix:
+            self._remember(prefix, chosen)
         self._loads[chosen] += 1
         self._push(chosen)
         return chosen
@@ -59,19 +119,40 @@ class Router:
             self._loads[replica_id] -= 1
             self._push(replica_id)
 
+    def _home(self, session_id: str, prefix: Sequence[int], least_load: int) -> int | None:
+        """Where the request's tokens are likely cached, unless that replica is overloaded."""
+        if session_id and (home := self._sessions.get(session_id)) is not None:
+            if self._loads[home] - least_load <= self._max_imbalance:
+                return home
+            return None
+        blocks = self._blocks
+        for block in reversed(prefix):
+            if (home := blocks.get(block)) is not None:
+                return home if self._loads[home] - least_load <= self._max_prefix_imbalance else None
+        return None
+
+    def _remember(self, prefix: Sequence[int], replica_id: int) -> None:
+        """Later blocks are forgotten before those that they build on."""
+        blocks = self._blocks
+        for block in reversed(prefix[: self._max_blocks]):
+            blocks[block] = replica_id
+            blocks.move_to_end(block)
+        while len(blocks) > self._max_blocks:
+            blocks.popitem(last=False)
+
     def _push(self, replica_id: int) -> None:
-        # The pick counter breaks ties, so that equal loads are served in turn.
-        self._picks += 1
-        heapq.heappush(self._heap, (self._loads[replica_id], self._picks, replica_id))
+        # The latest entry of a replica is the one that counts. Its number breaks ties: equal loads are served in turn.
+        self._changes += 1
+        self._latest[replica_id] = self._changes
+        heapq.heappush(self._heap, (self._loads[replica_id], self._changes, replica_id))
         if len(self._heap) > 4 * len(self._loads) + 64:
-            self._heap = [(load, i, r) for i, (r, load) in enumerate(self._loads.items())]
+            self._heap = [entry for entry in self._heap if self._latest.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
-            self._picks = len(self._heap)
 
     def _least_loaded(self) -> int:
         while self._heap:
-            load, _, replica_id = self._heap[0]
-            if self._loads.get(replica_id) == load:
+            _, change, replica_id = self._heap[0]
+            if self._latest.get(replica_id) == change:
                 return replica_id
             heapq.heappop(self._heap)
         raise GenerationError("no replica is serving: all of them have stopped")

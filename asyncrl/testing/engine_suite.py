@@ -8,96 +8,20 @@ unless the subclass says otherwise.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
-
-MakeEngine = Callable[[], Awaitable[InferenceEngine]]
-T = TypeVar("T")
-
-_numbers = itertools.count()
+from asyncrl.testing.engine_client import Client, MakeEngine, complete, make_request, within
+from asyncrl.testing.engine_pause_suite import PauseConformance
+from asyncrl.testing.engine_sampling_suite import SamplingConformance
 
 
-def make_request(
-    *,
-    prompt: Sequence[int] = (5, 6, 7, 8),
-    max_tokens: int = 24,
-    seed: int = 0,
-    first_position: int = 0,
-    stop: Sequence[int] = (),
-    temperature: float = 1.0,
-) -> GenerationRequest:
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=tuple(stop))
-    ids = np.array(prompt, dtype=np.int32)
-    return GenerationRequest(f"suite-{next(_numbers)}", ids, sampling, seed=seed, first_position=first_position)
-
-
-async def within(wait: Awaitable[T], timeout_s: float = 60.0) -> T:
-    """The wait of a test: it fails with TimeoutError instead of hanging."""
-    return await asyncio.wait_for(wait, timeout_s)
-
-
-class Client:
-    """Consumes one request in the background and keeps every chunk."""
-
-    def __init__(self, engine: InferenceEngine, request: GenerationRequest) -> None:
-        self.request = request
-        self.chunks: list[TokenChunk] = []
-        self.task = asyncio.create_task(self._consume(engine))
-        self._arrived = asyncio.Event()
-
-    async def _consume(self, engine: InferenceEngine) -> None:
-        async for chunk in engine.generate(self.request):
-            self.chunks.append(chunk)
-            self._arrived.set()
-
-    async def first_tokens(self) -> None:
-        await within(self._arrived.wait())
-
-    async def done(self) -> Client:
-        await within(self.task)
-        return self
-
-    @property
-    def ids(self) -> list[int]:
-        return [int(i) for chunk in self.chunks for i in chunk.token_ids]
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [float(x) for chunk in self.chunks for x in chunk.logprobs]
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        return [chunk.finish_reason for chunk in self.chunks if chunk.finish_reason is not None]
-
-    @property
-    def versions(self) -> list[int]:
-        """One per token."""
-        return [chunk.version for chunk in self.chunks for _ in chunk.token_ids]
-
-
-async def complete(engine: InferenceEngine, **kwargs: Any) -> Client:
-    return await Client(engine, make_request(**kwargs)).done()
-
-
-async def settle() -> None:
-    """Gives an engine that wrongly goes on the time to show it."""
-    await asyncio.sleep(0.05)
-
-
-class EngineConformance:
-    deterministic: ClassVar[bool] = True
-    """Same request, same weights, same tokens, whatever else runs."""
-    long_response: ClassVar[int] = 400
-    """A budget that is not used up while a test interrupts it."""
-
+class EngineConformance(SamplingConformance, PauseConformance):
     async def test_chunks_arrive_in_order_with_one_finish_reason(self, engine: InferenceEngine) -> None:
         client = await complete(engine, max_tokens=24)
         assert len(client.chunks) > 1
@@ -107,6 +31,8 @@ class EngineConformance:
         assert all(x <= 0 for x in client.logprobs)
         assert set(client.versions) == {0}
         assert all(chunk.request_id == client.request.request_id and chunk.error is None for chunk in client.chunks)
+        assert [chunk.cached_tokens for chunk in client.chunks[:-1]] == [0] * (len(client.chunks) - 1)
+        assert 0 <= client.chunks[-1].cached_tokens <= len(client.request.prompt_ids)
         for chunk in client.chunks:
             assert (chunk.token_ids.dtype, chunk.logprobs.dtype) == (np.int32, np.float32)
 
@@ -163,82 +89,6 @@ class EngineConformance:
         await stream.aclose()  # type: ignore[attr-defined]
         await within(engine.pause("keep"))
         assert engine.health().running == 0
-
-    async def test_pause_abort_ends_what_runs_and_holds_what_comes(self, engine: InferenceEngine) -> None:
-        running = Client(engine, make_request(max_tokens=self.long_response))
-        await running.first_tokens()
-        await within(engine.pause("abort"))
-        assert (await running.done()).finish_reasons == ["abort"]
-        held = Client(engine, make_request())
-        await settle()
-        assert held.chunks == []
-        await within(engine.pause("abort"))
-        await settle()
-        assert held.chunks == []
-        await within(engine.resume())
-        assert (await held.done()).finish_reasons == ["length"]
-
-    async def test_pause_keep_freezes_and_goes_on(self, engine: InferenceEngine) -> None:
-        whole = (await complete(engine, max_tokens=self.long_response)).ids
-        client = Client(engine, make_request(max_tokens=self.long_response))
-        await client.first_tokens()
-        await within(engine.pause("keep"))
-        await within(engine.pause("keep"))
-        await asyncio.sleep(0)  # the consumer takes what has been handed over
-        frozen = len(client.ids)
-        await settle()
-        assert len(client.ids) == frozen < self.long_response
-        await within(engine.resume())
-        await within(engine.resume())
-        await client.done()
-        assert client.finish_reasons == ["length"]
-        if self.deterministic:
-            assert client.ids == whole
-
-    async def test_pause_drain_finishes_what_runs(self, engine: InferenceEngine) -> None:
-        running = Client(engine, make_request(max_tokens=64))
-        await running.first_tokens()
-        pausing = asyncio.create_task(engine.pause("drain"))
-        await asyncio.sleep(0)
-        late = Client(engine, make_request())
-        await within(pausing)
-        await running.done()
-        assert (running.finish_reasons, len(running.ids)) == (["length"], 64)
-        await settle()
-        assert late.chunks == []
-        await within(engine.resume())
-        assert (await late.done()).finish_reasons == ["length"]
-
-    async def test_pause_drain_of_an_idle_engine_returns(self, engine: InferenceEngine) -> None:
-        await within(engine.pause("drain"), 5.0)
-        await within(engine.pause("drain"), 5.0)
-
-    async def test_a_commit_in_mid_generation_splits_exactly_at_the_swap(self, engine: InferenceEngine) -> None:
-        version = engine.health().version
-        assert version is not None
-        clients = [Client(engine, make_request(max_tokens=self.long_response, seed=i)) for i in range(3)]
-        for client in clients:
-            await client.first_tokens()
-        await within(engine.pause("keep"))
-        await asyncio.sleep(0)
-        before = [len(client.ids) for client in clients]
-        await within(engine.commit(version + 1))
-        await within(engine.commit(None))
-        await within(engine.resume())
-        for client, count in zip(clients, before, strict=True):
-            await client.done()
-            assert client.versions == [version] * count + [version + 1] * (self.long_response - count)
-        assert engine.health().version == version + 1
-        await within(engine.commit(version))
-
-    async def test_a_commit_without_a_pause_stamps_later_tokens_only(self, engine: InferenceEngine) -> None:
-        client = Client(engine, make_request(max_tokens=self.long_response))
-        await client.first_tokens()
-        await within(engine.commit(7))
-        await client.done()
-        assert client.versions == sorted(client.versions)
-        assert set(client.versions) == {0, 7}
-        await within(engine.commit(0))
 
     async def test_a_resumed_request_continues_as_if_never_interrupted(self, engine: InferenceEngine) -> None:
         if not self.deterministic:

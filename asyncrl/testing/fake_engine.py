@@ -20,8 +20,8 @@ ResponseLength = Callable[[GenerationRequest], int]
 
 def fake_token(version: int, prompt_id: int, index: int) -> int:
     """The token that `version` writes at place `index` of a sequence (prompt and response) that begins with
-    `prompt_id`: three decimal digits each, so that a test reads who wrote what, where. `token // 10**6` is the version
-    modulo 1000."""
+    `prompt_id`: three decimal digits each, so that a test reads who wrote what, where (a stop token that `min_tokens`
+    forbids is left out: the token is that of the next place). `token // 10**6` is the version modulo 1000."""
     return version % 1000 * 1_000_000 + prompt_id % 1000 * 1000 + index % 1000
 
 
@@ -196,13 +196,18 @@ class FakeEngine:
     def _sample(self, stream: _Stream) -> FinishReason | None:
         request = stream.request
         assert self._version is not None
-        token = fake_token(self._version, int(request.prompt_ids[0]), len(request.prompt_ids) + stream.produced)
+        sampling, index = request.sampling, len(request.prompt_ids) + stream.produced
+        may_stop = stream.produced >= sampling.min_tokens
+        token = fake_token(self._version, int(request.prompt_ids[0]), index)
+        while not may_stop and token in sampling.stop_token_ids:
+            index += 1
+            token = fake_token(self._version, int(request.prompt_ids[0]), index)
         stream.ids.append(token)
         stream.produced += 1
         length = self.script.response_tokens
-        if token in request.sampling.stop_token_ids:
+        if token in sampling.stop_token_ids:
             return "stop"
-        if length is not None and request.first_position + stream.produced >= length(request):
+        if may_stop and length is not None and request.first_position + stream.produced >= length(request):
             return "stop"
         return "length" if stream.produced == request.sampling.max_tokens else None
 
@@ -247,6 +252,9 @@ class FakeEngine:
         if tokens > self.script.max_model_len:
             found = f"{tokens} tokens, max_model_len={self.script.max_model_len}"
             raise GenerationError(explain(f"generate {request.request_id!r}", found, "ask for fewer tokens"))
+        if not 0 <= request.sampling.min_tokens <= request.sampling.max_tokens:
+            found = f"min_tokens={request.sampling.min_tokens}, max_tokens={request.sampling.max_tokens}"
+            raise GenerationError(explain(f"generate {request.request_id!r}", found, "0 <= min_tokens <= max_tokens"))
         if request.request_id in self._running or any(
             request.request_id == s.request.request_id for s in self._waiting
         ):

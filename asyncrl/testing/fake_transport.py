@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Bucket, Manifest
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
 from asyncrl.weights.transports.channel import Deadline, layout_of
+from asyncrl.weights.transports.guard import GuardedSender
 
 _POLL_S = 0.02
 
@@ -28,6 +29,7 @@ class _Attempt:
     inbox: queue.Queue[tuple[Bucket, torch.Tensor] | None] = field(default_factory=lambda: queue.Queue(maxsize=2))
     has_all: bool = False
     failure: str | None = None
+    ended_by_sender: bool = False
 
 
 class FakeNetwork:
@@ -37,8 +39,8 @@ class FakeNetwork:
         self._hubs: dict[str, _Hub] = {}
         self._epochs = itertools.count(1)
 
-    def sender(self, bucket_bytes: int, num_receivers: int) -> FakeSender:
-        return FakeSender(self, bucket_bytes, num_receivers)
+    def sender(self, bucket_bytes: int, num_receivers: int) -> GuardedSender:
+        return GuardedSender(FakeSender(self, bucket_bytes, num_receivers))
 
     def receiver(self, source: TransferSource) -> FakeReceiver:
         return FakeReceiver(self, source)
@@ -54,21 +56,32 @@ class FakeNetwork:
 
 class _Hub:
     """What a sender and its receivers share, guarded by `changed`. `waiting`: attempts not yet in a transfer, by
-    (publish_id, receiver)."""
+    (publish_id, receiver). `publish_id`: the sender's newest."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.waiting: dict[tuple[int, int], _Attempt] = {}
         self.closed = False
+        self.publish_id = 0
 
-    def fail(self, attempt: _Attempt, text: str) -> None:
+    def fail(self, attempt: _Attempt, text: str, *, at_sender: bool = False) -> None:
         with self.changed:
-            attempt.failure = attempt.failure or text
+            if attempt.failure is None:
+                attempt.failure, attempt.ended_by_sender = text, at_sender
             self.changed.notify_all()
+
+    def passed(self) -> str:
+        """What a receiver of an older publish hears."""
+        return f"the sender ended it: the sender is at publish {self.publish_id}"
+
+    def require_open(self) -> None:
+        """Raises WeightTransferError: the sender was closed meanwhile."""
+        if self.closed:
+            raise WeightTransferError(explain("send weights", "the sender was closed meanwhile", "open() it again"))
 
 
 class FakeSender:
-    """Implements `WeightSender`."""
+    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
 
     def __init__(self, network: FakeNetwork, bucket_bytes: int, num_receivers: int) -> None:
         self._network = network
@@ -97,43 +110,55 @@ class FakeSender:
                 data = torch.empty(bucket.nbytes, dtype=torch.uint8)
                 packer.pack(bucket, data)
                 for attempt in attempts:
-                    _put(attempt, (bucket, data), deadline)
+                    _put(attempt, (bucket, data), deadline, hub)
             digest = packer.finish()
             with hub.changed:
-                hub.changed.wait_for(lambda: all(a.has_all or a.failure for a in attempts), deadline.remaining_s())
+                hub.changed.wait_for(
+                    lambda: hub.closed or all(a.has_all or a.failure for a in attempts), deadline.remaining_s()
+                )
+                hub.require_open()
             for attempt in attempts:
                 _raise_failure(attempt)
             if late := [attempt.receiver for attempt in attempts if not attempt.has_all]:
                 raise _late(late, "take the last bucket", deadline)
             for attempt in attempts:
-                _put(attempt, None, deadline)
-        except Exception as error:
+                _put(attempt, None, deadline, hub)
+        except BaseException as error:
             for attempt in attempts:
-                hub.fail(attempt, f"the sender ended it: {type(error).__name__}: {error}")
+                hub.fail(attempt, f"the sender ended it: {type(error).__name__}: {error}", at_sender=True)
             raise
         return digest
+
+    def interrupt(self) -> None:
+        """As `Interruptible.interrupt`."""
+        if (hub := self._hub) is not None:
+            with hub.changed:
+                hub.closed = True
+                hub.changed.notify_all()
 
     def close(self) -> None:
         if self._hub is None:
             return
-        with self._hub.changed:
-            self._hub.closed = True
-            for attempt in self._hub.waiting.values():
-                attempt.failure = attempt.failure or "the sender is gone"
-            self._hub.changed.notify_all()
+        self.interrupt()
+        for attempt in list(self._hub.waiting.values()):
+            self._hub.fail(attempt, "the sender is gone", at_sender=True)
         self._hub = None
 
     def _gather(self, hub: _Hub, manifest: Manifest, deadline: Deadline) -> list[_Attempt]:
         """Takes the attempts of all receivers out of `waiting`."""
         keys = [(manifest.publish_id, r) for r in range(self._num_receivers)]
         with hub.changed:
-            hub.changed.wait_for(lambda: all(key in hub.waiting for key in keys), deadline.remaining_s())
+            hub.publish_id = manifest.publish_id
+            for key in [key for key in hub.waiting if key[0] < manifest.publish_id]:
+                hub.fail(hub.waiting.pop(key), hub.passed(), at_sender=True)
+            hub.changed.wait_for(lambda: hub.closed or all(key in hub.waiting for key in keys), deadline.remaining_s())
+            hub.require_open()
             late = [key[1] for key in keys if key not in hub.waiting]
             attempts = [attempt for key in keys if (attempt := hub.waiting.pop(key, None)) is not None]
         if late:
             error = _late(late, f"join publish {manifest.publish_id}", deadline)
             for attempt in attempts:
-                hub.fail(attempt, f"the sender ended it: {error}")
+                hub.fail(attempt, f"the sender ended it: {error}", at_sender=True)
             raise error
         return attempts
 
@@ -153,7 +178,9 @@ class FakeReceiver:
         unpacker = Unpacker(manifest, sink)
         with hub.changed:
             if hub.closed:
-                attempt.failure = "the sender is gone"
+                attempt.failure, attempt.ended_by_sender = "the sender is gone", True
+            elif manifest.publish_id < hub.publish_id:
+                attempt.failure, attempt.ended_by_sender = hub.passed(), True
             hub.waiting[key] = attempt
             hub.changed.notify_all()
         try:
@@ -178,9 +205,10 @@ class FakeReceiver:
         """Holds nothing."""
 
 
-def _put(attempt: _Attempt, item: tuple[Bucket, torch.Tensor] | None, deadline: Deadline) -> None:
+def _put(attempt: _Attempt, item: tuple[Bucket, torch.Tensor] | None, deadline: Deadline, hub: _Hub) -> None:
     while True:
         _raise_failure(attempt)
+        hub.require_open()
         try:
             return attempt.inbox.put(item, timeout=min(deadline.remaining_s(), _POLL_S))
         except queue.Full:
@@ -201,7 +229,8 @@ def _get(attempt: _Attempt, deadline: Deadline) -> tuple[Bucket, torch.Tensor] |
 def _raise_failure(attempt: _Attempt) -> None:
     if attempt.failure is not None:
         asked = f"receiver {attempt.receiver} to take the weights"
-        raise WeightTransferError(explain(asked, attempt.failure, "publish again"))
+        kind = TransferEnded if attempt.ended_by_sender else WeightTransferError
+        raise kind(explain(asked, attempt.failure, "publish again"))
 
 
 def _late(receivers: list[int], what: str, deadline: Deadline) -> DeadlineExceeded:

@@ -1,24 +1,28 @@
 """What the conformance suite of weight transports runs on: a sender here, receivers in workers.
 
-Workers take one command at a time. They are threads for a transport that lives inside one process and spawned processes
-for the others; the same workers serve a whole module, because each costs an import of torch.
+Workers take one command at a time. They are threads for a transport that lives inside one process and processes of
+their own for the others; the same workers serve a whole module.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.errors import AsyncRLError, WeightTransferError
+from asyncrl.inference.torch_engine.sink import ParameterSink
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
@@ -35,19 +39,52 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """A point at which one process waits for another. `directory` exists and is used for one hold only."""
+
+    directory: Path
+
+    def wait(self) -> None:
+        """The held process: says that it has come, and waits to be let go."""
+        (self.directory / "reached").touch()
+        poll(lambda: (self.directory / "go").exists(), "a held process to be let go")
+
+    def reached(self) -> None:
+        """Returns when the other process has come."""
+        poll((self.directory / "reached").exists, "a process to reach its hold")
+
+    def release(self) -> None:
+        (self.directory / "go").touch()
+
+
+def poll(condition: Callable[[], bool], what: str) -> None:
+    """Returns when `condition` holds; fails after `TIMEOUT_S`."""
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited {TIMEOUT_S} s for {what}"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True, slots=True)
 class Trouble:
-    """What the sink of one receive does before it writes tensor `tensor`: sleep, then raise if `text` is set."""
+    """What the sink of one receive does before it writes tensor `tensor`: wait, then raise if `text` is set, or flip a
+    bit of the byte that follows the tensor in the buffer that it came in."""
 
     tensor: str
     sleep_s: float = 0.0
     text: str = ""
+    hold: Hold | None = None
+    flip_next_byte: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
+    """`model`: specs of the parameters to write into, as an engine does; None collects whatever comes."""
+
     manifest: Manifest
     timeout_s: float
     trouble: Trouble | None = None
+    model: tuple[TensorSpec, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +98,39 @@ class Outcome:
 
 
 class TroubledSink:
-    """An AssemblingSink that runs into its trouble."""
+    """An AssemblingSink that is handed bytes by `write` alone and runs into its trouble."""
 
     def __init__(self, on_tensor: Callable[[str, torch.Tensor], None], trouble: Trouble | None) -> None:
         self._sink = AssemblingSink(on_tensor)
         self._trouble = trouble
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
-        trouble = self._trouble
-        if trouble is not None and spec.name == trouble.tensor:
-            time.sleep(trouble.sleep_s)
-            if trouble.text:
-                raise WeightTransferError(trouble.text)
+        trouble = self._run_into(spec)
+        if trouble is not None and trouble.flip_next_byte:
+            torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage())[data.storage_offset() + data.numel()] ^= 1
         self._sink.write(spec, offset, data)
+
+    def _run_into(self, spec: TensorSpec) -> Trouble | None:
+        trouble = self._trouble
+        if trouble is None or spec.name != trouble.tensor:
+            return None
+        time.sleep(trouble.sleep_s)
+        if trouble.hold is not None:
+            trouble.hold.wait()
+        if trouble.text:
+            raise WeightTransferError(trouble.text)
+        return trouble
+
+
+class TroubledDirectSink(TroubledSink):
+    """The same as a `DirectSink`: bytes land in the memory of their tensor. It cannot flip what it does not see."""
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        return self._sink.destination(spec, offset, nbytes, device)
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        self._run_into(spec)
+        self._sink.wrote(spec, offset, nbytes)
 
 
 def serve(commands: Connection, build_receiver: Callable[[TransferSource], WeightReceiver]) -> None:
@@ -97,13 +154,22 @@ def _receive(receiver: WeightReceiver, command: Receive) -> Outcome:
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         spec = spec_of(name, tensor)
-        tensors.append((name, spec.dtype, spec.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
+        tensors.append((name, spec.dtype, spec.shape, tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()))
 
     started = time.monotonic()
     digest, failure = None, None
     try:
-        sink = TroubledSink(keep, command.trouble)
-        digest = receiver.receive(command.manifest, sink, command.timeout_s)
+        if command.model is None:
+            flips = command.trouble is not None and command.trouble.flip_next_byte
+            sink = (TroubledSink if flips else TroubledDirectSink)(keep, command.trouble)
+            digest = receiver.receive(command.manifest, sink, command.timeout_s)
+        else:
+            parameters = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in command.model}
+            sink = ParameterSink(parameters)
+            digest = receiver.receive(command.manifest, sink, command.timeout_s)
+            sink.finish()
+            for name, parameter in parameters.items():
+                keep(name, parameter)
     except AsyncRLError as error:
         failure = (type(error).__name__, str(error))
     return Outcome(digest, tuple(tensors), failure, time.monotonic() - started)
@@ -114,18 +180,25 @@ def _serve_process(commands: Connection, build_receiver: Callable[[TransferSourc
     serve(commands, build_receiver)
 
 
+def process_context() -> Any:
+    """Makes processes out of one that has imported torch already: a test that kills some starts many."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["asyncrl.testing.transport_rig", "asyncrl.weights.transports"])
+    return context
+
+
 class Worker:
     """One receiver and the pipe that commands it."""
 
     def __init__(self, build_receiver: Callable[[TransferSource], WeightReceiver], *, in_process: bool) -> None:
-        """`in_process`: a thread of this process; else a spawned process, and `build_receiver` is pickled."""
+        """`in_process`: a thread of this process; else a process of its own, and `build_receiver` is pickled."""
         self._build = build_receiver
         self._in_process = in_process
         self.start()
 
     def start(self) -> None:
         self._busy = False
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self._pipe, theirs = context.Pipe()
         if self._in_process:
             self._process = None
@@ -156,12 +229,24 @@ class Worker:
         self._process.kill()
         self._process.join(10)
 
+    def pause(self) -> None:
+        """Stops the process in the middle of what it does, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def stop(self) -> None:
         self._pipe.send(None)
         if self._process is None:
             self._thread.join(10)
         else:
             self._process.join(10)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "only a process can be stopped"
+        assert self._process.pid is not None, "it has started"
+        os.kill(self._process.pid, number)
 
     def _answer(self, timeout_s: float) -> Any:
         assert self._pipe.poll(timeout_s), f"the receiver did not answer within {timeout_s} s"
@@ -170,11 +255,16 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """A transport under test. `workers`: at least 3."""
+    """A transport under test. `workers`: at least 3. `places`: directories in which it puts files."""
 
     build_sender: Callable[[int, int], WeightSender]
     workers: Sequence[Worker]
     workers_can_die: bool
+    places: tuple[Path, ...] = (Path("/dev/shm"),)
+
+    def files(self) -> set[Path]:
+        """What the senders of this process have put there."""
+        return files_in(self.places, {os.getpid()})
 
     @contextmanager
     def connected(self, num_receivers: int) -> Iterator[Transfer]:
@@ -234,8 +324,13 @@ class Transfer:
         outcomes = [worker.outcome() for worker in self.workers]
         for outcome in outcomes:
             assert outcome.error is not None
-            assert outcome.error[0] in ("WeightTransferError", "DeadlineExceeded")
+            assert outcome.error[0] in ("WeightTransferError", "TransferEnded", "DeadlineExceeded")
         return outcomes
+
+
+def files_in(places: Sequence[Path], pids: Collection[int]) -> set[Path]:
+    """What weight senders of these processes have put into these directories and have not removed."""
+    return {path for place in places for pid in pids for path in place.glob(f"asyncrl-weights-*{pid}-*")}
 
 
 def contents(weights: Weights) -> tuple[tuple[str, str, tuple[int, ...], bytes], ...]:
@@ -245,7 +340,7 @@ def contents(weights: Weights) -> tuple[tuple[str, str, tuple[int, ...], bytes],
             name,
             (spec := spec_of(name, t)).dtype,
             spec.shape,
-            t.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+            t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes(),
         )
         for name, t in weights
     )
@@ -282,3 +377,9 @@ def plain_weights(seed: int = 0, num: int = 12) -> Weights:
     """`num` tensors of one bucket each: more than there are slots."""
     generator = torch.Generator().manual_seed(seed)
     return [(f"layer.{i}", torch.randn(BUCKET_BYTES // 4, generator=generator)) for i in range(num)]
+
+
+def small_weights(seed: int = 0, num: int = 12) -> Weights:
+    """`num` tensors that share one bucket, without gaps between them."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"layer.{i}", torch.randn(100, generator=generator)) for i in range(num)]

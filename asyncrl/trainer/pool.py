@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied
 from asyncrl.remote import reply, reply_now
 from asyncrl.trainer.backend import TrainMetrics
@@ -120,9 +121,8 @@ class TrainerPool:
     async def weight_specs(self) -> tuple[TensorSpec, ...]:
         return await self._on(0, "weight_specs", timeout_s=self._start_timeout_s)
 
-    async def open_weights(self, transport: str, bucket_bytes: int, num_receivers: int) -> TransferSource:
-        timeout_s = self._start_timeout_s
-        return await self._on(0, "open_weights", transport, bucket_bytes, num_receivers, timeout_s=timeout_s)
+    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+        return await self._on(0, "open_weights", config, num_receivers, timeout_s=self._start_timeout_s)
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """Raises WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank)."""

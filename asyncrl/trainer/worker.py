@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.trainer.backend import TrainBackend, TrainMetrics
 from asyncrl.trainer.fsdp.backend import FsdpBackend
@@ -95,11 +96,18 @@ class TrainerWorker:
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()
 
-    def open_weights(self, transport: str, bucket_bytes: int, num_receivers: int) -> TransferSource:
+    def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         """Opens the sending end, in place of an earlier one; rank 0 only. Returns what receivers need to join."""
         if self._sender is not None:
             self._sender.close()
-        sender = build_sender(transport, bucket_bytes, num_receivers, device=self._device.type, host=self._host)
+        sender = build_sender(
+            config.transport,
+            config.bucket_bytes,
+            num_receivers,
+            device=self._device.type,
+            host=self._host,
+            directory=config.disk_directory,
+        )
         self._sender = sender
         return sender.open()
 

@@ -1,8 +1,12 @@
-"""The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction.
+"""The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction per replica.
 
-Consumes: the trainer's tensors.   Produces: a committed version on every replica, or a named error.
-Waits for: pause, transfer and commit of every replica, together at most `publish_timeout_s`.
-A replica whose weights were not committed keeps its gate closed: a half-applied publish never serves.
+Consumes: the trainer's tensors.   Produces: a committed version on every replica that is up, or a named error.
+Waits for: pause, transfer and commit, together at most `publish_timeout_s`; one transfer at most `transfer_timeout_s`.
+
+A replica whose weights were not committed keeps its gate closed: a half-applied publish never serves. One that is gone,
+answers nothing, or has other bytes after `max_retries` more transfers is handed to the fleet, which replaces it; the
+others go on without it, and the replacement joins a later publish. When the replacement of a replica gets wrong weights
+too, the fault is not the replica's: the run stops with the tensor's name.
 """
 
 from __future__ import annotations
@@ -10,13 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import WeightTransferError
+from asyncrl.errors import (
+    AsyncRLError,
+    DeadlineExceeded,
+    GenerationError,
+    ProcessDied,
+    TransferEnded,
+    WeightTransferError,
+    explain,
+)
 from asyncrl.types import Manifest, PauseMode, TensorSpec
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transport import Digest, TransferSource
@@ -31,13 +43,13 @@ class PublishingTrainer(Protocol):
 
     async def weight_specs(self) -> tuple[TensorSpec, ...]: ...
 
-    async def open_weights(self, transport: str, bucket_bytes: int, num_receivers: int) -> TransferSource: ...
+    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource: ...
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None: ...
 
 
 class PublishedReplica(Protocol):
-    """The receiving side: one replica."""
+    """The receiving side: one replica. Raises ProcessDied, DeadlineExceeded when it is gone or does not answer."""
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
 
@@ -46,11 +58,44 @@ class PublishedReplica(Protocol):
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
 
 
+class Fleet(Protocol):
+    """Who is there to publish to: `inference.pool.ReplicaPool`."""
+
+    @property
+    def members(self) -> Mapping[int, PublishedReplica]:
+        """The replicas that are up."""
+        ...
+
+    @property
+    def newcomers(self) -> Mapping[int, PublishedReplica]:
+        """Those of them that have no committed weights yet."""
+        ...
+
+    def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+        """Takes a replica out and begins to replace it."""
+        ...
+
+    async def wait_member(self, timeout_s: float) -> None:
+        """Returns when at least one is up. Raises RunFailed, DeadlineExceeded."""
+        ...
+
+    async def committed(self, replica_ids: Iterable[int]) -> None:
+        """These serve committed weights from now on."""
+        ...
+
+    async def stats(self) -> Any:
+        """Asks all of them whether they live; those that do not answer are taken out."""
+        ...
+
+
+Replicas = dict[int, PublishedReplica]
+
+
 @dataclass(frozen=True, slots=True)
 class PublishReport:
     """Seconds of the whole publish and of its parts; `pause_s` is the time that the fleet did not generate.
 
-    `attempts` is above 1 when a digest differed and the weights were sent again.
+    `attempts` is above 1 when weights were sent again; `replicas` serve the version; `nbytes` are those of the model.
     """
 
     version: int | None
@@ -60,73 +105,106 @@ class PublishReport:
     nbytes: int
     verified: bool
     attempts: int
+    replicas: int
+
+
+@dataclass(slots=True)
+class _Publish:
+    """One publish under way."""
+
+    version: int | None
+    verify: bool
+    deadline: float
+    attempts: int = 0
+    transfer_s: float = 0.0
+    paused_at: float | None = None
+    strikes: dict[int, int] = field(default_factory=dict)
+    """Times that a replica got its weights wrong in this publish."""
+
+    def left(self) -> float:
+        return max(0.01, self.deadline - time.monotonic())
 
 
 class CheckpointEngine:
     """Args:
     interrupt: what a publish does to generations in flight.
+    receivers_per_replica: processes of one replica that each take the weights (tensor-parallel workers).
     """
 
     def __init__(
         self,
         config: WeightsConfig,
         trainer: PublishingTrainer,
-        replicas: Mapping[int, PublishedReplica],
+        fleet: Fleet,
         *,
         interrupt: Interrupt,
+        receivers_per_replica: int = 1,
     ) -> None:
         self._config = config
         self._trainer = trainer
-        self._replicas = dict(replicas)
+        self._fleet = fleet
         self._pause_mode: PauseMode = PAUSE_MODES[interrupt]
+        self._receivers_per_replica = receivers_per_replica
+        self._lock = asyncio.Lock()
         self._publishes = 0
         self._transfers = 0
-        self._template: Manifest
-        self._sources: dict[int, TransferSource]
+        self._template: Manifest | None = None
+        self._group: Replicas = {}
+        self._sources: dict[int, TransferSource] = {}
+        self._distrusted: set[int] = set()
+        """Replicas that were replaced because their weights were wrong, until they have committed good ones."""
 
-    async def open(self) -> None:
-        """Plans the buckets and opens the transport. Raises WeightTransferError, DeadlineExceeded, ProcessDied."""
-        config = self._config
-        specs = await self._trainer.weight_specs()
-        self._template = Manifest(0, None, specs, plan_buckets(specs, config.bucket_bytes))
-        source = await self._trainer.open_weights(config.transport, config.bucket_bytes, len(self._replicas))
-        self._sources = {r: replace(source, receiver=i) for i, r in enumerate(self._replicas)}
+    async def publish(self, version: int | None, *, newcomers_only: bool = False) -> PublishReport | None:
+        """The replicas that are up serve the trainer's current weights as `version` (None: their version stays).
 
-    async def publish(self, version: int | None) -> PublishReport:
-        """Every replica serves the trainer's current weights as `version` (None: their version stays).
+        A second call waits for the first one. Returns None when `newcomers_only` and none is left.
 
-        Raises WeightTransferError: a replica could not apply them, or its digest differed `max_retries` + 1 times.
-        Raises DeadlineExceeded, ProcessDied: the message names the replica or the trainer.
+        Raises:
+            WeightTransferError: the trainer's weights cannot be sent, or a replica and its replacement got them wrong.
+            DeadlineExceeded: no replica has the weights in time; the message says what was waited for.
+            ProcessDied: the trainer is gone. RunFailed: no replica is left.
         """
+        async with self._lock:
+            return await self._publish(version, newcomers_only)
+
+    async def _publish(self, version: int | None, newcomers_only: bool) -> PublishReport | None:
         started = time.monotonic()
-        deadline = started + self._config.publish_timeout_s
-        mode = self._pause_mode
-        await self._on_all(lambda r: r.pause(mode, _left(deadline)))
-        verify, transfer_s, attempts = self._verifies(), 0.0, 0
-        while True:
-            attempts += 1
-            self._transfers += 1
-            manifest = replace(self._template, publish_id=self._transfers, version=version, verify=verify)
-            transfer_started = time.monotonic()
-            sent, received = await self._transfer(manifest, deadline)
-            transfer_s += time.monotonic() - transfer_started
-            differing = [r for r, digest in received.items() if digest != sent]
-            if not differing:
-                break
-            found = self._describe(differing, sent, received)
-            logger.error("publish of version %s, attempt %d: %s", version, attempts, found)
-            if attempts > self._config.max_retries:
-                raise WeightTransferError(f"publish of version {version} gave up after {attempts} attempts: {found}")
-        await self._on_all(lambda r: r.commit(manifest.publish_id, version, sent, _left(deadline)))
+        publish = _Publish(version, self._verifies(), started + self._config.publish_timeout_s)
+        done: Replicas = {}
+        pending: Replicas = dict(self._fleet.newcomers if newcomers_only else self._fleet.members)
+        while pending or not done:
+            if not pending:
+                if newcomers_only:
+                    return None
+                await self._fleet.wait_member(publish.left())
+                pending = dict(self._fleet.members)
+            if time.monotonic() > publish.deadline:
+                raise DeadlineExceeded(
+                    explain(
+                        f"publish version {version} within {self._config.publish_timeout_s:g} s",
+                        f"after {publish.attempts} transfer(s) {_names(pending)} does not serve it",
+                        "see the log for the transfers that failed, or raise weights.publish_timeout_s",
+                    )
+                )
+            paused = await self._pause(publish, pending)
+            if paused:
+                done |= await self._attempt(publish, paused)
+            members = self._fleet.members
+            pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
+        await self._fleet.committed(done)
+        self._distrusted -= done.keys()
+        assert self._template is not None, "the first attempt has planned the buckets"
+        assert publish.paused_at is not None, "a replica that is done was paused"
         return PublishReport(
             version=version,
             publish_s=ended - started,
-            pause_s=ended - started,
-            transfer_s=transfer_s,
-            nbytes=manifest.nbytes,
-            verified=verify,
-            attempts=attempts,
+            pause_s=ended - publish.paused_at,
+            transfer_s=publish.transfer_s,
+            nbytes=self._template.nbytes,
+            verified=publish.verify,
+            attempts=publish.attempts,
+            replicas=len(done),
         )
 
     def _verifies(self) -> bool:
@@ -134,40 +212,125 @@ class CheckpointEngine:
         self._publishes += 1
         return config.verify == "always" or (config.verify == "first" and number % config.verify_every == 0)
 
-    async def _transfer(self, manifest: Manifest, deadline: float) -> tuple[Digest | None, dict[int, Digest | None]]:
-        """Sends and receives at the same time; returns the sender's digest and that of each replica."""
-        timeout_s = _left(deadline)
-        receiving = [
-            replica.receive_weights(manifest, self._sources[replica_id], timeout_s)
-            for replica_id, replica in self._replicas.items()
-        ]
-        sent, *received = await _together([self._trainer.send_weights(manifest, timeout_s), *receiving])
-        return sent, dict(zip(self._replicas, received, strict=True))
+    async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
+        """Those that are paused now; those that are gone are handed to the fleet."""
+        outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, publish.left()))
+        if publish.paused_at is None:
+            publish.paused_at = time.monotonic()
+        return self._without_failed(replicas, outcomes)
 
-    async def _on_all(self, call: Callable[[PublishedReplica], Awaitable[None]]) -> None:
-        await _together([call(replica) for replica in self._replicas.values()])
+    async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
+        """One transfer, and the commit of those that took it; returns these."""
+        publish.attempts += 1
+        await self._form_group(replicas)
+        assert self._template is not None, "a group has a plan"
+        self._transfers += 1
+        manifest = replace(self._template, publish_id=self._transfers, version=publish.version, verify=publish.verify)
+        started = time.monotonic()
+        sent, received = await self._transfer(manifest, min(publish.left(), self._config.transfer_timeout_s))
+        publish.transfer_s += time.monotonic() - started
+        good = await self._judge(publish, sent, received, replicas)
+        outcomes = await _on_each(
+            good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), publish.left())
+        )
+        return self._without_failed(good, outcomes)
 
-    def _describe(self, differing: list[int], sent: Digest | None, received: Mapping[int, Digest | None]) -> str:
-        tensors = self._template.tensors
-        parts = []
-        for replica_id in differing:
-            pairs = zip(tensors, sent or (), received[replica_id] or (), strict=False)
-            wrong = [spec.name for spec, ours, theirs in pairs if ours != theirs]
-            parts.append(f"replica {replica_id} has other bytes in {', '.join(wrong[:3]) or 'an unknown tensor'}")
-        return "; ".join(parts)
+    async def _form_group(self, replicas: Replicas) -> None:
+        """Opens the sending end for exactly these replicas, unless it is."""
+        if self._group == replicas:
+            return
+        config, per_replica = self._config, self._receivers_per_replica
+        if self._template is None:
+            specs = await self._trainer.weight_specs()
+            self._template = Manifest(0, None, specs, plan_buckets(specs, config.bucket_bytes))
+        self._group = {}
+        source = await self._trainer.open_weights(config, len(replicas) * per_replica)
+        self._sources = {r: replace(source, receiver=i * per_replica) for i, r in enumerate(replicas)}
+        self._group = dict(replicas)
+
+    async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
+        """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica."""
+        receiving = [r.receive_weights(manifest, self._sources[i], timeout_s) for i, r in self._group.items()]
+        sending = self._trainer.send_weights(manifest, timeout_s)
+        sent, *received = await asyncio.gather(sending, *receiving, return_exceptions=True)
+        return sent, dict(zip(self._group, received, strict=True))
+
+    async def _judge(self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas) -> Replicas:
+        """The replicas that have the weights that were sent. Raises what is the trainer's own failure."""
+        if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
+            raise sent
+        before = dict(replicas)
+        alive = self._without_failed(replicas, {i: o for i, o in received.items() if _is_gone(o)})
+        late = [o for o in (sent, *received.values()) if isinstance(o, DeadlineExceeded)]
+        if late:  # who did not answer at all is the cause, the others waited for it
+            await self._fleet.stats()
+            alive = {i: r for i, r in alive.items() if self._fleet.members.get(i) is r}
+        wrong = {i: why for i in alive if (why := self._fault(sent, received[i])) is not None}
+        for replica_id, why in wrong.items():
+            self._strike(publish, replica_id, replicas[replica_id], why)
+        if isinstance(sent, BaseException):
+            logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
+            again = isinstance(sent, DeadlineExceeded) and publish.attempts <= self._config.max_retries
+            if not wrong and len(alive) == len(before) and not again:
+                raise sent
+            return {}
+        return {i: r for i, r in alive.items() if i not in wrong and not isinstance(received[i], BaseException)}
+
+    def _fault(self, sent: Any, received: Any) -> str | None:
+        """What this replica did wrong; None when it has the weights, or only suffered from somebody else's failure."""
+        if isinstance(received, DeadlineExceeded | TransferEnded):
+            return None if isinstance(sent, BaseException) else str(received)
+        if isinstance(received, BaseException):
+            return f"{type(received).__name__}: {received}"
+        if isinstance(sent, BaseException) or received == sent:
+            return None
+        assert self._template is not None, "weights were sent"
+        pairs = zip(self._template.tensors, sent or (), received or (), strict=False)
+        names = [spec.name for spec, ours, theirs in pairs if ours != theirs]
+        return f"it has other bytes in {', '.join(names[:3]) or 'an unknown tensor'}"
+
+    def _strike(self, publish: _Publish, replica_id: int, control: PublishedReplica, why: str) -> None:
+        """Counts one wrong transfer: the replica gets another, then is replaced; a replacement's end the run."""
+        strikes = publish.strikes[replica_id] = publish.strikes.get(replica_id, 0) + 1
+        found = f"replica {replica_id}, transfer {strikes} of this publish: {why}"
+        logger.error("publish of version %s: %s", publish.version, found)
+        if strikes <= self._config.max_retries:
+            return
+        if replica_id in self._distrusted:
+            do = "the trainer and the engine disagree about this tensor, or the memory of this machine is faulty"
+            raise WeightTransferError(
+                explain(f"publish version {publish.version} to a replica that was replaced", found, do)
+            )
+        self._distrusted.add(replica_id)
+        self._fleet.fail(replica_id, control, WeightTransferError(found))
+
+    def _without_failed(self, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
+        """Those of `replicas` whose outcome is no error; the fleet replaces the others. Raises DeadlineExceeded as it
+        is: a replica that is slow, not gone."""
+        kept = dict(replicas)
+        for replica_id, outcome in outcomes.items():
+            if not isinstance(outcome, BaseException):
+                continue
+            if isinstance(outcome, DeadlineExceeded) or not isinstance(outcome, AsyncRLError):
+                raise outcome
+            self._fleet.fail(replica_id, kept.pop(replica_id), outcome)
+        return kept
 
 
-def _left(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())
+def _is_gone(outcome: Any) -> bool:
+    return isinstance(outcome, ProcessDied | GenerationError)
 
 
-async def _together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Awaits all of them to their end; then raises the most telling error, if any.
+def _digest(sent: Any) -> Digest | None:
+    assert not isinstance(sent, BaseException), "only weights that were sent are committed"
+    return sent
 
-    One failing peer makes the others fail by deadline, so an error that names a cause comes before a timeout.
-    """
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [r for r in results if isinstance(r, BaseException)]
-    if errors:
-        raise min(errors, key=lambda e: isinstance(e, TimeoutError))
-    return results
+
+def _names(replicas: Iterable[int]) -> str:
+    return ", ".join(f"replica {i}" for i in replicas)
+
+
+async def _on_each(replicas: Replicas, call: Any) -> dict[int, Any]:
+    """The outcome or the exception of one call to every replica, all at once."""
+    outcomes = await asyncio.gather(*(call(r) for r in replicas.values()), return_exceptions=True)
+    return dict(zip(replicas, outcomes, strict=True))

@@ -1,22 +1,35 @@
 """A position-sensitive 64-bit digest of tensor bytes, fast enough to run on every publish.
 
-Bytes are read as little-endian 64-bit words in rows of `_ROW_WORDS`. Every word is folded, `w ^ (w >>> 29)`, multiplied
-by the odd weight of its column, and the row is summed. Without the fold, words that differ only in high bits (signs,
-exponents) could change places unseen: the difference times the difference of two weights would vanish modulo 2**64. The
-shift is odd so that the sign bits of neighbouring elements do not cancel. Each row's sum passes a nonlinear mixer
-together with its row number, and the mixed rows are added. All of it is wrapping int64 arithmetic: exact, independent
-of the order of summation, and so the same on CPU and GPU.
+Two functions, because no one function is fast everywhere. Sender and receivers must use the same; neither depends on
+the machine. Both end in the finaliser of splitmix64 over the hash of some bytes, their offset in the tensor and their
+number.
 
-It finds errors of transport (flipped bits, exchanged words, rows or slices, wrong offsets, missing parts, stale
-data); it is no defence against somebody who builds collisions on purpose. Source: multilinear hashing (Lemire and
-Kaser, arXiv:1202.4961) inside a row; the finaliser of splitmix64 (Steele, Lea, Flood 2014) over rows and slices.
+`xxh3`, for bytes in the host's memory: XXH3-64 runs at the speed of memory there. Blocks are hashed one by one and
+added up like slices, so that `copy_with_digest` can copy each while it is in the processor's cache.
+
+`words`, for tensors on a GPU: exact integer arithmetic in torch operations. Bytes are read as little-endian 64-bit
+words in rows of `_ROW_WORDS`. Every word is folded, `w ^ (w >>> 29)`, multiplied by the odd weight of its column, and
+the row is summed. Without the fold, words that differ only in high bits (signs, exponents) could change places unseen:
+the difference times the difference of two weights would vanish modulo 2**64. The shift is odd so that the sign bits of
+neighbouring elements do not cancel. Each row's sum passes a nonlinear mixer together with its row number, and the mixed
+rows are added. All of it is wrapping int64 arithmetic: exact, independent of the order of summation, and so the same on
+CPU and GPU.
+
+They find errors of transport (flipped bits, exchanged words, rows or slices, wrong offsets, missing parts, stale
+data); they are no defence against somebody who builds collisions on purpose. Source: XXH3 (Collet, xxHash 0.8);
+multilinear hashing (Lemire and Kaser, arXiv:1202.4961) inside a row; the finaliser of splitmix64 (Steele, Lea, Flood
+2014) over rows and slices.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
+import xxhash
+
+from asyncrl.weights.transport import DigestKind
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,44 +39,78 @@ _FOLD = 29
 _ROW_WORDS = 4096
 _CHUNK_ROWS = 64
 """Rows per pass: 2 MiB, so that the scratch of a large slice stays in the last-level cache."""
+_BLOCK_BYTES = 512 << 10
+"""Hashed and then copied at a time: source and destination fit together into a core's second-level cache."""
+
+
+def digest_for(device: torch.device | str) -> DigestKind:
+    """The function that is fast for tensors on `device`."""
+    return "xxh3" if torch.device(device).type == "cpu" else "words"
 
 
 def make_scratch(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Working memory of `slice_digest`, [rows, words] int64, 2 MiB: kept by callers that digest many slices,
-    because fresh pages cost more than the arithmetic. Not to be shared between threads."""
+    """Working memory of `words`, [rows, words] int64, 2 MiB: kept by callers that digest many slices, because fresh
+    pages cost more than the arithmetic. Not to be shared between threads."""
     return torch.empty(_CHUNK_ROWS, _ROW_WORDS, dtype=torch.int64, device=device)
 
 
-def slice_digest(data: torch.Tensor, tensor_offset: int, scratch: torch.Tensor | None = None) -> int:
+def slice_digest(data: torch.Tensor, tensor_offset: int, kind: DigestKind, scratch: torch.Tensor | None = None) -> int:
     """The digest of one slice of a tensor, in `[0, 2**64)`.
 
     The digest of a tensor is the sum of those of its slices modulo 2**64 (`combine`). It depends on how the tensor is
-    cut: compare only digests made over the same manifest.
+    cut: compare only digests made over the same slices.
 
     Args:
-        data: [n] uint8, contiguous, on any device.
+        data: [n] uint8, contiguous, on any device. `xxh3` fetches what is not in the host's memory.
         tensor_offset: where the slice begins in its tensor, in bytes.
-        scratch: from `make_scratch` on the device of `data`; None allocates it.
+        scratch: for `words`, from `make_scratch` on the device of `data`; None allocates it.
     """
     size = data.numel()
     if size == 0:
         return 0
+    if kind == "xxh3":
+        return _xxh3(data.cpu().numpy(), tensor_offset, None)
+    return _placed(_words(data, make_scratch(data.device) if scratch is None else scratch), tensor_offset, size)
+
+
+def copy_with_digest(out: torch.Tensor, data: torch.Tensor, tensor_offset: int) -> int:
+    """Copies `data`, [n] uint8 in the host's memory, into `out`, the same; returns the `xxh3` digest of `data`."""
+    return _xxh3(data.numpy(), tensor_offset, out.numpy())
+
+
+def combine(digest: int, slice_value: int) -> int:
+    """The tensor digest `digest` with one more slice added."""
+    return (digest + slice_value) & _MASK
+
+
+def _placed(value: int, tensor_offset: int, size: int) -> int:
+    """Makes the hash of some bytes depend on where in the tensor they lie and how many they are."""
+    return _mix(value + _mix(tensor_offset * _GOLDEN + size))
+
+
+def _xxh3(data: np.ndarray, tensor_offset: int, out: np.ndarray | None) -> int:
+    """The sum of the digests of the blocks of `data`; each is copied to `out` while it is in the cache."""
+    total = 0
+    for start in range(0, data.size, _BLOCK_BYTES):
+        block = data[start : start + _BLOCK_BYTES]
+        total = combine(total, _placed(xxhash.xxh3_64_intdigest(block.data), tensor_offset + start, block.size))
+        if out is not None:
+            out[start : start + block.size] = block
+    return total
+
+
+def _words(data: torch.Tensor, scratch: torch.Tensor) -> int:
+    """The sum of the mixed rows, as a signed integer; `data` is not empty."""
+    size = data.numel()
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()
-    scratch = make_scratch(data.device) if scratch is None else scratch
     body_bytes = size - size % (8 * _ROW_WORDS)
     body = data[:body_bytes].view(torch.int64).view(-1, _ROW_WORDS)
     row_sums = [_row_sums(chunk, scratch) for chunk in body.split(_CHUNK_ROWS)] if body_bytes else []
     if body_bytes < size:
         tail = torch.nn.functional.pad(data[body_bytes:], (0, -size % 8))
         row_sums.append(_row_sums(tail.view(torch.int64).view(1, -1), scratch))
-    rows = torch.cat(row_sums)
-    return _mix(int(_mix_rows(rows).sum().item()) + _mix(tensor_offset * _GOLDEN + size))
-
-
-def combine(digest: int, slice_value: int) -> int:
-    """The tensor digest `digest` with one more slice added."""
-    return (digest + slice_value) & _MASK
+    return int(_mix_rows(torch.cat(row_sums)).sum().item())
 
 
 def _row_sums(words: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

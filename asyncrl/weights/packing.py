@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.types import Bucket, Manifest, TensorSpec
-from asyncrl.weights.digest import combine, make_scratch, slice_digest
+from asyncrl.types import Bucket, Manifest, TensorSlice, TensorSpec
+from asyncrl.weights.digest import combine, copy_with_digest, make_scratch, slice_digest
 from asyncrl.weights.plan import make_spec
-from asyncrl.weights.transport import Digest, WeightSink
+from asyncrl.weights.transport import Digest, DigestKind, DirectSink, WeightSink
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -37,24 +37,58 @@ def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
         )
 
 
+def separate(buckets: Sequence[Bucket], min_bytes: int) -> tuple[Bucket, ...]:
+    """The same slices in the same order, numbered anew: each of at least `min_bytes` has a bucket of its own, which
+    needs no packing; those between two such stay together."""
+    separated: list[Bucket] = []
+
+    def seal(slices: list[TensorSlice]) -> None:
+        if slices:
+            begin = slices[0].bucket_offset
+            nbytes = slices[-1].bucket_offset + slices[-1].nbytes - begin
+            moved = tuple(TensorSlice(s.tensor, s.offset, s.nbytes, s.bucket_offset - begin) for s in slices)
+            separated.append(Bucket(len(separated), nbytes, moved))
+            slices.clear()
+
+    for bucket in buckets:
+        together: list[TensorSlice] = []
+        for piece in bucket.slices:
+            if piece.nbytes >= min_bytes:
+                seal(together)
+                seal([piece])
+            else:
+                together.append(piece)
+        seal(together)
+    return tuple(separated)
+
+
 class Digester:
     """Adds up the digests of the slices of one publish, one number per tensor."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._enabled = manifest.verify
+    def __init__(self, manifest: Manifest, kind: DigestKind = "xxh3") -> None:
+        self.enabled = manifest.verify
+        self._kind: DigestKind = kind
         self._totals = [0] * len(manifest.tensors)
         self._scratch: torch.Tensor | None = None
 
     def add(self, tensor: int, offset: int, data: torch.Tensor) -> None:
         """Counts `data`, [n] uint8, as bytes `[offset, offset + n)` of tensor number `tensor`."""
-        if not self._enabled:
+        if not self.enabled:
             return
-        if self._scratch is None or self._scratch.device != data.device:
+        if self._kind == "words" and (self._scratch is None or self._scratch.device != data.device):
             self._scratch = make_scratch(data.device)
-        self._totals[tensor] = combine(self._totals[tensor], slice_digest(data, offset, self._scratch))
+        self._totals[tensor] = combine(self._totals[tensor], slice_digest(data, offset, self._kind, self._scratch))
+
+    def copy(self, tensor: int, offset: int, data: torch.Tensor, out: torch.Tensor) -> None:
+        """As `add`, and copies `data` to `out`; together they cost less than one after the other."""
+        if self.enabled and self._kind == "xxh3" and data.device.type == out.device.type == "cpu":
+            self._totals[tensor] = combine(self._totals[tensor], copy_with_digest(out, data, offset))
+        else:
+            self.add(tensor, offset, data)
+            out.copy_(data)
 
     def result(self) -> Digest | None:
-        return tuple(self._totals) if self._enabled else None
+        return tuple(self._totals) if self.enabled else None
 
 
 class Packer:
@@ -63,29 +97,52 @@ class Packer:
     Raises (every method) WeightTransferError: a tensor is missing, extra, out of order or of another shape or dtype.
     """
 
-    def __init__(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], digest: DigestKind = "xxh3"
+    ) -> None:
         self._manifest = manifest
         self._weights: Iterator[tuple[str, torch.Tensor]] = iter(weights)
         self._current = -1
         self._data = torch.empty(0, dtype=torch.uint8)
-        self._digester = Digester(manifest)
+        self._digester = Digester(manifest, digest)
+        last = manifest.buckets[-1].slices[-1] if manifest.buckets else TensorSlice(-1, 0, 0, 0)
+        self._end = (last.tensor, last.offset + last.nbytes)
+
+    def moves_on(self, bucket: Bucket) -> bool:
+        """Whether the next tensor is taken, and so this one freed or overwritten, to fill `bucket`."""
+        last = bucket.slices[-1]
+        return last.tensor > self._current or (last.tensor, last.offset + last.nbytes) == self._end
+
+    def view(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
+        """[bucket.nbytes] uint8: the tensor's own memory, which `pack` would copy; None if it has to.
+
+        What is sent from there must be sent before the packer `moves_on`. The last bucket is always packed: it leaves
+        only when no further tensor is known to come.
+        """
+        piece = bucket.slices[0]
+        if len(bucket.slices) != 1 or (piece.tensor, piece.offset + piece.nbytes) == self._end:
+            return None
+        self._take(piece.tensor)
+        if self._data.device != device:
+            return None
+        data = self._data[piece.offset : piece.offset + piece.nbytes]
+        self._digester.add(piece.tensor, piece.offset, data)
+        return data
 
     def pack(self, bucket: Bucket, out: torch.Tensor) -> None:
         """Fills `out`, [>= bucket.nbytes] uint8. The last bucket also proves that no weight is left over, so that an
         extra tensor is known before receivers have everything."""
         for piece in bucket.slices:
-            while self._current < piece.tensor:
-                self._advance()
+            self._take(piece.tensor)
             data = self._data[piece.offset : piece.offset + piece.nbytes]
-            self._digester.add(piece.tensor, piece.offset, data)
-            out[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(data)
-        if bucket.index == len(self._manifest.buckets) - 1:
-            self.finish()
+            place = out[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
+            self._digester.copy(piece.tensor, piece.offset, data, place)
+            if (piece.tensor, piece.offset + piece.nbytes) == self._end:
+                self.finish()
 
     def finish(self) -> Digest | None:
         """Checks that the weights end where the manifest does; returns the digest if the manifest asks for it."""
-        while self._current < len(self._manifest.tensors) - 1:
-            self._advance()
+        self._take(len(self._manifest.tensors) - 1)
         extra = next(self._weights, None)
         if extra is not None:
             raise WeightTransferError(
@@ -97,6 +154,10 @@ class Packer:
             )
         self._data = self._data[:0].clone()
         return self._digester.result()
+
+    def _take(self, tensor: int) -> None:
+        while self._current < tensor:
+            self._advance()
 
     def _advance(self) -> None:
         self._current += 1
@@ -114,22 +175,53 @@ class Packer:
 
 
 class Unpacker:
-    """Hands the slices of received buckets to a sink, in manifest order, with empty tensors in their places."""
+    """Hands the slices of received buckets to a sink, in manifest order, with empty tensors in their places.
 
-    def __init__(self, manifest: Manifest, sink: WeightSink) -> None:
+    Every bucket is given either to `unpack` or, after `destination`, to `landed`.
+    """
+
+    def __init__(self, manifest: Manifest, sink: WeightSink, digest: DigestKind = "xxh3") -> None:
         self._manifest = manifest
         self._sink = sink
+        self._direct = sink if isinstance(sink, DirectSink) else None
         self._next_tensor = 0
-        self._digester = Digester(manifest)
+        self._digester = Digester(manifest, digest)
 
     def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
         """`data`: [>= bucket.nbytes] uint8. Raises what the sink raises."""
         for piece in bucket.slices:
             self._write_empty_tensors(piece.tensor)
-            view = data[piece.bucket_offset : piece.bucket_offset + piece.nbytes]
-            self._digester.add(piece.tensor, piece.offset, view)
-            self._sink.write(self._manifest.tensors[piece.tensor], piece.offset, view)
+            self._write(piece, data[piece.bucket_offset : piece.bucket_offset + piece.nbytes])
             self._next_tensor = piece.tensor + 1
+
+    def destination(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
+        """[bucket.nbytes] uint8: the sink's memory, into which the bucket may be received; None if it has to be
+        unpacked. May run ahead of `unpack` and `landed`. Raises what the sink raises."""
+        if len(bucket.slices) != 1 or self._direct is None:
+            return None
+        piece = bucket.slices[0]
+        return self._direct.destination(self._manifest.tensors[piece.tensor], piece.offset, piece.nbytes, device)
+
+    def landed(self, bucket: Bucket, place: torch.Tensor) -> None:
+        """The bucket is in `place`, which `destination` returned for it. Raises what the sink raises."""
+        assert self._direct is not None, "a sink without memory of its own has no destination"
+        piece = bucket.slices[0]
+        self._write_empty_tensors(piece.tensor)
+        self._digester.add(piece.tensor, piece.offset, place)
+        self._direct.wrote(self._manifest.tensors[piece.tensor], piece.offset, piece.nbytes)
+        self._next_tensor = piece.tensor + 1
+
+    def _write(self, piece: TensorSlice, data: torch.Tensor) -> None:
+        """Where the digest is wanted and the sink names its memory, the bytes are digested and copied in one go."""
+        spec, place = self._manifest.tensors[piece.tensor], None
+        if self._digester.enabled and self._direct is not None:
+            place = self._direct.destination(spec, piece.offset, piece.nbytes, data.device)
+        if place is None or self._direct is None:
+            self._digester.add(piece.tensor, piece.offset, data)
+            self._sink.write(spec, piece.offset, data)
+        else:
+            self._digester.copy(piece.tensor, piece.offset, data, place)
+            self._direct.wrote(spec, piece.offset, piece.nbytes)
 
     def finish(self) -> Digest | None:
         """Writes the empty tensors after the last bucket; returns the digest if the manifest asks for it."""

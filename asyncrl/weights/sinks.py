@@ -11,7 +11,7 @@ from asyncrl.types import TensorSpec
 
 
 class AssemblingSink:
-    """Collects slices into whole tensors and passes each on when it is complete.
+    """Collects slices into whole tensors and passes each on when it is complete. A `DirectSink`.
 
     Every tensor lives in fresh memory that the callback may keep: an engine that reloads layer by layer holds
     references until a layer is complete.
@@ -19,23 +19,48 @@ class AssemblingSink:
 
     def __init__(self, on_tensor: Callable[[str, torch.Tensor], None]) -> None:
         self._on_tensor = on_tensor
+        self._memory: dict[str, torch.Tensor] = {}
         self._spec: TensorSpec | None = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         """As `WeightSink.write`. Raises WeightTransferError: the slices of a tensor do not follow one another."""
+        self._check_next(spec, offset, data.numel())
+        self._place(spec, offset, data.numel(), data.device).copy_(data)
+        self._advance(spec, data.numel())
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """As `DirectSink.destination`."""
+        if offset < 0 or offset + nbytes > spec.nbytes:
+            raise self._out_of_order(spec, offset, nbytes)
+        return self._place(spec, offset, nbytes, device)
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        """As `DirectSink.wrote`. Raises as `write`."""
+        self._check_next(spec, offset, nbytes)
+        self._advance(spec, nbytes)
+
+    def _place(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        """The place of these bytes in the memory of their tensor, which begins with its first slice."""
+        if spec.name not in self._memory:
+            self._memory[spec.name] = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+        return self._memory[spec.name][offset : offset + nbytes]
+
+    def _check_next(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
         if self._spec is None:
             self._spec, self._filled = spec, 0
-            self._bytes = torch.empty(spec.nbytes, dtype=torch.uint8, device=data.device)
-        end = offset + data.numel()
-        if spec != self._spec or offset != self._filled or end > spec.nbytes:
-            found = f"bytes [{offset}, {end}) of {spec.name}"
-            self._spec, expected = None, f"bytes from {self._filled} of {self._spec.name}"
-            raise WeightTransferError(explain(expected, found, "write slices in manifest order, each once"))
-        self._bytes[offset:end].copy_(data)
-        self._filled = end
-        if end == spec.nbytes:
-            self._spec, whole = None, self._bytes
-            self._bytes = self._bytes[:0]
+        if spec != self._spec or offset != self._filled or offset + nbytes > spec.nbytes:
+            raise self._out_of_order(spec, offset, nbytes)
+
+    def _out_of_order(self, spec: TensorSpec, offset: int, nbytes: int) -> WeightTransferError:
+        expected = f"bytes from {self._filled} of {spec.name if self._spec is None else self._spec.name}"
+        self._spec = None
+        self._memory.clear()
+        found = f"bytes [{offset}, {offset + nbytes}) of {spec.name}"
+        return WeightTransferError(explain(expected, found, "write slices in manifest order, each once"))
+
+    def _advance(self, spec: TensorSpec, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == spec.nbytes:
+            whole, self._spec = self._memory.pop(spec.name), None
             self._on_tensor(spec.name, whole.view(getattr(torch, spec.dtype)).view(spec.shape))

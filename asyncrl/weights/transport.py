@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from asyncrl.types import Manifest, TensorSpec
 
@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 Digest = tuple[int, ...]
 """One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
 
+DigestKind = Literal["xxh3", "words"]
+"""The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferSource:
     """What a receiver needs to join a sender; plain values, so that it can cross any process boundary.
 
-    `address`, `segment`: transport specific (ZeroMQ endpoint and shared-memory name, or host:port of the store).
+    `address`, `segment`: transport specific (ZeroMQ endpoint and the rings of `ipc` as JSON or the directory of `disk`;
+    host:port of the store and ZeroMQ endpoint for `collective`).
     `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
+    `digest`: the sender's choice, which receivers follow.
     """
 
     transport: str
@@ -34,6 +39,7 @@ class TransferSource:
     num_receivers: int
     receiver: int
     epoch: int
+    digest: DigestKind = "xxh3"
 
 
 class WeightSink(Protocol):
@@ -44,6 +50,27 @@ class WeightSink(Protocol):
 
         Raises WeightTransferError: the sink has no such tensor, or its shape or dtype differs.
         """
+        ...
+
+
+@runtime_checkable
+class DirectSink(WeightSink, Protocol):
+    """A sink whose own memory can receive: what a transport puts there is not copied once more.
+
+    A slice comes either by `write` or by `destination` and later `wrote`. `write` and `wrote` keep manifest order;
+    `destination` may run ahead of them, and bytes may land there, for the few buckets that are under way.
+    """
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """[nbytes] uint8, contiguous, on `device`: where bytes `[offset, offset + nbytes)` of the tensor belong. None
+        if they cannot be received in place: they come by `write` then.
+
+        Raises WeightTransferError: as `write`, so that nothing lands in a tensor that does not fit.
+        """
+        ...
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        """All of these bytes are in the memory that `destination` returned for them. Raises as `write`."""
         ...
 
 

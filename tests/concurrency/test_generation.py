@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.errors import GenerationError, WeightTransferError
+from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.testing.fake_engine import FakeEngine, FakeScript
@@ -168,16 +168,148 @@ async def test_close_ends_pending_requests():
             await asyncio.wait_for(running, 5)
 
 
-async def test_a_dead_engine_fails_its_requests_and_its_health():
+async def test_a_replica_that_comes_back_is_sent_requests_again():
+    async with Fleet(tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
+        await fleet.sampled(40)
+        fleet.channels[0].die()
+        for generation in await asyncio.gather(*running):
+            check(generation)
+        assert fleet.client.loads == {1: 0}
+        back = fleet.channels[0] = LocalReplicaChannel(fleet.replicas[0])
+        fleet.client.add_replica(0, back)
+        assert fleet.client.loads == {0: 0, 1: 0}
+        generations = await asyncio.gather(
+            *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=10)) for _ in range(6))
+        )
+        assert {g.segments[0].replica_id for g in generations} == {0, 1}
+        for generation in generations:
+            check(generation)
+        assert fleet.client.loads == {0: 0, 1: 0}, "requests of the lost replica are not counted for the new one"
+
+
+async def test_a_replaced_replica_ends_what_the_former_one_had_and_starts_from_no_load():
+    async with Fleet(1, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        watch = asyncio.create_task(fleet.client.watch())
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200)))
+        await fleet.sampled(20)
+        fleet.client.add_replica(0, LocalReplicaChannel(fleet.replicas[0], client_id="second"))
+        generation = await asyncio.wait_for(running, 10)
+        check(generation)
+        assert (len(generation.token_ids), generation.interruptions) == (200, 1)
+        assert fleet.client.loads == {0: 0}
+        assert not watch.done(), "the last replica was replaced, not lost"
+        watch.cancel()
+
+
+async def test_a_removed_replica_gets_nothing_more_and_its_requests_resume():
+    async with Fleet(tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
+        await fleet.sampled(40)
+        fleet.client.remove_replica(1, "it does not answer")
+        fleet.client.remove_replica(1, "it does not answer")
+        for generation in await asyncio.gather(*running):
+            check(generation)
+            assert generation.segments[-1].replica_id == 0
+        assert fleet.client.loads == {0: 0}
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_tokens_are_handed_on_as_they_arrive_also_over_a_publish(mode):
+    async with Fleet(1, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        seen = []
+        running = asyncio.create_task(
+            fleet.client.generate(
+                PROMPT,
+                SamplingParams(max_tokens=60),
+                on_chunk=lambda chunk, replica: seen.append((chunk.token_ids.tolist(), chunk.version, replica)),
+            )
+        )
+        await fleet.sampled(20)
+        await fleet.publish(1, mode)
+        assert not running.done()
+        assert seen, "nothing was handed on before the end"
+        generation = await running
+        assert [i for ids, _, _ in seen for i in ids] == generation.token_ids.tolist()
+        assert sorted({version for _, version, _ in seen}) == [0, 1]
+
+
+async def test_a_caller_that_has_enough_ends_its_response_on_the_replica_too():
+    async with Fleet(1, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        generation = await asyncio.wait_for(
+            fleet.client.generate(PROMPT, SamplingParams(max_tokens=4000), on_chunk=lambda chunk, _: True), 5
+        )
+        check(generation)
+        assert generation.finish_reason == "stop"
+        assert 3 <= len(generation.token_ids) < 4000
+        assert fleet.engines[0].health().running == 0
+
+
+async def test_the_least_number_of_tokens_holds_over_all_attempts():
+    async with Fleet(1, tick_s=0.001, response_tokens=lambda request: 10) as fleet:
+        await fleet.publish(0)
+        sampling = SamplingParams(max_tokens=60, min_tokens=40)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, sampling))
+        await fleet.sampled(20)
+        await fleet.publish(1)
+        generation = await running
+        assert generation.interruptions == 1
+        assert (len(generation.token_ids), generation.finish_reason) == (41, "stop")
+
+
+async def test_a_request_that_is_abandoned_at_once_never_runs():
+    async with Fleet(1) as fleet:
+        await fleet.publish(0)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=50)))
+        asyncio.get_running_loop().call_soon(running.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))
+        assert fleet.engines[0].health().generated_tokens == 5
+
+
+async def test_a_dead_engine_is_a_lost_replica_and_its_requests_go_on_elsewhere():
+    async with Fleet(2, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        fleet.engines[0].crash("out of memory")
+        generations = await asyncio.wait_for(asyncio.gather(*running), 10)
+        assert all(len(g.token_ids) == 200 for g in generations)
+        moved = [g for g in generations if {s.replica_id for s in g.segments} == {0, 1}]
+        assert len(moved) == 4
+        assert all(g.interruptions == 1 for g in moved)
+        with pytest.raises(ProcessDied, match="out of memory"):
+            await fleet.replicas[0].stats()
+
+
+async def test_when_the_last_engine_dies_its_requests_fail_with_the_reason_or_wait_for_a_replacement():
     async with Fleet(1, tick_s=0.01) as fleet:
         await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         fleet.engines[0].crash("out of memory")
         with pytest.raises(GenerationError, match="out of memory"):
             await asyncio.wait_for(running, 5)
-        with pytest.raises(GenerationError, match="out of memory"):
-            await fleet.replicas[0].stats()
+    async with Fleet(2, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        channels = [LocalReplicaChannel(replica, "patient") for replica in fleet.replicas]
+        client = GenerationClient(
+            "patient", {0: channels[0]}, request_timeout_s=10, poll_interval_s=0.0, waits_for_replacements=True
+        )
+        running = asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=200)))
+        await asyncio.sleep(0.05)
+        channels[0].die()
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        client.add_replica(0, channels[1])
+        assert len((await asyncio.wait_for(running, 5)).token_ids) == 200
+        await client.close()
 
 
 async def test_weights_that_were_not_received_or_differ_are_never_served():

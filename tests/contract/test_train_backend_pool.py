@@ -11,6 +11,7 @@ import ray
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed
 from asyncrl.remote import reply
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
@@ -145,7 +146,7 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     assert await pool.train_step(plans) == first
 
     specs = await pool.weight_specs()
-    source = await pool.open_weights("ipc", BUCKET_BYTES, 1)
+    source = await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1)
     manifest = Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES))
     received = {}
 
@@ -167,7 +168,7 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
 
 async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks_in_step(pool, lease):
     specs = await pool.weight_specs()
-    await pool.open_weights("ipc", BUCKET_BYTES, 1)
+    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1)
     manifest = Manifest(2, 5, specs, plan_buckets(specs, BUCKET_BYTES))
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):

@@ -1,15 +1,25 @@
-"""Every weight transport against the conformance suite."""
+"""Every weight transport against the conformance suite, and which memory `ipc` uses."""
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from asyncrl.errors import WeightTransferError
 from asyncrl.testing.fake_transport import FakeNetwork
-from asyncrl.testing.transport_rig import Rig, Worker
+from asyncrl.testing.second_memory import SecondMemory, build_second_memory_receiver
+from asyncrl.testing.transport_lifecycle_suite import TransportLifecycleSuite
+from asyncrl.testing.transport_rig import BUCKET_BYTES, Rig, Worker, many_weights, plain_weights
 from asyncrl.testing.transport_suite import TransportSuite
+from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver, build_sender
+from asyncrl.weights.transports.ipc import IpcSender, Offer
+from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
+from asyncrl.weights.transports.segment import SHARED_MEMORY
 
 pytestmark = pytest.mark.contract
 
@@ -27,19 +37,31 @@ def processes() -> Iterator[list[Worker]]:
         worker.stop()
 
 
-class TestIpc(TransportSuite):
+class TestIpc(TransportSuite, TransportLifecycleSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(lambda size, receivers: build_sender("ipc", size, receivers), processes, workers_can_die=True)
 
 
-class TestCollective(TransportSuite):
+class TestCollective(TransportSuite, TransportLifecycleSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(lambda size, receivers: build_sender("collective", size, receivers), processes, workers_can_die=True)
+        def build(bucket_bytes: int, num_receivers: int):
+            return build_sender("collective", bucket_bytes, num_receivers)
+
+        return Rig(build, processes, workers_can_die=True)
 
 
-class TestFake(TransportSuite):
+class TestDisk(TransportSuite, TransportLifecycleSuite):
+    @pytest.fixture
+    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
+        def build(bucket_bytes: int, num_receivers: int):
+            return build_sender("disk", bucket_bytes, num_receivers, directory=str(tmp_path))
+
+        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+
+
+class TestFake(TransportSuite, TransportLifecycleSuite):
     @pytest.fixture
     def rig(self) -> Iterator[Rig]:
         network = FakeNetwork()
@@ -47,3 +69,107 @@ class TestFake(TransportSuite):
         yield Rig(network.sender, workers, workers_can_die=False)
         for worker in workers:
             worker.stop()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    """Receivers that may map a second memory."""
+    workers = [Worker(build_second_memory_receiver, in_process=False) for _ in range(2)]
+    yield workers
+    for worker in workers:
+        worker.stop()
+
+
+class TestDeviceMemoryOfIpc:
+    """Which of its two rings `ipc` uses. A second piece of shared memory stands for a GPU's."""
+
+    def rig(self, workers: list[Worker], **troubles: tuple[int, ...]) -> tuple[Rig, list[SecondMemory]]:
+        """And the device memories that its senders make."""
+        made: list[SecondMemory] = []
+
+        def make(nbytes: int) -> SecondMemory:
+            made.append(SecondMemory(nbytes, **troubles))
+            return made[-1]
+
+        def build(bucket_bytes: int, num_receivers: int) -> IpcSender:
+            return IpcSender(bucket_bytes, num_receivers, make_medium=make)
+
+        return Rig(build, workers, workers_can_die=True), made
+
+    def test_it_is_used_when_everybody_can_map_it(self, workers, caplog):
+        rig, made = self.rig(workers)
+        before = rig.files()
+        with rig.connected(2) as transfer:
+            transfer.publish(many_weights(1))
+            transfer.publish(plain_weights(2))
+            weights = dict(plain_weights(2))
+            assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(weights["layer.10"]))
+            assert os.path.getsize(Offer.decode(transfer.source.segment).path) == 0, "no shared memory is taken beside"
+        assert not caplog.records
+        assert rig.files() == before
+
+    @pytest.mark.parametrize("trouble", ["unreachable", "mistaken"])
+    def test_shared_memory_serves_all_when_one_cannot(self, workers, caplog, trouble):
+        rig, made = self.rig(workers, **{trouble: (1,)})
+        before = rig.files()
+        with rig.connected(2) as transfer:
+            transfer.publish(many_weights(1))
+            transfer.publish(plain_weights(2))
+            assert not made[0].data[:BUCKET_BYTES].any()
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "once, however many publishes"
+        reason = {"unreachable": "out of reach", "mistaken": "other memory"}[trouble]
+        assert "receiver 1: asked: map" in caplog.text
+        assert reason in caplog.text
+        assert rig.files() == before
+
+    def test_shared_memory_serves_when_the_sender_cannot_export(self, workers, caplog):
+        def refuse(nbytes: int) -> SecondMemory:
+            raise WeightTransferError(f"{nbytes} bytes cannot be exported")
+
+        rig = Rig(lambda size, receivers: IpcSender(size, receivers, make_medium=refuse), workers, workers_can_die=True)
+        with rig.connected(2) as transfer:
+            transfer.publish(plain_weights(1))
+            transfer.publish(plain_weights(2))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "cannot be exported" in caplog.text
+
+    def test_a_receiver_that_comes_back_can_change_the_medium(self, workers):
+        rig, made = self.rig(workers)
+        with rig.connected(2) as transfer:
+            transfer.publish(plain_weights(1))
+            transfer.workers[1].kill()
+            transfer.workers[1].start()
+            transfer.workers[1].join(replace(transfer.source, receiver=1))
+            transfer.publish(plain_weights(2))
+            assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(plain_weights(2)[10][1]))
+
+    def test_what_a_gpu_exports_survives_its_description(self):
+        fields = {"handle": b"\0\xff", "size": 64, "offset": 512, "counter": b"/torch_1", "counter_offset": 3}
+        fields |= {"event": b"", "event_sync": False}
+        assert decode_export(encode_export("GPU-1", fields)) == ("GPU-1", fields)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+    def test_without_a_gpu_nothing_is_exported_or_mapped(self):
+        with pytest.raises(WeightTransferError, match="export 64 bytes of cuda"):
+            CudaMedium(64, torch.device("cuda"))
+        with pytest.raises(WeightTransferError, match="no GPU"):
+            CudaMapping(encode_export("GPU-1", dict.fromkeys(EXPORTED, b"")), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device_of_receivers", ["cuda", "cpu"])
+def test_weights_on_a_gpu(device_of_receivers, caplog):
+    """From GPU memory to GPU memory, and through shared memory for a receiver that has no GPU."""
+    worker = Worker(partial(build_receiver, device=device_of_receivers), in_process=False)
+    rig = Rig(lambda size, receivers: build_sender("ipc", size, receivers, device="cuda"), [worker], True)
+    before = rig.files()
+    with rig.connected(1) as transfer:
+        for seed in (1, 2, 3):
+            transfer.publish([(name, tensor.cuda()) for name, tensor in many_weights(seed)])
+        transfer.publish([(name, tensor.cuda()) for name, tensor in plain_weights(4)])
+        shared = os.path.getsize(Offer.decode(transfer.source.segment).path)
+        assert (shared == 0) == (device_of_receivers == "cuda")
+    worker.stop()
+    assert len(caplog.records) == (0 if device_of_receivers == "cuda" else 1)
+    assert rig.files() == before

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml"]
+COMMAND = [sys.executable, "-m", "asyncrl.cli"]
 ROLES = ("Replica", "Rollouter", "MessageQueue", "TrainerActor")
 
 
@@ -31,7 +31,7 @@ def inputs():
 
 @dataclass
 class Run:
-    """One call of `asyncrl-train recipes/quickstart.yaml`."""
+    """One call of `asyncrl-train`."""
 
     directory: Path
     process: subprocess.Popen[str]
@@ -49,6 +49,14 @@ class Run:
         while not any(r["step"] >= step for r in self.metrics):
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline, f"step {step} was not reached: {self.log}"
+            time.sleep(0.1)
+
+    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 120) -> None:
+        """Returns when `count` events of `kind` are there; fails when the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while sum(e["event"] == kind for e in self.events) < count:
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, f"no {kind}: {self.log}"
             time.sleep(0.1)
 
     def actor_pids(self, role: str) -> list[int]:
@@ -82,15 +90,15 @@ class Run:
 
 @pytest.fixture
 def start(inputs, tmp_path):
-    """start(*overrides, name="run") -> Run; every process of every run is gone when the test ends."""
+    """start(*overrides, name="run", recipe="quickstart") -> Run; every process of it is gone when the test ends."""
     runs: list[Run] = []
 
-    def call(*overrides: str, name: str = "run") -> Run:
+    def call(*overrides: str, name: str = "run", recipe: str = "quickstart") -> Run:
         directory = tmp_path / name
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with directory.with_suffix(".out").open("a") as output:
             process = subprocess.Popen(
-                [*COMMAND, f"run.dir={directory}", *overrides],
+                [*COMMAND, f"recipes/{recipe}.yaml", f"run.dir={directory}", *overrides],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

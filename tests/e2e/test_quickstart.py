@@ -174,9 +174,29 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
+    run = start("run.max_steps=60", "eval.every_steps=0")
+    run.wait_for_step(2)
+    first, second = run.actor_pids("Replica")
+    psutil.Process(first).kill()
+    run.wait_for_event("replica_serving")
+    reached = run.metrics[-1]["step"]
+    psutil.Process(second).suspend()
+    run.wait_for_event("replica_serving", count=2)
+    assert run.metrics[-1]["step"] > reached, "training went on meanwhile"
+    assert not {first, second} & set(run.actor_pids("Replica"))
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(30) == 130, run.log
+    again = start(f"run.max_steps={run.metrics[-1]['step'] + 2}", "eval.every_steps=0", "resume=auto")
+    assert again.wait() == 0, again.log
+    steps = again.metrics[-1]["step"]
+    assert_sound(again, max_lag=2, steps=steps)
+    assert sorted(again.transitions("trained")) == list(range(16 * steps)), "the ordinals of an undisturbed run"
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_a_dead_actor_ends_the_run_with_its_name(start, role):
-    run = start("run.max_steps=500", "eval.every_steps=0")
+    run = start("run.max_steps=500", "eval.every_steps=0", "rollout.max_restarts=0")
     run.wait_for_step(1)
     tree = psutil.Process(run.process.pid).children(recursive=True)
     (victim, *_) = run.actor_pids(role)

@@ -25,6 +25,7 @@ PARTS = {
     "weights": set(),
     "inference": {"weights"},
     "rollout": {"data", "rewards", "environments", "inference"},
+    "serving": {"data", "inference", "rollout"},
     "environments": {"data", "rewards", "rollout"},
     "queue": {"observability"},
     "algorithms": set(),
@@ -34,7 +35,7 @@ PARTS = {
     "testing": {"inference", "weights", "trainer", "queue", "rollout", "data", "rewards", "environments", "algorithms"},
 }
 FOUNDATION = {"types", "errors", "registry", "remote", "config"}
-TOP = {"coordinator", "preflight", "run", "cli"}
+TOP = {"coordinator", "preflight", "run", "serve", "cli"}
 HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "datasets", "wandb")
 
 
@@ -61,7 +62,7 @@ def test_imports_run_one_way(path):
     if part in TOP or part == "__init__":
         allowed = FOUNDATION | set(PARTS) - {"testing"} | TOP
         if part != "cli":
-            allowed -= {"cli", "run"}
+            allowed -= {"cli", "run", "serve"}
     elif part in FOUNDATION:
         allowed = {"types": set(), "errors": set(), "registry": {"errors"}, "remote": {"errors"}, "config": {"errors"}}[
             part
@@ -91,9 +92,12 @@ LIGHT = {
     "asyncrl.trainer.backend": HEAVY,
     "asyncrl.preflight": HEAVY,
     "asyncrl.cli": HEAVY,
+    "asyncrl.serve": HEAVY,
+    "asyncrl.serving.app": HEAVY,
     "asyncrl.coordinator": HEAVY,
     "asyncrl.run": ("torch", "vllm", "sglang", "megatron", "transformers", "wandb"),
     "asyncrl.weights.transports": ("ray", "vllm", "sglang", "megatron", "transformers"),
+    "asyncrl.inference.vllm": HEAVY,
     "asyncrl.inference.torch_engine": ("ray", "vllm", "sglang", "megatron"),
     "asyncrl.trainer.fsdp": ("ray", "vllm", "sglang", "megatron"),
 }

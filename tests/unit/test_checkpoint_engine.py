@@ -1,71 +1,35 @@
-"""A publish as a transaction, over scripted trainer and replicas."""
+"""A publish as a transaction per replica, over a scripted trainer and replicas."""
 
 import asyncio
 
 import pytest
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.testing.local import NO_SOURCE
-from asyncrl.types import TensorSpec
+from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
+from asyncrl.testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 pytestmark = pytest.mark.unit
 
-SPECS = (TensorSpec("embed.weight", (4, 4), "float32", 64), TensorSpec("norm.weight", (4,), "float32", 16))
 
-
-class Trainer:
-    def __init__(self):
-        self.sent = []
-
-    async def weight_specs(self):
-        return SPECS
-
-    async def open_weights(self, transport, bucket_bytes, num_receivers):
-        return NO_SOURCE
-
-    async def send_weights(self, manifest, timeout_s):
-        self.sent.append(manifest)
-        return (1, 2) if manifest.verify else None
-
-
-class Replica:
-    def __init__(self, wrong=0, error=None):
-        self.calls, self.wrong, self.error = [], wrong, error
-
-    async def pause(self, mode, timeout_s):
-        self.calls.append(("pause", mode))
-
-    async def receive_weights(self, manifest, source, timeout_s):
-        self.calls.append(("receive", manifest.publish_id, source.receiver))
-        if self.error:
-            raise self.error
-        if self.wrong and manifest.verify:
-            self.wrong -= 1
-            return (1, 99)
-        return (1, 2) if manifest.verify else None
-
-    async def commit(self, publish_id, version, digest, timeout_s):
-        self.calls.append(("commit", publish_id, version, digest))
-
-
-async def engine(*replicas, interrupt="abort_resume", **config):
-    trainer = Trainer()
-    made = CheckpointEngine(WeightsConfig(**config), trainer, dict(enumerate(replicas)), interrupt=interrupt)
-    await made.open()
-    return made, trainer
+def engine(*replicas, trainer=None, interrupt="abort_resume", respawn=None, receivers_per_replica=1, **config):
+    trainer, fleet = trainer or FakeTrainer(), FakeFleet(*replicas, respawn=respawn)
+    made = CheckpointEngine(
+        WeightsConfig(**config), trainer, fleet, interrupt=interrupt, receivers_per_replica=receivers_per_replica
+    )
+    return made, trainer, fleet
 
 
 async def test_a_publish_pauses_sends_and_commits_on_every_replica():
-    replicas = Replica(), Replica()
-    made, trainer = await engine(*replicas)
+    replicas = FakeReplica(), FakeReplica()
+    made, trainer, fleet = engine(*replicas)
     report = await made.publish(7)
     for i, replica in enumerate(replicas):
         assert replica.calls == [("pause", "abort"), ("receive", 1, i), ("commit", 1, 7, (1, 2))]
-    assert (report.version, report.verified, report.attempts, report.nbytes) == (7, True, 1, 80)
-    assert report.transfer_s <= report.publish_s
+    assert (report.version, report.verified, report.attempts, report.nbytes, report.replicas) == (7, True, 1, 80, 2)
+    assert report.transfer_s <= report.pause_s <= report.publish_s
     assert sum(b.nbytes for b in trainer.sent[0].buckets) >= 80
+    assert fleet.newcomers == {}
 
 
 @pytest.mark.parametrize(
@@ -73,39 +37,163 @@ async def test_a_publish_pauses_sends_and_commits_on_every_replica():
     [("off", [False] * 5), ("first", [True, False, False, True, False]), ("always", [True] * 5)],
 )
 async def test_when_digests_are_compared(verify, expected):
-    made, trainer = await engine(Replica(), verify=verify, verify_every=3)
+    made, trainer, _ = engine(FakeReplica(), verify=verify, verify_every=3)
     for version in range(5):
         await made.publish(version)
     assert [m.verify for m in trainer.sent] == expected
+    assert trainer.opened == [1]
 
 
-async def test_other_bytes_are_sent_again_and_verified_again():
-    bad, good = Replica(wrong=1), Replica()
-    made, trainer = await engine(good, bad, max_retries=1)
+async def test_wrong_bytes_are_sent_again_to_that_replica_alone_while_the_others_serve():
+    bad, good = FakeReplica(WRONG), FakeReplica()
+    made, trainer, fleet = engine(good, bad, max_retries=1)
     report = await made.publish(3)
-    assert (report.attempts, [m.verify for m in trainer.sent]) == (2, [True, True])
-    assert bad.calls[-1] == good.calls[-1] == ("commit", 2, 3, (1, 2))
+    assert (report.attempts, report.replicas, [m.verify for m in trainer.sent]) == (2, 2, [True, True])
+    assert good.calls == [("pause", "abort"), ("receive", 1, 0), ("commit", 1, 3, (1, 2))]
+    assert bad.calls[-2:] == [("receive", 2, 0), ("commit", 2, 3, (1, 2))]
+    assert fleet.failures == []
+    await made.publish(4)
+    assert trainer.opened == [2, 1, 2]
 
 
-async def test_after_the_retries_the_error_names_replica_and_tensor_and_nothing_is_committed():
-    good, bad = Replica(), Replica(wrong=9)
-    made, _ = await engine(good, bad, max_retries=2)
-    with pytest.raises(WeightTransferError, match=r"3 attempts: replica 1 .*norm\.weight"):
-        await made.publish(3)
-    assert not [c for r in (good, bad) for c in r.calls if c[0] == "commit"]
+async def test_after_the_retries_the_replica_is_replaced_and_joins_the_next_publish():
+    good, bad, fresh = FakeReplica(), FakeReplica(WRONG, WRONG), FakeReplica()
+    made, _, fleet = engine(good, bad, max_retries=1, respawn=lambda i: fresh)
+    report = await made.publish(3)
+    assert (report.replicas, report.attempts) == (1, 2)
+    assert (good.committed, bad.committed, fresh.committed) == ([3], [], [])
+    ((failed, why),) = fleet.failures
+    assert failed == 1
+    assert "norm.weight" in why
+    assert fleet.newcomers == {1: fresh}
+    await made.publish(4)
+    assert (good.committed, fresh.committed) == ([3, 4], [4])
 
 
-async def test_the_error_with_a_cause_comes_before_the_timeout_of_its_peers():
-    late = Replica(error=DeadlineExceeded("late"))
-    broken = Replica(error=WeightTransferError("tensor x has another shape"))
-    made, _ = await engine(late, broken)
-    with pytest.raises(WeightTransferError, match="another shape"):
+async def test_when_the_replacement_is_wrong_too_the_run_stops_with_the_name_of_the_tensor():
+    made, _, fleet = engine(
+        FakeReplica(), FakeReplica(WRONG), max_retries=0, verify="always", respawn=lambda i: FakeReplica(WRONG)
+    )
+    await made.publish(3)
+    with pytest.raises(WeightTransferError, match=r"(?s)version 4.*replica 1.*norm\.weight"):
+        await made.publish(4)
+    assert len(fleet.failures) == 1
+
+
+async def test_a_replacement_that_got_good_weights_is_trusted_again():
+    spare = [FakeReplica(), FakeReplica()]
+    made, _, fleet = engine(
+        FakeReplica(), FakeReplica(WRONG), max_retries=0, verify="always", respawn=lambda i: spare.pop()
+    )
+    await made.publish(1)
+    await made.publish(2)
+    fleet.members[1].outcomes.append(WRONG)
+    report = await made.publish(3)
+    assert report.replicas == 1
+    assert len(fleet.failures) == 2
+
+
+@pytest.mark.parametrize("error", [ProcessDied("gone"), GenerationError("the engine of replica 1 is dead")])
+@pytest.mark.parametrize("where", ["pause", "receive", "commit"])
+async def test_a_replica_that_is_gone_is_replaced_and_the_others_are_published_to(where, error):
+    good = FakeReplica(TransferEnded("the sender ended it")) if where == "receive" else FakeReplica()
+    dead = FakeReplica(
+        *([error] if where == "receive" else []),
+        pause_error=error if where == "pause" else None,
+        commit_error=error if where == "commit" else None,
+    )
+    trainer = FakeTrainer([WeightTransferError("receiver 1 is gone")] if where == "receive" else [])
+    made, trainer, fleet = engine(good, dead, trainer=trainer)
+    report = await made.publish(5)
+    assert (good.committed, dead.committed, report.replicas) == ([5], [], 1)
+    assert [i for i, _ in fleet.failures] == [1]
+
+
+async def test_a_replica_that_answers_nothing_is_told_from_those_that_waited_for_it():
+    late = DeadlineExceeded("no answer within 1 s")
+    waiting, stopped = FakeReplica(late), FakeReplica(late)
+    stopped.alive = False
+    trainer = FakeTrainer([DeadlineExceeded("receiver 1 did not take bucket 3")])
+    made, trainer, fleet = engine(waiting, stopped, trainer=trainer)
+    await made.publish(2)
+    assert (waiting.committed, stopped.committed) == ([2], [])
+    assert [i for i, _ in fleet.failures] == [1]
+    assert trainer.opened == [2, 1]
+
+
+async def test_a_transfer_that_was_late_without_a_culprit_is_tried_again_then_told():
+    late = DeadlineExceeded("receiver 0 did not take bucket 3")
+    made, _, _ = engine(FakeReplica(late), trainer=FakeTrainer([late]), max_retries=1)
+    assert (await made.publish(1)).attempts == 2
+    made, _, _ = engine(FakeReplica(late, late), trainer=FakeTrainer([late, late]), max_retries=1)
+    with pytest.raises(DeadlineExceeded, match="bucket 3"):
+        await made.publish(1)
+
+
+async def test_what_the_trainer_did_wrong_is_not_blamed_on_replicas():
+    for error in (WeightTransferError("publish tensor 3: the weights ended before it"), ZeroDivisionError("gather")):
+        replica = FakeReplica(TransferEnded("the sender ended it"))
+        made, _, fleet = engine(replica, trainer=FakeTrainer([error]))
+        with pytest.raises(type(error), match=str(error)):
+            await made.publish(1)
+        assert (fleet.failures, replica.committed) == ([], [])
+
+
+async def test_what_a_replica_refuses_by_name_ends_the_run_by_name():
+    refusal = "tensor 'norm.weight' (4,) float32: the model's has shape (5,)"
+
+    def refusing(_=0):
+        return FakeReplica(*[WeightTransferError(refusal)] * 2)
+
+    sends = [WeightTransferError("receiver 0 to take the weights")] * 4
+    made, _, fleet = engine(refusing(), trainer=FakeTrainer(sends), respawn=refusing, max_retries=1)
+    with pytest.raises(WeightTransferError, match=r"norm\.weight"):
+        await made.publish(1)
+    assert len(fleet.failures) == 1
+
+
+async def test_newcomers_alone_are_brought_to_the_version():
+    first, second = FakeReplica(), FakeReplica()
+    made, _, fleet = engine(first, second, respawn=lambda i: FakeReplica())
+    await made.publish(1)
+    assert await made.publish(1, newcomers_only=True) is None
+    fleet.fail(0, first, "killed")
+    report = await made.publish(1, newcomers_only=True)
+    assert report.replicas == 1
+    assert fleet.members[0].committed == [1]
+    assert second.committed == [1]
+
+
+async def test_every_worker_of_a_replica_is_a_receiver():
+    replicas = FakeReplica(), FakeReplica()
+    made, trainer, _ = engine(*replicas, receivers_per_replica=4)
+    await made.publish(1)
+    assert trainer.opened == [8]
+    assert [r.calls[1][2] for r in replicas] == [0, 4]
+
+
+async def test_publishes_do_not_overlap():
+    class Slow(FakeReplica):
+        async def receive_weights(self, manifest, source, timeout_s):
+            await asyncio.sleep(0.01)
+            return await super().receive_weights(manifest, source, timeout_s)
+
+    replica = Slow()
+    made, _, _ = engine(replica)
+    await asyncio.gather(*(made.publish(v) for v in (1, 2, 3)))
+    assert [c[0] for c in replica.calls] == ["pause", "receive", "commit"] * 3
+    assert replica.committed == [1, 2, 3]
+
+
+async def test_without_any_replica_the_publish_ends_with_a_name():
+    made, _, _ = engine(FakeReplica(pause_error=ProcessDied("gone")))
+    with pytest.raises(DeadlineExceeded, match="no replica is up"):
         await made.publish(1)
 
 
 async def test_replicas_are_paused_by_the_mode_of_the_recipe():
     for interrupt, mode in (("keep", "keep"), ("drain", "drain")):
-        replica = Replica()
-        made, _ = await engine(replica, interrupt=interrupt)
+        replica = FakeReplica()
+        made, _, _ = engine(replica, interrupt=interrupt)
         await asyncio.wait_for(made.publish(None), 5)
         assert replica.calls[0] == ("pause", mode)

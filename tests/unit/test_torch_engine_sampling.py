@@ -1,5 +1,7 @@
 """The random stream and the sampler of the embedded engine."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.inference.torch_engine.sampling import SamplingRows, sample, stream_key, uniforms
+from asyncrl.inference.torch_engine.slots import SlotTable
+from asyncrl.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -108,9 +112,66 @@ def test_a_row_does_not_depend_on_its_neighbours(seed, n, vocabulary):
         top_k=rng.choice([0, 1, 5], n),
         draws=rng.random(n),
     )
+    mixed = replace(mixed, barred=rng.choice([-1, 0, 1, vocabulary + 5], (n, 1)))
     ids, logprobs = sample(logits, mixed)
     for i in range(n):
-        one = SamplingRows(*(getattr(mixed, f)[i : i + 1] for f in ("temperature", "top_p", "top_k", "uniforms")))
+        one = SamplingRows(*(getattr(mixed, f.name)[i : i + 1] for f in fields(SamplingRows)))
         alone, alone_logprob = sample(logits[i : i + 1], one)
         assert alone.tolist() == ids[i : i + 1].tolist()
         assert alone_logprob.item() == pytest.approx(logprobs[i].item(), abs=1e-6)
+
+
+def barring(settings, *tokens):
+    return replace(settings, barred=np.array([tokens]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_barred_token_is_not_drawn_and_its_probability_goes_to_the_others(temperature):
+    logits = logits_of(0.1, 0.6, 0.3)
+    for draw, token in [(0.2499, 0), (0.2501, 2)]:
+        ids, logprobs = sample(logits, barring(rows(1, temperature=temperature, draws=draw), 1))
+        expected = 2 if temperature == 0 else token
+        assert ids.tolist() == [expected]
+        assert logprobs.item() == pytest.approx(np.log([0.25, 0, 0.75][expected]), abs=1e-6)
+    assert logits.isfinite().all()  # the caller's logits are left alone
+
+
+def test_tokens_are_barred_before_the_filters_count_them():
+    logits = logits_of(0.4, 0.3, 0.2, 0.1)
+    # Without token 0, top_k=2 leaves tokens 1 and 2: 3/5 and 2/5; of those top_p=0.5 leaves token 1.
+    for top_p, draw, token, probability in [(1.0, 0.59, 1, 0.6), (1.0, 0.61, 2, 0.4), (0.5, 0.99, 1, 1.0)]:
+        ids, logprobs = sample(logits, barring(rows(1, top_k=2, top_p=top_p, draws=draw), 0))
+        assert ids.tolist() == [token]
+        assert logprobs.item() == pytest.approx(np.log(probability), abs=1e-6)
+
+
+def test_barred_ids_outside_the_vocabulary_mean_nothing():
+    logits = logits_of(0.1, 0.6, 0.3)
+    plain = sample(logits, rows(1, draws=0.5))
+    barred = sample(logits, barring(rows(1, draws=0.5), -1, 3, 10**6))
+    assert [t.tolist() for t in barred] == [t.tolist() for t in plain]
+
+
+def guarded(max_tokens, min_tokens, stop):
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop)
+    return GenerationRequest(f"{max_tokens}-{min_tokens}-{stop}", np.array([1], np.int32), sampling)
+
+
+def test_a_slot_bars_its_stop_tokens_for_as_long_as_it_must():
+    table = SlotTable(num_slots=4, chunk_tokens=8)
+    for request in (guarded(9, 0, (5,)), guarded(9, 2, (6, 7)), guarded(9, 3, ())):
+        table.add(request)
+    for _ in range(2):
+        np.testing.assert_array_equal(table.sampling().barred, [[-1, -1], [6, 7], [-1, -1]])
+        table.advance(np.array([1, 2, 3]), np.zeros(3, np.float32))
+    assert table.sampling().barred is None
+    table.remove(np.array([0]))
+    table.add(guarded(1, 1, (8,)))  # in the row that the move has freed
+    np.testing.assert_array_equal(table.sampling().barred, [[-1, -1], [-1, -1], [8, -1]])
+
+
+def test_rows_that_may_stop_pay_nothing_for_min_tokens():
+    table = SlotTable(num_slots=2, chunk_tokens=8)
+    table.add(guarded(9, 0, (5,)))
+    table.add(guarded(9, 9, ()))
+    assert table.sampling().barred is None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.torch_engine.sink import ParameterSink
 from asyncrl.types import TensorSpec
+from asyncrl.weights.transport import DirectSink
 
 pytestmark = pytest.mark.unit
 
@@ -19,11 +20,25 @@ def spec_of(name, tensor):
     return TensorSpec(name, tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size())
 
 
+CPU = torch.device("cpu")
+
+
 def send(sink, name, tensor, cuts=()):
     spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
     edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
     for start, stop in itertools.pairwise(edges):
         sink.write(spec, start, data[start:stop].clone())
+
+
+def land(sink, name, tensor, cuts=()):
+    """As `send`, with bytes that arrive in the parameter itself, every place asked for ahead."""
+    spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
+    edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
+    slices = list(itertools.pairwise(edges))
+    places = [sink.destination(spec, start, stop - start, CPU) for start, stop in slices]
+    for (start, stop), place in zip(slices, places, strict=True):
+        place.copy_(data[start:stop])
+        sink.wrote(spec, start, stop - start)
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,6 +58,24 @@ def test_a_tensor_arrives_whole_in_any_slices_and_dtype(sent_dtype, held_dtype, 
     torch.testing.assert_close(held, sent.to(held_dtype), rtol=0, atol=0)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([torch.float32, torch.bfloat16]), st.lists(st.integers(0, 60), max_size=4))
+def test_bytes_may_land_in_the_parameter_itself(dtype, cuts):
+    sent, held = torch.randn(3, 5).to(dtype), torch.zeros(3, 5, dtype=dtype)
+    sink = ParameterSink({"w": held})
+    assert isinstance(sink, DirectSink)
+    assert sink.destination(spec_of("w", sent), 4, 8, CPU).data_ptr() == held.data_ptr() + 4
+    land(sink, "w", sent, cuts)
+    sink.finish()
+    assert torch.equal(held, sent)
+
+
+def test_nothing_can_land_where_another_dtype_or_device_is_held():
+    half, full = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
+    assert ParameterSink({"w": half}).destination(spec_of("w", full), 0, 16, CPU) is None
+    assert ParameterSink({"w": full}).destination(spec_of("w", full), 0, 16, torch.device("meta")) is None
+
+
 def test_a_tied_tensor_may_come_under_either_name():
     for name in ("embed", "head"):
         shared = torch.zeros(4, 2)
@@ -52,13 +85,14 @@ def test_a_tied_tensor_may_come_under_either_name():
         assert shared.eq(1).all()
 
 
+@pytest.mark.parametrize("put", [send, land])
 @pytest.mark.parametrize(
     ("name", "shape"), [("stranger", (2, 2)), ("w", (2, 3)), ("w", (4,))], ids=["unknown", "other size", "same size"]
 )
-def test_a_tensor_that_does_not_fit_is_named(name, shape):
+def test_a_tensor_that_does_not_fit_is_named(put, name, shape):
     held = torch.zeros(2, 2)
     with pytest.raises(WeightTransferError, match=name):
-        send(ParameterSink({"w": held}), name, torch.ones(shape))
+        put(ParameterSink({"w": held}), name, torch.ones(shape))
     assert held.eq(0).all()
 
 
@@ -74,14 +108,17 @@ def test_missing_and_incomplete_tensors_are_named():
     sink.finish()
 
 
-def test_a_slice_beyond_its_tensor_or_sent_twice_is_refused():
+@pytest.mark.parametrize("put", [send, land])
+def test_a_slice_beyond_its_tensor_or_sent_twice_is_refused(put):
     one = torch.ones(2)
     with pytest.raises(WeightTransferError, match="bytes"):
         ParameterSink({"w": torch.zeros(2)}).write(spec_of("w", one), 4, one.view(torch.uint8))
+    with pytest.raises(WeightTransferError, match="bytes"):
+        ParameterSink({"w": torch.zeros(2)}).destination(spec_of("w", one), 4, 8, CPU)
     sink = ParameterSink({"w": torch.zeros(2)})
-    send(sink, "w", one)
+    put(sink, "w", one)
     with pytest.raises(WeightTransferError, match="once"):
-        send(sink, "w", one)
+        put(sink, "w", one)
 
 
 def test_a_dtype_that_torch_does_not_know_is_refused():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightTransferError
-from asyncrl.weights.packing import Packer, Unpacker, check_fits, spec_of
+from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate, spec_of
 from asyncrl.weights.plan import make_manifest, make_spec
 from asyncrl.weights.sinks import AssemblingSink
 
@@ -89,21 +89,118 @@ def test_buckets_must_fit():
         check_fits(manifest, 99)
 
 
-@pytest.mark.parametrize("writes", [[(16, 16)], [(0, 16), (32, 16)], [(0, 16), (0, 16)], [(0, 48)], [(0, 0), (16, 16)]])
-def test_slices_out_of_order_are_refused(writes):
-    spec = make_spec("a", (32,), "uint8")
-    sink = AssemblingSink(lambda *_: pytest.fail("the tensor is not complete"))
-
-    def write_all():
-        for offset, size in writes:
-            sink.write(spec, offset, torch.zeros(size, dtype=torch.uint8))
-
-    with pytest.raises(WeightTransferError, match="manifest order"):
-        write_all()
+CPU = torch.device("cpu")
 
 
-def test_another_tensor_before_the_first_is_complete_is_refused():
-    sink = AssemblingSink(lambda *_: pytest.fail("the tensor is not complete"))
-    sink.write(make_spec("a", (32,), "uint8"), 0, torch.zeros(16, dtype=torch.uint8))
-    with pytest.raises(WeightTransferError, match="of b"):
-        sink.write(make_spec("b", (32,), "uint8"), 16, torch.zeros(16, dtype=torch.uint8))
+class PlainSink:
+    """Has no memory of its own to offer."""
+
+    def __init__(self, on_tensor):
+        self.write = AssemblingSink(on_tensor).write
+
+
+@given(
+    st.lists(st.tuples(shapes, dtypes), max_size=8),
+    st.integers(16, 600),
+    st.integers(1, 300),
+    st.sampled_from(["xxh3", "words"]),
+    st.sampled_from([AssemblingSink, PlainSink]),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_sent_in_place_two_buckets_ahead_arrives(drawn, bucket_bytes, min_bytes, digest, sink):
+    """The order of things in a transport that sends in place: places are asked for ahead of the bytes, and bytes leave
+    one bucket later than they were asked for, when the weights may have moved on."""
+    torch.manual_seed(0)
+    weights = [(f"t{i}", torch.randint(-100, 100, shape).to(dtype)) for i, (shape, dtype) in enumerate(drawn)]
+    expected = [(name, t.clone()) for name, t in weights]
+    manifest = make_manifest(1, 1, [spec_of(name, t) for name, t in weights], bucket_bytes)
+    buckets, received = separate(manifest.buckets, min_bytes), []
+
+    def spoiled_once_taken():
+        for name, tensor in weights:
+            yield name, tensor
+            tensor.view(-1).view(torch.uint8).fill_(0x5A)
+
+    packer = Packer(manifest, spoiled_once_taken(), digest)
+    unpacker = Unpacker(manifest, sink(lambda *t: received.append(t)), digest)
+    places = [unpacker.destination(b, CPU) for b in buckets[:2]]
+    wire, in_place = [], False
+
+    def arrive(bucket, data):
+        place = places[bucket.index]
+        if place is None:
+            unpacker.unpack(bucket, data.clone())
+        else:
+            place.copy_(data)
+            unpacker.landed(bucket, place)
+        if bucket.index + 2 < len(buckets):
+            places.append(unpacker.destination(buckets[bucket.index + 2], CPU))
+
+    for bucket in buckets:
+        while len(wire) > (0 if in_place and packer.moves_on(bucket) else 1):
+            arrive(*wire.pop(0))
+        data = packer.view(bucket, CPU)
+        in_place = data is not None
+        if data is None:
+            data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            packer.pack(bucket, data)
+        wire.append((bucket, data))
+    sent = packer.finish()
+    for item in wire:
+        arrive(*item)
+    assert unpacker.finish() == sent
+    assert [(n, t.dtype, t.shape) for n, t in received] == [(n, t.dtype, t.shape) for n, t in expected]
+    assert all(torch.equal(got, want) for (_, got), (_, want) in zip(received, expected, strict=True))
+
+
+@given(st.lists(st.integers(0, 500), max_size=12), st.integers(16, 200), st.integers(1, 250))
+@settings(max_examples=100, deadline=None)
+def test_separated_buckets_hold_the_same_slices_and_large_ones_alone(sizes, bucket_bytes, min_bytes):
+    manifest = make_manifest(1, 1, [make_spec(f"t{i}", (n,), "uint8") for i, n in enumerate(sizes)], bucket_bytes)
+    separated = separate(manifest.buckets, min_bytes)
+
+    def slices(buckets):
+        return [(s.tensor, s.offset, s.nbytes) for b in buckets for s in b.slices]
+
+    assert slices(separated) == slices(manifest.buckets)
+    assert [b.index for b in separated] == list(range(len(separated)))
+    for bucket in separated:
+        assert bucket.nbytes <= bucket_bytes
+        assert len(bucket.slices) == 1 or all(s.nbytes < min_bytes for s in bucket.slices)
+        ends = [0] + [s.bucket_offset + s.nbytes for s in bucket.slices]
+        assert [s.bucket_offset for s in bucket.slices] == [end + -end % 16 for end in ends[:-1]]
+        assert ends[-1] == bucket.nbytes
+
+
+def test_a_slice_alone_in_its_bucket_is_sent_in_place():
+    weights = [("a", torch.arange(60, dtype=torch.float32)), ("b", torch.zeros(40))]
+    manifest = make_manifest(1, 1, [spec_of(*w) for w in weights], 160)
+    packer, places = Packer(manifest, weights), []
+    assert [[s.nbytes for s in b.slices] for b in manifest.buckets] == [[160], [80], [160]]
+    for bucket in manifest.buckets:
+        places.append(packer.view(bucket, CPU))
+    assert places[0].data_ptr() == weights[0][1].data_ptr()
+    assert places[1].data_ptr() == weights[0][1].data_ptr() + 160
+    assert places[2] is None  # before it leaves, the packer looks for a tensor behind it
+
+
+def test_the_packer_says_when_it_moves_on():
+    sizes = (20, 12, 4, 4)  # a is cut into 16 and 4 elements; the rest of a and b share a bucket, and so do c and d
+    weights = [(f"t{i}", torch.zeros(n)) for i, n in enumerate(sizes)]
+    manifest = make_manifest(1, 1, [spec_of(*w) for w in weights], 64)
+    packer, moves = Packer(manifest, weights), []
+    for bucket in manifest.buckets:
+        moves.append(packer.moves_on(bucket))
+        packer.pack(bucket, torch.empty(64, dtype=torch.uint8))
+    assert moves == [True, True, True]
+    larger = make_manifest(1, 1, [make_spec("a", (48,), "float32")], 64)
+    packer, moves = Packer(larger, [("a", torch.zeros(48))]), []
+    for bucket in larger.buckets:
+        moves.append(packer.moves_on(bucket))
+        packer.pack(bucket, torch.empty(64, dtype=torch.uint8))
+    assert moves == [True, False, True]  # the first takes a; behind the last it looks for another
+
+
+def test_a_tensor_on_another_device_is_packed():
+    manifest = make_manifest(1, 1, [make_spec("a", (100,), "float32")], 160)
+    assert Packer(manifest, [("a", torch.ones(100))]).view(manifest.buckets[0], torch.device("meta")) is None

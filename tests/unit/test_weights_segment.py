@@ -75,12 +75,25 @@ def test_more_memory_than_there_is_is_refused_and_leaves_nothing():
     assert set(Path("/dev/shm").iterdir()) - before == set()
 
 
+def test_memory_can_be_taken_later():
+    segment = Segment()
+    assert attach(str(segment.path)).numel() == 0
+    segment.reserve(4096)
+    segment.reserve(4096)
+    segment.data[7] = 9
+    assert attach(str(segment.path))[7].item() == 9
+    with pytest.raises(ConfigError, match="lower weights"):
+        segment.reserve(1 << 50)
+    segment.close()
+    assert not segment.path.exists()
+
+
 def test_an_unknown_transport_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"carrier-pigeon(?s:.)*ipc, collective"):
+    with pytest.raises(ConfigError, match=r"carrier-pigeon(?s:.)*ipc, collective, disk"):
         build_sender("carrier-pigeon", 4096, 1)
     with pytest.raises(ConfigError, match="carrier-pigeon"):
         build_receiver(TransferSource("carrier-pigeon", "", "", 4096, 1, 0, 0))
-    assert set(TRANSPORTS) == {"ipc", "collective"}
+    assert set(TRANSPORTS) == {"ipc", "collective", "disk"}
 
 
 def test_a_device_that_no_backend_serves_is_a_config_error():

@@ -277,6 +277,10 @@ def _misfit(request: GenerationRequest, max_model_len: int, vocab_size: int) -> 
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
         return found, "tokenize with the model's own tokenizer"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return f"min_tokens={sampling.min_tokens}, max_tokens={sampling.max_tokens}", "0 <= min_tokens <= max_tokens"
+    if sampling.min_tokens and len(sampling.stop_token_ids) >= vocab_size <= len(set(sampling.stop_token_ids)):
+        return "min_tokens with every token of the vocabulary a stop token", "leave a token that can be sampled"
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         return str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
     return None

@@ -101,7 +101,7 @@ class DecodeLoop:
         """Whether a round would do anything. Without a version the weights are dummies: nothing is sampled."""
         if self._paused or self.counters.version is None:
             return False
-        return self._running > 0 or bool(self._waiting)
+        return self._running > 0 or bool(self._waiting) or self._draining  # the last round of a drain ends it
 
     def _serve_commands(self) -> bool:
         """Serves every command that waits, and waits for one when there is nothing else to do; False at `Stop`."""
@@ -217,7 +217,7 @@ class DecodeLoop:
         width = 0
         while self._waiting and free > 0:
             request = self._waiting[0]
-            cached = request.prompt_ids[:-1]
+            cached = request.prompt_ids[:-1].astype(np.int32, copy=False)  # one dtype: equal bytes are equal prompts
             if len(cached) == 0:
                 self._slots.add(self._waiting.popleft())
             else:

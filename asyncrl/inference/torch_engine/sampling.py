@@ -43,12 +43,14 @@ def _mix(state: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
     """How each row draws. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N] int64 (0 off),
-    `uniforms` [N] float64."""
+    `uniforms` [N] float64. `barred` [N, any] int64: tokens that a row cannot draw, ids outside the vocabulary mean
+    nothing; None when no row has any."""
 
     temperature: np.ndarray
     top_p: np.ndarray
     top_k: np.ndarray
     uniforms: np.ndarray
+    barred: np.ndarray | None = None
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,12 +61,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torc
     Args:
         logits: [N, V] float32.
     Returns:
-        token ids [N] int64 and their log-probabilities [N] float32: after temperature, top-k and top-p (in this
-        order, top-p on what top-k left); for greedy rows at temperature 1 without filters.
+        token ids [N] int64 and their log-probabilities [N] float32: without the barred tokens, after temperature,
+        top-k and top-p (in this order, top-p on what top-k left); for greedy rows at temperature 1 without filters.
     """
     greedy = rows.temperature == 0
     scale = np.where(greedy, np.float32(1), rows.temperature)
     filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1))
+    if rows.barred is not None:
+        logits = _without(logits, rows.barred)
     if (scale != 1).any():
         logits = logits / torch.from_numpy(scale).to(logits.device)[:, None]
     if filtered.any():
@@ -77,6 +81,15 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torc
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _without(logits: torch.Tensor, barred: np.ndarray) -> torch.Tensor:
+    """A copy with minus infinity at the barred tokens."""
+    rows, places = np.nonzero((barred >= 0) & (barred < logits.shape[1]))
+    index = torch.from_numpy(rows), torch.from_numpy(barred[rows, places])
+    kept = logits.clone()
+    kept[index[0].to(logits.device), index[1].to(logits.device)] = float("-inf")
+    return kept
 
 
 def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

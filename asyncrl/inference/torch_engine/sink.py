@@ -9,9 +9,11 @@ import torch
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import TensorSpec
 
+_EACH_ONCE = "send every slice of the manifest once"
+
 
 class ParameterSink:
-    """Writes one publish straight into the storage of `targets`; make a new one per publish.
+    """Writes one publish straight into the storage of `targets`; make a new one per publish. A `DirectSink`.
 
     A tensor of the target's dtype is copied byte by byte; one of another dtype is gathered first and then converted.
     Names that share storage (tied embeddings) count as one: either may come, or both.
@@ -27,18 +29,30 @@ class ParameterSink:
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         """As `WeightSink.write`; the copy is complete on return."""
-        target = self._target(spec)
         length = data.numel()
-        left = self._bytes_left.get(spec.name, spec.nbytes) - length
-        if offset < 0 or offset + length > spec.nbytes or left < 0:
-            found = f"bytes [{offset}, {offset + length}) of {spec.nbytes}, {left + length} of which had not come yet"
-            raise _refused(spec, found, "send every slice of the manifest once")
+        target = self._target(spec, offset, length)
+        left = self._left_after(spec, offset, length)
         destination = target if spec.dtype == _dtype_name(target) else self._staged(spec, data.device)
         _as_bytes(destination)[offset : offset + length].copy_(data)
         if left == 0 and destination is not target:
             target.copy_(self._staging.pop(spec.name))
         if data.is_cuda:  # the sender reuses its buffer as soon as this returns
             torch.cuda.current_stream(data.device).synchronize()
+        self._bytes_left[spec.name] = left
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """As `DirectSink.destination`: the parameter itself, where it has the dtype that is sent."""
+        target = self._target(spec, offset, nbytes)
+        if spec.dtype != _dtype_name(target) or target.device != device:
+            return None
+        return _as_bytes(target)[offset : offset + nbytes]
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        """As `DirectSink.wrote`; the bytes are complete on return."""
+        target = self._target(spec, offset, nbytes)
+        left = self._left_after(spec, offset, nbytes)
+        if target.is_cuda:  # what fills it is ordered before this stream, not before those that read it
+            torch.cuda.current_stream(target.device).synchronize()
         self._bytes_left[spec.name] = left
 
     def finish(self) -> None:
@@ -55,13 +69,23 @@ class ParameterSink:
                 )
             )
 
-    def _target(self, spec: TensorSpec) -> torch.Tensor:
+    def _target(self, spec: TensorSpec, offset: int, nbytes: int) -> torch.Tensor:
         target = self._targets.get(spec.name)
         if target is None:
             raise _refused(spec, "the model has no tensor of that name", "train and serve the same model.path")
         if tuple(target.shape) != tuple(spec.shape):
             raise _refused(spec, f"the model's has shape {tuple(target.shape)}", "train and serve the same model.path")
+        if offset < 0 or offset + nbytes > spec.nbytes:
+            raise _refused(spec, f"bytes [{offset}, {offset + nbytes}) of {spec.nbytes}", _EACH_ONCE)
         return target
+
+    def _left_after(self, spec: TensorSpec, offset: int, nbytes: int) -> int:
+        """Bytes of the tensor that have yet to come after this slice of it."""
+        left = self._bytes_left.get(spec.name, spec.nbytes) - nbytes
+        if left < 0:
+            found = f"bytes [{offset}, {offset + nbytes}) of {spec.nbytes}, {left + nbytes} of which had not come yet"
+            raise _refused(spec, found, _EACH_ONCE)
+        return left
 
     def _staged(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
         if spec.name not in self._staging:

@@ -46,6 +46,8 @@ class SlotTable:
         self._length = np.zeros(num_slots, np.int64)
         self._token = np.zeros(num_slots, np.int64)
         self._left = np.zeros(num_slots, np.int64)
+        self._stoppable = np.zeros(num_slots, np.int64)
+        self._guarding = False
         self._position = np.zeros(num_slots, np.int64)
         self._key = np.zeros(num_slots, np.uint64)
         self._temperature = np.zeros(num_slots, np.float32)
@@ -69,9 +71,9 @@ class SlotTable:
 
     def sampling(self) -> SamplingRows:
         n = self.n
-        return SamplingRows(
-            self._temperature[:n], self._top_p[:n], self._top_k[:n], uniforms(self._key[:n], self._position[:n])
-        )
+        drawn = uniforms(self._key[:n], self._position[:n])
+        barred = self._barred() if self._guarding else None
+        return SamplingRows(self._temperature[:n], self._top_p[:n], self._top_k[:n], drawn, barred)
 
     def add(self, request: GenerationRequest) -> int:
         """Takes the next row for a request of whose prompt all but the last token are cached; returns the row."""
@@ -80,6 +82,9 @@ class SlotTable:
         self._length[row] = len(request.prompt_ids) - 1
         self._token[row] = request.prompt_ids[-1]
         self._left[row] = sampling.max_tokens
+        # A row may stop when no more than this is left of its budget, so that one column counts for both rules.
+        self._stoppable[row] = sampling.max_tokens - (sampling.min_tokens if stop else 0)
+        self._guarding |= bool(self._stoppable[row] < self._left[row])
         self._position[row] = request.first_position
         self._key[row] = stream_key(request.seed)
         self._temperature[row] = sampling.temperature
@@ -144,8 +149,15 @@ class SlotTable:
         self.n = n
         return Moves(source, target)
 
+    def _barred(self) -> np.ndarray | None:
+        """[n, any] int64, the stop tokens of the rows that may not stop yet; None once every row may."""
+        n = self.n
+        early = self._left[:n] > self._stoppable[:n]
+        self._guarding = bool(early.any())
+        return np.where(early[:, None], self._stop[:n], _NO_TOKEN) if self._guarding else None
+
     def _columns(self) -> tuple[np.ndarray, ...]:
         return (
-            self._length, self._token, self._left, self._position, self._key, self._temperature, self._top_p,
-            self._top_k, self._stop, self._buffered, self._ids, self._logprobs,
+            self._length, self._token, self._left, self._stoppable, self._position, self._key, self._temperature,
+            self._top_p, self._top_k, self._stop, self._buffered, self._ids, self._logprobs,
         )  # fmt: skip

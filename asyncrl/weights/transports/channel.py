@@ -1,6 +1,6 @@
 """The control messages of a transfer: who takes part, which bucket is where, who failed and why.
 
-One ROUTER at the sender, one DEALER per receiver, over a unix socket (`ipc`) or TCP (`collective`). A publish runs
+One ROUTER at the sender, one DEALER per receiver, over a unix socket (`ipc`) or TCP (the others). A publish runs
 
     receiver: READY -> sender: BEGIN -> sender: BUCKET* / receiver: ACK* -> sender: DONE
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from enum import IntEnum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Manifest
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ _HEARTBEAT_TIMEOUT_MS = 30_000
 
 
 class Kind(IntEnum):
-    READY = 1  # value: what the receiver brings (collective: the generation of its process group)
-    BEGIN = 2  # value: what the transfer uses (collective: the generation)
-    BUCKET = 3  # value: index of a bucket that can be read
+    READY = 1  # value: what the receiver brings (collective: the generation of its process group; ipc: its media)
+    BEGIN = 2  # value: what the transfer uses (collective: the generation; ipc: the medium)
+    BUCKET = 3  # value: index of a bucket that can be read, with all before it
     ACK = 4  # value: index of a bucket that has been read; the number of buckets when the sink has everything
     DONE = 5
     ERROR = 6  # text: what happened; value: _WAS_DEADLINE, or 0
@@ -86,7 +87,10 @@ def layout_of(manifest: Manifest) -> str:
 
 
 class SenderChannel:
-    """The sender's end. Between `gather` and `finish` or `abort` there is a transfer that all receivers have joined."""
+    """The sender's end. Between `gather` and `finish` or `abort` there is a transfer that all receivers have joined.
+
+    One thread at a time, except for `interrupt`.
+    """
 
     def __init__(self, endpoint: str, num_receivers: int) -> None:
         self._num_receivers = num_receivers
@@ -102,6 +106,13 @@ class SenderChannel:
         self._acked: dict[int, int] = {}
         self._left: dict[int, str] = {}
         self._publish_id = 0
+        self._interrupted = threading.Event()
+        self.notes: dict[int, str] = {}
+        """What receivers of the last `gather` remarked, by receiver."""
+
+    def interrupt(self) -> None:
+        """Ends the wait in progress, and every later one, with WeightTransferError. From any thread."""
+        self._interrupted.set()
 
     def gather(self, manifest: Manifest, deadline: Deadline) -> tuple[int, ...]:
         """Waits until every receiver has joined this publish; returns the values they brought, by receiver.
@@ -120,10 +131,14 @@ class SenderChannel:
         self._wait(absent, f"join publish {publish_id}", deadline)
         self._joined = {r: self._ready.pop(r) for r in range(self._num_receivers)}
         self._acked = dict.fromkeys(self._joined, -1)
+        self.notes = {}
         for receiver, message in self._joined.items():
-            if message.text != layout:
+            expected, _, note = message.text.partition("\n")
+            if expected != layout:
                 do = "hand the sender and every receiver the same manifest"
-                raise WeightTransferError(explain(f"send {layout}", f"receiver {receiver} expects {message.text}", do))
+                raise WeightTransferError(explain(f"send {layout}", f"receiver {receiver} expects {expected}", do))
+            if note:
+                self.notes[receiver] = note
         return tuple(self._joined[r].value for r in range(self._num_receivers))
 
     def tell(self, kind: Kind, value: int = 0) -> None:
@@ -139,6 +154,7 @@ class SenderChannel:
     def check(self, wait_s: float = 0.0) -> None:
         """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError or
         DeadlineExceeded with what a receiver reported."""
+        self._go_on()
         if self._socket.poll(int(wait_s * 1000)):
             self._drain()
 
@@ -165,6 +181,7 @@ class SenderChannel:
 
     def _wait(self, missing: Callable[[], list[int]], what: str, deadline: Deadline) -> None:
         while waited_for := missing():
+            self._go_on()
             if self._socket.poll(int(1000 * min(deadline.remaining_s(), _PING_EVERY_S))):
                 self._drain()
                 continue
@@ -175,6 +192,11 @@ class SenderChannel:
                 asked = f"{self._num_receivers} receiver(s) to {what} within {deadline.timeout_s:.1f} s"
                 raise DeadlineExceeded(explain(asked, names, "look at the logs of these replicas"))
             self.tell(Kind.PING)
+
+    def _go_on(self) -> None:
+        if self._interrupted.is_set():
+            asked, do = f"send publish {self._publish_id}", "open() it again to send weights"
+            raise WeightTransferError(explain(asked, "the sender was closed meanwhile", do))
 
     def _dismiss_over(self, text: str, *, before: int) -> None:
         """Ends the waits of receivers that came for publishes below `before`."""
@@ -261,40 +283,35 @@ class ReceiverChannel:
         self._attempt = secrets.randbits(63)
         self._publish_id = 0
 
-    def join(self, manifest: Manifest, value: int = 0) -> None:
-        """Begins a new attempt to take part in this publish."""
+    def join(self, manifest: Manifest, value: int = 0, note: str = "") -> None:
+        """Begins a new attempt to take part in this publish; `note` is a remark to the sender."""
         self._attempt = (self._attempt + 1) % (1 << 64)
         self._publish_id = manifest.publish_id
-        self._send(Kind.READY, value, layout_of(manifest))
+        self._send(Kind.READY, value, f"{layout_of(manifest)}\n{note}" if note else layout_of(manifest))
 
     def next(self, deadline: Deadline, what: str) -> Message:
         """The next message of this attempt, never a PING.
 
         Raises:
-            WeightTransferError: the sender ended the publish, or is gone.
+            TransferEnded: the sender ended the publish, or is gone.
             DeadlineExceeded: nothing came in time.
         """
-        while True:
-            try:
-                message = Message.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                self._wait(deadline, what)
-                continue
-            if message.publish_id != self._publish_id or message.attempt != self._attempt or message.kind is Kind.PING:
-                continue
-            if message.kind is Kind.ERROR:
-                do = "the trainer sends this publish again or drops it; see its log"
-                raise WeightTransferError(
-                    explain(f"{self._name} to {what}", f"the sender ended it: {message.text}", do)
-                )
-            return message
+        while (message := self._take(what)) is None:
+            self._wait(deadline, what)
+        return message
+
+    def check(self, what: str) -> None:
+        """Looks whether the transfer is still on, without waiting. Raises TransferEnded: it is not."""
+        message = self._take(what)
+        if message is not None:
+            raise self._unexpected(message, "nothing", what)
+        self._watch(what)
 
     def expect(self, kind: Kind, value: int | None, deadline: Deadline, what: str) -> Message:
         """The next message, which must be of this kind and, unless None, of this value. Raises as `next`."""
         message = self.next(deadline, what)
         if message.kind is not kind or value not in (None, message.value):
-            found = f"{message.kind.name} {message.value}, not {kind.name} {value}"
-            raise WeightTransferError(explain(f"{self._name} to {what}", found, "publish again and report this defect"))
+            raise self._unexpected(message, f"{kind.name} {value}", what)
         return message
 
     def ack(self, bucket: int) -> None:
@@ -305,10 +322,10 @@ class ReceiverChannel:
         value = _WAS_DEADLINE if isinstance(error, DeadlineExceeded) else 0
         self._send(Kind.ERROR, value, f"{type(error).__name__}: {error}")
 
-    def lost(self, what: str) -> WeightTransferError:
+    def lost(self, what: str) -> TransferEnded:
         """The error for a sender that is gone."""
         do = "join the group that the trainer forms next"
-        return WeightTransferError(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
+        return TransferEnded(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
 
     def close(self) -> None:
         if self._socket.closed:
@@ -321,18 +338,40 @@ class ReceiverChannel:
     def _send(self, kind: Kind, value: int = 0, text: str = "") -> None:
         self._socket.send(Message(kind, self._publish_id, self._attempt, value, text).encode())
 
+    def _take(self, what: str) -> Message | None:
+        """A message of this attempt that has arrived, if there is one, never a PING. Raises as `next`."""
+        while True:
+            try:
+                message = Message.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            if message.publish_id != self._publish_id or message.attempt != self._attempt or message.kind is Kind.PING:
+                continue
+            if message.kind is Kind.ERROR:
+                do = "the trainer sends this publish again or drops it; see its log"
+                raise TransferEnded(explain(f"{self._name} to {what}", f"the sender ended it: {message.text}", do))
+            return message
+
     def _wait(self, deadline: Deadline, what: str) -> None:
         """Returns when there may be something to read."""
         while not self._socket.poll(0):
-            while self._monitor.poll(0):
-                self._lost = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
-            if self._lost:
-                raise self.lost(what)
+            self._watch(what)
             if not (remaining := deadline.remaining_s()):
                 asked = f"{self._name} to {what} within {deadline.timeout_s:.1f} s"
                 found = f"nothing from the sender at {self._endpoint}"
                 raise DeadlineExceeded(explain(asked, found, "look at the log of the trainer"))
             self._poller.poll(int(1000 * remaining))
+
+    def _watch(self, what: str) -> None:
+        """Raises TransferEnded: the connection is gone."""
+        while self._monitor.poll(0):
+            self._lost = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        if self._lost:
+            raise self.lost(what)
+
+    def _unexpected(self, message: Message, expected: str, what: str) -> WeightTransferError:
+        found = f"{message.kind.name} {message.value}, not {expected}"
+        return WeightTransferError(explain(f"{self._name} to {what}", found, "publish again and report this defect"))
 
 
 def _configure(socket: zmq.Socket) -> None:

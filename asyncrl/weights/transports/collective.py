@@ -1,6 +1,8 @@
 """Weights to receivers anywhere: whole buckets are broadcast over a process group of their own, gloo or NCCL.
 
 Two buckets are under way: while one is on the wire, the sender packs the next and the receivers unpack the one before.
+Over gloo the wire itself needs the processor, so large slices are not copied: each is broadcast on its own, straight
+from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together.
 The group forms at the first publish and again whenever one has failed or a receiver has come back without it. Who takes
 part, progress and errors travel beside it (`channel.py`), because a broadcast cannot say which receiver is missing.
 """
@@ -8,20 +10,24 @@ part, progress and errors travel beside it (`channel.py`), because a broadcast c
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Manifest
-from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
+from asyncrl.types import Bucket, Manifest
+from asyncrl.weights.digest import digest_for
+from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
 from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, join_store
 
 _UNDER_WAY = 2
+_SMALL_SHARE = 16
+"""A slice below this fraction of a bucket is packed: a broadcast of its own would cost more than the copy."""
 _EXPLANATION_S = 0.5
 """Once a broadcast broke: how long to wait for the process that broke it to say why."""
 
@@ -59,6 +65,7 @@ class CollectiveSender:
             num_receivers=self._num_receivers,
             receiver=0,
             epoch=secrets.randbits(63),
+            digest=digest_for(self._device),
         )
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
@@ -66,27 +73,38 @@ class CollectiveSender:
             raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
         check_fits(manifest, self._bucket_bytes)
         channel, deadline = self._channel, Deadline(timeout_s)
-        packer = Packer(manifest, weights)
+        packer = Packer(manifest, weights, digest_for(self._device))
+        buckets = _separate(manifest, self._bucket_bytes)
         try:
             generations = channel.gather(manifest, deadline)
             group = self._begin(channel, generations, deadline)
-            for bucket in manifest.buckets:
-                if group.under_way == _UNDER_WAY:
+            in_place = False
+            for bucket in buckets:
+                limit = 1 if in_place and packer.moves_on(bucket) else _UNDER_WAY
+                while group.under_way >= limit:
                     self._wait_sent(channel, group, deadline)
                 channel.check()
-                buffer = self._buffers[bucket.index % _UNDER_WAY]
-                packer.pack(bucket, buffer)
-                group.start(buffer[: bucket.nbytes], deadline)
+                data = packer.view(bucket, self._buffers[0].device)
+                in_place = data is not None
+                if data is None:
+                    data = self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
+                    packer.pack(bucket, data)
+                group.start(data, deadline)
             digest = packer.finish()
             while group.under_way:
                 self._wait_sent(channel, group, deadline)
-            channel.wait_acked(len(manifest.buckets), deadline)
+            channel.wait_acked(len(buckets), deadline)
             channel.finish()
-        except Exception as error:
+        except BaseException as error:
             channel.abort(f"{type(error).__name__}: {error}")
             self._drop_group()
             raise
         return digest
+
+    def interrupt(self) -> None:
+        """As `guard.Interruptible.interrupt`; ends waits on the channel, not those on the group."""
+        if (channel := self._channel) is not None:
+            channel.interrupt()
 
     def close(self) -> None:
         self._drop_group()
@@ -136,23 +154,33 @@ class CollectiveReceiver:
             self._channel = ReceiverChannel(self._source.segment, self._source.receiver)
             self._buffers = _buffers(self._source.bucket_bytes, self._device)
         channel, deadline = self._channel, Deadline(timeout_s)
-        unpacker = Unpacker(manifest, sink)
+        unpacker = Unpacker(manifest, sink, self._source.digest)
+        buckets = _separate(manifest, self._source.bucket_bytes)
+        places: deque[torch.Tensor | None] = deque()
+
+        def start(bucket: Bucket) -> None:
+            places.append(unpacker.destination(bucket, self._buffers[0].device))
+            group.start(self._buffer(bucket) if places[-1] is None else places[-1], deadline)
+
         try:
             check_fits(manifest, self._source.bucket_bytes)
             group = self._join(channel, manifest, deadline)
-            for bucket in manifest.buckets[:_UNDER_WAY]:
-                group.start(self._buffer(bucket.index)[: bucket.nbytes], deadline)
-            for bucket in manifest.buckets:
+            for bucket in buckets[:_UNDER_WAY]:
+                start(bucket)
+            for bucket in buckets:
                 self._wait_received(channel, group, deadline, f"receive bucket {bucket.index}")
-                unpacker.unpack(bucket, self._buffer(bucket.index))
+                place = places.popleft()
+                if place is None:
+                    unpacker.unpack(bucket, self._buffer(bucket))
+                else:
+                    unpacker.landed(bucket, place)
                 channel.ack(bucket.index)
-                if bucket.index + _UNDER_WAY < len(manifest.buckets):
-                    following = manifest.buckets[bucket.index + _UNDER_WAY]
-                    group.start(self._buffer(following.index)[: following.nbytes], deadline)
+                if bucket.index + _UNDER_WAY < len(buckets):
+                    start(buckets[bucket.index + _UNDER_WAY])
             digest = unpacker.finish()
-            channel.ack(len(manifest.buckets))
+            channel.ack(len(buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except Exception as error:
+        except BaseException as error:
             channel.fail(error)
             self._drop_group()
             raise
@@ -187,11 +215,13 @@ class CollectiveReceiver:
             try:
                 channel.next(Deadline(_EXPLANATION_S), what)
             except DeadlineExceeded:
+                if isinstance(error, WeightTransferError):  # a connection of the group broke: no fault of this side
+                    raise TransferEnded(str(error)) from None
                 raise error from None
             raise
 
-    def _buffer(self, bucket: int) -> torch.Tensor:
-        return self._buffers[bucket % _UNDER_WAY]
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        return self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -215,6 +245,11 @@ def _explained(channel: SenderChannel) -> Iterator[None]:
                 raise
             reported = f"\nreported: {cause}"
         raise type(error)(f"{error}\nbehind: {channel.laggards()}{reported}") from error
+
+
+def _separate(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """What is broadcast at a time; both sides cut alike."""
+    return separate(manifest.buckets, max(1, bucket_bytes // _SMALL_SHARE))
 
 
 def _buffers(bucket_bytes: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -1,56 +1,124 @@
-"""Weights to receivers on the same machine: a ring of slots in shared memory that every receiver reads in place.
+"""Weights to receivers on the same machine: a ring of slots that every receiver reads in place.
 
 The sender writes a bucket once, whatever the number of receivers; with two slots and more it fills one while the
 receivers read another. A slot is written again only after every receiver has acknowledged it. Small slots win: a bucket
 of a few MiB is still in the processor's cache when the receivers read it.
+
+The ring lies in shared memory. A sender of GPU tensors also offers one in the GPU's memory (`media.py`), and each
+publish uses that one if every receiver says that it has mapped it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 
 import torch
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Manifest
+from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
 from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.media import (
+    CudaMedium,
+    HostMapping,
+    Mapping,
+    Medium,
+    OpenMedium,
+    open_device_memory,
+)
 from asyncrl.weights.transports.segment import Segment, attach
 
+logger = logging.getLogger(__name__)
+
 _PAGE_BYTES = 4096
+_PROOF_BYTES = 16
+_SHARED, _DEVICE = 0, 1
+"""Values of READY and BEGIN: the medium that a receiver can read at best; that a publish uses."""
+
+MakeMedium = Callable[[int], Medium]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What `TransferSource.segment` says: the ring in shared memory and, where there is one, that in device memory.
+
+    `proof`: hexadecimal digits of the bytes at the end of the device's ring, so that a receiver knows that it has
+    mapped that memory and no other.
+    """
+
+    path: str
+    device: str = ""
+    proof: str = ""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Offer:
+        return Offer(**json.loads(text))
 
 
 class IpcSender:
-    """Implements `WeightSender`. One thread at a time."""
+    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
 
-    def __init__(self, bucket_bytes: int, num_receivers: int, *, num_slots: int = 2) -> None:
-        """`num_slots`: buckets that can be under way at once; the memory is `num_slots * bucket_bytes`."""
+    def __init__(
+        self,
+        bucket_bytes: int,
+        num_receivers: int,
+        *,
+        num_slots: int = 2,
+        device: str | torch.device = "cpu",
+        make_medium: MakeMedium | None = None,
+    ) -> None:
+        """
+        Args:
+            num_slots: buckets that can be under way at once; the memory is `num_slots * bucket_bytes`.
+            device: where the weights live.
+            make_medium: makes device memory of so many bytes; by default that of `device`, if it is a GPU.
+        """
         if num_slots < 1 or num_receivers < 1:
             raise ConfigError(
                 explain("an ipc transfer", f"{num_slots} slots, {num_receivers} receivers", "use at least 1 of each")
             )
         self._bucket_bytes = bucket_bytes
         self._num_receivers = num_receivers
-        self._num_slots = num_slots
+        self._ring_bytes = _slot_bytes(bucket_bytes) * num_slots
+        self._device = torch.device(device)
+        self._make_medium = make_medium
+        if make_medium is None and self._device.type == "cuda":
+            self._make_medium = lambda nbytes: CudaMedium(nbytes, self._device)
         self._segment: Segment | None = None
+        self._medium: Medium | None = None
         self._channel: SenderChannel | None = None
+        self._warned = False
 
     def open(self) -> TransferSource:
+        """As `WeightSender.open`. Raises ConfigError: there is not enough shared memory."""
         self.close()
-        self._segment = Segment(_slot_bytes(self._bucket_bytes) * self._num_slots)
-        self._channel = SenderChannel(f"ipc://{self._segment.socket_path}", self._num_receivers)
-        os.chmod(self._segment.socket_path, 0o600)
+        try:
+            self._segment = Segment()
+            offer = self._offer(self._segment)
+            self._channel = SenderChannel(f"ipc://{self._segment.socket_path}", self._num_receivers)
+            os.chmod(self._segment.socket_path, 0o600)
+        except BaseException:
+            self.close()
+            raise
         return TransferSource(
             transport="ipc",
             address=self._channel.endpoint,
-            segment=str(self._segment.path),
+            segment=offer.encode(),
             bucket_bytes=self._bucket_bytes,
             num_receivers=self._num_receivers,
             receiver=0,
             epoch=secrets.randbits(63),
+            digest=digest_for(self._device),
         )
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
@@ -58,56 +126,111 @@ class IpcSender:
             raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
         check_fits(manifest, self._bucket_bytes)
         channel, deadline = self._channel, Deadline(timeout_s)
-        slots = _slots(self._segment.data, self._bucket_bytes)
-        packer = Packer(manifest, weights)
+        packer = Packer(manifest, weights, digest_for(self._device))
         try:
-            channel.gather(manifest, deadline)
-            channel.tell(Kind.BEGIN)
+            values = channel.gather(manifest, deadline)
+            kind, medium = self._choose(values, channel.notes, self._segment)
+            slots = _slots(medium.data[: self._ring_bytes], self._bucket_bytes)
+            channel.tell(Kind.BEGIN, kind)
             for bucket in manifest.buckets:
                 channel.wait_acked(bucket.index - len(slots), deadline)
                 packer.pack(bucket, slots[bucket.index % len(slots)])
+                medium.synchronize()
                 channel.tell(Kind.BUCKET, bucket.index)
             digest = packer.finish()
             channel.wait_acked(len(manifest.buckets), deadline)
             channel.finish()
-        except Exception as error:
+        except BaseException as error:
             channel.abort(f"{type(error).__name__}: {error}")
             raise
         return digest
+
+    def interrupt(self) -> None:
+        """As `Interruptible.interrupt`."""
+        if (channel := self._channel) is not None:
+            channel.interrupt()
 
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if self._medium is not None:
+            self._medium.close()
+            self._medium = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+
+    def _offer(self, segment: Segment) -> Offer:
+        """Makes the rings. Shared memory beside a device's is taken only once a publish needs it."""
+        path, proof = str(segment.path), secrets.token_bytes(_PROOF_BYTES)
+        if self._make_medium is not None:
+            try:
+                self._medium = self._make_medium(self._ring_bytes + _PROOF_BYTES)
+            except WeightTransferError as error:
+                self._warn(str(error))
+            else:
+                self._medium.data[self._ring_bytes :].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
+                self._medium.synchronize()
+                return Offer(path, self._medium.describe(), proof.hex())
+        segment.reserve(self._ring_bytes)
+        return Offer(path)
+
+    def _choose(self, values: tuple[int, ...], notes: dict[int, str], segment: Segment) -> tuple[int, Mapping]:
+        """Device memory if all receivers have mapped it, else shared memory for all."""
+        if self._medium is not None and all(value == _DEVICE for value in values):
+            return _DEVICE, self._medium
+        if self._medium is not None:
+            self._warn("; ".join(f"receiver {receiver}: {note}" for receiver, note in notes.items()))
+            segment.reserve(self._ring_bytes)
+        return _SHARED, HostMapping(segment.data)
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            logger.warning("weights go through shared memory, not from GPU to GPU: %s", reason)
+        self._warned = True
 
 
 class IpcReceiver:
     """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it."""
 
-    def __init__(self, source: TransferSource) -> None:
+    def __init__(
+        self,
+        source: TransferSource,
+        *,
+        device: str | torch.device = "cpu",
+        open_medium: OpenMedium = open_device_memory,
+    ) -> None:
+        """`device`: where the sink's tensors live. `open_medium`: maps the device memory that a sender offers."""
         self._source = source
+        self._offer = Offer.decode(source.segment)
+        self._device = torch.device(device)
+        self._open_medium = open_medium
         self._channel: ReceiverChannel | None = None
-        self._slots: tuple[torch.Tensor, ...] = ()
+        self._shared: HostMapping | None = None
+        self._mapped: Mapping | None = None
+        self._note = ""
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
         channel, deadline = self._attach(), Deadline(timeout_s)
-        unpacker = Unpacker(manifest, sink)
+        unpacker = Unpacker(manifest, sink, self._source.digest)
         try:
             check_fits(manifest, self._source.bucket_bytes)
-            channel.join(manifest)
-            channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
+            channel.join(manifest, _SHARED if self._mapped is None else _DEVICE, self._note)
+            begin = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}")
+            medium = self._medium(begin.value)
+            ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
+            slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
             for bucket in manifest.buckets:
                 what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
                 channel.expect(Kind.BUCKET, bucket.index, deadline, what)
-                unpacker.unpack(bucket, self._slots[bucket.index % len(self._slots)])
+                unpacker.unpack(bucket, slots[bucket.index % len(slots)])
+                medium.synchronize()
                 channel.ack(bucket.index)
             digest = unpacker.finish()
             channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except Exception as error:
+        except BaseException as error:
             channel.fail(error)
             raise
         return digest
@@ -117,13 +240,41 @@ class IpcReceiver:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self._slots = ()
+        for mapping in (self._mapped, self._shared):
+            if mapping is not None:
+                mapping.close()
+        self._mapped = self._shared = None
 
     def _attach(self) -> ReceiverChannel:
+        """Joins the sender, once. Raises TransferEnded: it is gone."""
         if self._channel is None:
-            self._slots = _slots(attach(self._source.segment), self._source.bucket_bytes)
+            self._shared = HostMapping(attach(self._offer.path))
+            if self._offer.device:
+                try:
+                    self._mapped, self._note = self._map_device(), ""
+                except WeightTransferError as error:
+                    self._note = " ".join(str(error).split())
             self._channel = ReceiverChannel(self._source.address, self._source.receiver)
         return self._channel
+
+    def _map_device(self) -> Mapping:
+        """Raises WeightTransferError: it cannot be mapped from here."""
+        mapping = self._open_medium(self._offer.device, self._device)
+        proof = mapping.data[-_PROOF_BYTES:].cpu().numpy().tobytes()
+        if proof.hex() != self._offer.proof:
+            mapping.close()
+            do = "nothing: shared memory serves instead"
+            raise WeightTransferError(explain("map the sender's device memory", "other memory", do))
+        return mapping
+
+    def _medium(self, kind: int) -> Mapping:
+        """The medium that a publish uses, mapped."""
+        if kind == _DEVICE and self._mapped is not None:
+            return self._mapped
+        assert self._shared is not None, "a receiver attaches before it joins"
+        if not self._shared.data.numel():
+            self._shared = HostMapping(attach(self._offer.path))
+        return self._shared
 
 
 def _slot_bytes(bucket_bytes: int) -> int:
@@ -131,6 +282,6 @@ def _slot_bytes(bucket_bytes: int) -> int:
     return bucket_bytes + -bucket_bytes % _PAGE_BYTES
 
 
-def _slots(segment: torch.Tensor, bucket_bytes: int) -> tuple[torch.Tensor, ...]:
+def _slots(ring: torch.Tensor, bucket_bytes: int) -> tuple[torch.Tensor, ...]:
     """Views of [slot bytes] uint8 each."""
-    return segment.split(_slot_bytes(bucket_bytes))
+    return ring.split(_slot_bytes(bucket_bytes))

@@ -1,0 +1,69 @@
+"""Who may enter vLLM. Pure but for the clock.
+
+vLLM never queues: a request that waits inside it would start after a publish with the cache salt of the old weights,
+and no pause could tell it from one that runs. So it is sent no more than it decodes at once, and nothing while paused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from asyncrl.inference.vllm.streams import Stream
+
+
+class Admission:
+    """A queue before `limit` places, and a gate that begins closed.
+
+    Args:
+        start: called for each stream that gets a place, in the order of arrival.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit: int, start: Callable[[Stream], None], clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._start = start
+        self._clock = clock
+        self._open = False
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+        self.waiting: deque[Stream] = deque()
+        self.running: list[Stream] = []
+
+    @property
+    def busy_s(self) -> float:
+        """Time with at least one stream running, pauses included."""
+        return self._busy_s + (0.0 if self._busy_since is None else self._clock() - self._busy_since)
+
+    def enter(self, stream: Stream) -> None:
+        self.waiting.append(stream)
+        self._admit()
+
+    def leave(self, stream: Stream) -> None:
+        """The stream has ended, wherever it was; its place goes to the next one."""
+        if stream in self.running:
+            self.running.remove(stream)
+        elif stream in self.waiting:
+            self.waiting.remove(stream)
+        self._admit()
+
+    def requeue(self, stream: Stream) -> None:
+        """Takes a running stream back to the head of the queue."""
+        self.running.remove(stream)
+        self.waiting.appendleft(stream)
+        self._admit()
+
+    def set_open(self, is_open: bool) -> None:
+        self._open = is_open
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._open and self.waiting and len(self.running) < self._limit:
+            stream = self.waiting.popleft()
+            self.running.append(stream)
+            self._start(stream)
+        if self.running and self._busy_since is None:
+            self._busy_since = self._clock()
+        elif not self.running and self._busy_since is not None:
+            self._busy_s += self._clock() - self._busy_since
+            self._busy_since = None

@@ -1,0 +1,109 @@
+"""Which tensors a vLLM model wants of a publish: names and full shapes, before vLLM stacks and shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.types import TensorSpec
+
+_DO = "train and serve the same model.path"
+
+
+class ExpectedTensors:
+    """What can be known: all of a dense model without quantisation; where vLLM arranges weights in other ways (experts,
+    quantised layers) its own loader has to find what is wrong, and only whole parameters can be missed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._shapes: dict[str, tuple[int, ...] | None] = {}
+        self._unknown: set[str] = set()
+        """vLLM's parameters whose tensors in a checkpoint cannot be told."""
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                parts = dict(_parts(name, prefix, module, parameter, packed))
+                if parts:
+                    self._shapes |= parts
+                else:
+                    self._unknown.add(name)
+        first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        self._aliases = {
+            name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name
+        }
+        for alias in self._aliases:
+            self._shapes.pop(alias, None)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._rename = (lambda name: name) if mapper is None else mapper.get_rename_mapper().map_name
+
+    def check(self, spec: TensorSpec) -> None:
+        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        name = self._rename(spec.name) or spec.name
+        name = self._aliases.get(name, name)
+        asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
+        if name not in self._shapes:
+            if self._unknown:
+                return
+            raise WeightTransferError(explain(asked, "the model has no tensor of that name", _DO))
+        shape = self._shapes[name]
+        if shape is not None and shape != tuple(spec.shape):
+            raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
+
+    def require_all(self, published: set[str], loaded: set[str] | None) -> None:
+        """`published`: names as they came. `loaded`: vLLM's parameters as `load_weights` tells them, None if it does
+        not. Raises WeightTransferError naming a tensor that is missing."""
+        renamed = {self._rename(name) or name for name in published}
+        missing = [name for name in self._shapes if name not in renamed]
+        if loaded is not None:
+            missing += sorted(self._unknown - loaded)
+        if missing:
+            found = f"{len(missing)} did not come, the first is {missing[0]!r}"
+            raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
+
+
+def _parts(
+    name: str, prefix: str, module: torch.nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]]
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    """The tensors of a checkpoint that fill one parameter, with their full shapes (None: not known); none if vLLM
+    arranges them in a way of its own."""
+    kind = name.rsplit(".", 1)[-1]
+    if isinstance(module, LinearBase):
+        if kind not in ("weight", "bias") or not isinstance(module.quant_method, UnquantizedLinearMethod):
+            return
+        path, _, last = prefix.rpartition(".")
+        names, sizes = packed.get(last), _part_sizes(module)
+        if names is None:
+            if sizes is None:
+                yield name, _linear_shape(kind, module.output_size, module.input_size)
+        elif sizes is not None and len(sizes) == len(names):
+            for part, size in zip(names, sizes, strict=True):
+                yield f"{path}.{part}.{kind}", _linear_shape(kind, size, module.input_size)
+    elif isinstance(module, VocabParallelEmbedding):
+        if kind == "weight":
+            yield name, (module.org_vocab_size, module.embedding_dim)
+    elif parameter.ndim == 1:  # norms; where they are sharded, the loader checks them
+        yield name, tuple(parameter.shape) if get_tensor_model_parallel_world_size() == 1 else None
+
+
+def _part_sizes(module: Any) -> list[int] | None:
+    """Output sizes over all ranks of the projections that vLLM stacks in one; None for a single one."""
+    if isinstance(module, QKVParallelLinear):
+        kv = module.total_num_kv_heads
+        return [module.total_num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]
+    if isinstance(module, MergedColumnParallelLinear):
+        return list(module.output_sizes)
+    return None
+
+
+def _linear_shape(kind: str, output_size: int, input_size: int) -> tuple[int, ...]:
+    return (output_size,) if kind == "bias" else (output_size, input_size)

@@ -1,0 +1,42 @@
+"""No process of an engine outlives the process that runs the engine, however that one ends. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(owner_pid: int) -> None:
+    """Ties this process, and the one above it unless that is the owner, to the process `owner_pid`.
+
+    The kernel kills this process when the thread that created it ends, and a thread here watches the owner: vLLM's
+    EngineCore, where it has workers below it, runs none of our code, so its workers end it too. Returns at once.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    parent = os.getppid()
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:  # it died while this process started
+        _kill(parent, owner_pid)
+        return
+    threading.Thread(target=_watch, args=(owner, parent, owner_pid), name="owner-watch", daemon=True).start()
+
+
+def _watch(owner: int, parent: int, owner_pid: int) -> None:
+    poll = select.poll()
+    poll.register(owner, select.POLLIN)
+    poll.poll()  # no deadline: it ends with this process
+    _kill(parent, owner_pid)
+
+
+def _kill(parent: int, owner_pid: int) -> None:
+    """Kills the parent as long as it is still the parent and not the owner, then this process."""
+    if parent not in (owner_pid, 1) and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

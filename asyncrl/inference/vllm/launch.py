@@ -1,0 +1,140 @@
+"""Starting vLLM: its arguments, its environment, and the thread that owns its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing import connection
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.inference.vllm.support import check_vllm
+
+WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
+BACKEND = "asyncrl"
+"""The name under which the weight-transfer engine is registered with vLLM."""
+OWNER_KEY = "asyncrl_owner_pid"
+"""In vLLM's additional_config: the process whose death ends all processes of the engine."""
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+_SHUTDOWN_S = 5.0
+"""What vLLM's processes get to end by themselves before they are killed."""
+
+
+def engine_arguments(
+    model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
+) -> dict[str, Any]:
+    """The keyword arguments of AsyncEngineArgs."""
+    kv_cache_bytes = settings.kv_cache_memory_bytes
+    if kv_cache_bytes is None and on_cpu:
+        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    return {
+        "model": model.path,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.inference_dtype,
+        "load_format": "auto" if load_real_weights else "dummy",
+        "seed": seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        # After a part of a prompt vLLM winds the request's generator back, which no generator on a CPU can do.
+        "enable_chunked_prefill": not on_cpu,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enforce_eager": settings.enforce_eager,
+        "enable_sleep_mode": settings.enable_sleep_mode,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "additional_config": {OWNER_KEY: os.getpid()},
+    }
+
+
+class Launcher:
+    """A thread that starts vLLM, stays while it runs, and shuts it down.
+
+    One thread for all of it: Linux can end a process when the thread that created it ends (`guard.py`), and the event
+    loop goes on while vLLM loads.
+    """
+
+    def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
+        self.started: Future[Any] = Future()
+        """The AsyncLLM; or ConfigError, or whatever vLLM raised."""
+        self._arguments = (model, settings, load_real_weights, seed)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends vLLM's processes, blocking; False if that takes longer."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self.started = Future()  # vLLM complains when the interpreter has to delete its objects
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        model, settings, load_real_weights, seed = self._arguments
+        try:
+            check_vllm()
+            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed)
+        except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the start gets it
+            self.started.set_exception(error)
+            return
+        self.started.set_result(llm)
+        self._stop.wait()
+        llm.shutdown(timeout=_SHUTDOWN_S)
+
+
+def death_of(llm: Any) -> str | None:
+    """Why vLLM's EngineCore no longer serves; None while it does."""
+    manager = llm.engine_core.resources.engine_manager
+    if manager is not None:
+        with contextlib.suppress(ValueError):  # its processes were closed: `errored` says so
+            gone = connection.wait([process.sentinel for process in manager.processes], timeout=0)
+            if gone:
+                return "vLLM's EngineCore process ended"
+    return "vLLM's EngineCore died" if llm.errored else None
+
+
+def _launch(model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.system_utils import set_env_var
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu = current_platform.is_cpu()
+    arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
+    with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
+        if on_cpu:
+            if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
+                environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
+            environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if on_cpu and _fork_is_safe():
+            environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _fork_is_safe() -> bool:
+    """Whether a forked child could use everything at once: no thread that could hold a lock, no pool of OpenMP threads
+    (which a child inherits as a memory of threads that are not there), no Ray worker around it."""
+    import torch
+
+    ray = sys.modules.get("ray")  # vLLM imports it where it is installed
+    if ray is not None and ray.is_initialized():
+        return False
+    ours = {threading.main_thread(), threading.current_thread()}
+    return torch.get_num_threads() == 1 and not set(threading.enumerate()) - ours

@@ -1,0 +1,80 @@
+"""New weights into a model that vLLM serves: its layer-wise reload, made complete.
+
+vLLM gathers the tensors of a layer, loads them into fresh memory, processes them (quantisation, packing) and copies the
+result over the old ones, so that CUDA graphs stay valid. It holds references to the tensors until a layer is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from asyncrl.errors import AsyncRLError, WeightTransferError, explain
+from asyncrl.inference.vllm.expected import ExpectedTensors
+
+
+class Reload:
+    """`start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread."""
+
+    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self.expected = ExpectedTensors(model)
+
+    def start(self) -> None:
+        initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Consumes all of `tensors`. Raises WeightTransferError naming a tensor that is missing or that vLLM refused,
+        and what `tensors` raises."""
+        published: set[str] = set()
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                published.add(name)
+                last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
+                yield name, tensor
+
+        last = ["no tensor"]
+        try:
+            loaded = self._model.load_weights(watched())  # type: ignore[operator]
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise WeightTransferError(
+                explain(
+                    f"{last[0]} into vLLM", f"{type(error).__name__}: {error}", "train and serve the same model.path"
+                )
+            ) from error
+        self.expected.require_all(published, loaded)
+
+    def finish(self) -> None:
+        finalize_layerwise_reload(self._model, self._model_config)
+        self._repack_tied()
+
+    def abandon(self) -> None:
+        """Gives every layer that is not complete its old tensors back: the model is whole, if a mixture, and the next
+        reload can start."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        finalize_layerwise_reload(self._model, self._model_config)
+        self._repack_tied()
+
+    def _repack_tied(self) -> None:
+        """On CPU a linear layer computes with a packed copy of its weight. The reload passes over a layer whose weight
+        belongs to an earlier one, as an output layer tied to the embeddings does: its copy would stay the old one."""
+        seen: set[int] = set()
+        for module in self._model.modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.Tensor):
+                continue
+            if id(weight) in seen and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+            seen.add(id(weight))

@@ -1,0 +1,182 @@
+"""What vLLM imports into its worker processes: the weight-transfer engine of name "asyncrl", registered by the import.
+
+A call that raises inside a worker reaches the caller as text at best, and may cost the engine. So no phase raises: what
+went wrong is kept, and fetched when the update has ended (`WorkerExtension.asyncrl_outcome`).
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from asyncrl.inference.vllm.expected import ExpectedTensors
+from asyncrl.inference.vllm.feed import Feed
+from asyncrl.inference.vllm.guard import die_with
+from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
+from asyncrl.inference.vllm.reload import Reload
+from asyncrl.types import Manifest, TensorSpec
+from asyncrl.weights.sinks import AssemblingSink
+from asyncrl.weights.transport import Digest, DigestKind, TransferSource, WeightReceiver
+from asyncrl.weights.transports import build_receiver
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+"""What a receiver may take beyond its deadline before it is left behind."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """The fields of `TransferSource`; `receiver` is the number of the worker with tensor-parallel rank 0."""
+
+    transport: str
+    address: str
+    segment: str
+    bucket_bytes: int
+    num_receivers: int
+    receiver: int
+    epoch: int
+    digest: DigestKind
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`manifest`: a pickled Manifest. `timeout_s`: what is left of the publish's time."""
+
+    manifest: bytes
+    timeout_s: float
+
+
+class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives publishes of asyncrl's transports; the receiver stays joined while the source stays the same."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        die_with(vllm_config.additional_config[OWNER_KEY])
+        if device.type == "cpu" and self.model_config.enforce_eager:
+            torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request
+        self._reload = Reload(model, self.model_config)
+        self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
+        self._source: TransferSource | None = None
+        self._receiver: WeightReceiver | None = None
+        self._failure: Exception | None = None
+        self._digest: Digest | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        source = TransferSource(**asdict(init_info))
+        source = replace(source, receiver=source.receiver + get_tensor_model_parallel_rank())
+        if source != self._source:
+            self._source = None
+            self._executor.submit(self._close_receiver).result()
+            self._source = source
+
+    def start_weight_update(self) -> None:
+        self._failure = self._digest = None
+        self._attempt(self._reload.start)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        manifest = pickle.loads(update_info.manifest)  # from the process that started this one
+        self._attempt(lambda: self._receive(manifest, update_info.timeout_s))
+
+    def finish_weight_update(self) -> None:
+        self._attempt(self._reload.finish)
+        if self._failure is not None:
+            try:
+                self._reload.abandon()
+            except Exception:
+                logger.exception("the model cannot be made whole after a failed update")
+
+    def outcome(self) -> list[Any]:
+        """What `transfer.agree` reads, of the last update."""
+        if self._failure is None:
+            return ["", "", None if self._digest is None else list(self._digest)]
+        return [type(self._failure).__name__, str(self._failure), None]
+
+    def shutdown(self) -> None:
+        self._source = None
+        self._executor.submit(self._close_receiver)
+        self._executor.shutdown(wait=True)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Does nothing after a failure; keeps the first one."""
+        if self._failure is not None:
+            return
+        try:
+            step()
+        except Exception as error:
+            logger.warning("the weight update failed", exc_info=True)
+            self._failure = error
+
+    def _receive(self, manifest: Manifest, timeout_s: float) -> None:
+        """The receiver fills the feed in its thread; this thread, vLLM's own, loads from it."""
+        feed = Feed(len(manifest.tensors), timeout_s + 1.0)  # the receiver keeps the deadline and says more about it
+        received = self._executor.submit(self._fill, feed, manifest, timeout_s)
+        try:
+            self._reload.load(feed)
+        except Exception as error:
+            feed.fail(error)
+            received.exception(timeout_s + _GRACE_S)
+            raise
+        feed.finish()
+        self._digest = received.result(timeout_s + _GRACE_S)
+
+    def _fill(self, feed: Feed, manifest: Manifest, timeout_s: float) -> Digest | None:
+        """In the receiver's thread."""
+        try:
+            assert self._source is not None, "update before init"
+            if self._receiver is None:
+                self._receiver = build_receiver(self._source, device=self.device)
+            return self._receiver.receive(manifest, CheckedSink(self._reload.expected, feed), timeout_s)
+        except BaseException as error:
+            feed.fail(error)
+            raise
+
+    def _close_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+class CheckedSink:
+    """A `DirectSink` that refuses what does not fit before a byte of it lands, and feeds whole tensors."""
+
+    def __init__(self, expected: ExpectedTensors, feed: Feed) -> None:
+        self._expected = expected
+        self._inner = AssemblingSink(feed.offer)
+
+    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
+        self._expected.check(spec)
+        self._inner.write(spec, offset, data)
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        self._expected.check(spec)
+        return self._inner.destination(spec, offset, nbytes, device)
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        self._inner.wrote(spec, offset, nbytes)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers."""
+
+    weight_transfer_engine: AsyncrlWeightTransfer
+
+    def asyncrl_outcome(self) -> list[Any]:
+        """The outcome of the last weight update of this worker."""
+        return self.weight_transfer_engine.outcome()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, AsyncrlWeightTransfer)

@@ -1,0 +1,371 @@
+"""`asyncrl-serve MODEL [key=value ...]`: an OpenAI-compatible address in front of replicas of one model.
+
+    client --HTTP--> Api --> Fleet --> GenerationClient --> Router --> Replica[0..R)   (Ray actors)
+
+Exit codes: 1 it failed, the error is named; 2 bad input, nothing was started; 130 and 143 it was ended by SIGINT or
+SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from asyncrl.config.load import engine_environment, environment_defaults, load_recipe, serving_api_key
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.recipe import Recipe
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.serving import ServingConfig
+from asyncrl.data.model_files import check_model
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.preflight import check_packages
+
+if TYPE_CHECKING:
+    from asyncrl.inference.channel import ReplicaControl
+    from asyncrl.serving.model_text import ModelText
+
+logger = logging.getLogger("asyncrl.serve")
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_SIGNAL_BASE = 128
+STOP_TIMEOUT_S = 3.0
+"""Longest that one replica may take to stop before its process is killed."""
+
+_BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
+"""What a recipe must say of training and serving does not need."""
+
+_SERVING = ("rollout.poll_interval_s=0.01", "rollout.torch.chunk_tokens=4")
+"""Tokens reach a reader sooner than training needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A fleet that has been checked; `listener` is bound to its port."""
+
+    config: ServingConfig
+    model: ModelConfig
+    rollout: RolloutConfig
+    text: ModelText
+    listener: socket.socket
+    log_file: Path
+
+    @property
+    def address(self) -> str:
+        host, port = self.listener.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def name(self) -> str:
+        return self.config.model_name or self.model.path
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_intermixed_args(argv)
+    console = Console(stderr=False)
+    try:
+        service = prepare(_config(arguments), _recipe(arguments))
+    except ConfigError as e:
+        text = f"asyncrl-serve: this model cannot be served\n{e}"
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        return EXIT_BAD_INPUT
+
+    from asyncrl.observability.logs import configure_driver
+
+    configure_driver(service.log_file, console)
+    console.print(f"asyncrl-serve {service.name}", style="bold", highlight=False, markup=False)
+    engine, count = service.rollout.engine, service.rollout.num_replicas
+    console.print(f"  starting {count} {engine} replica(s); log {service.log_file}", highlight=False, soft_wrap=True)
+    if not service.config.is_local and service.config.api_key is None:
+        logger.warning("%s is open to every machine that can reach it: set --api-key", service.address)
+    try:
+        number = run(service)
+    except KeyboardInterrupt:
+        number = signal.SIGINT
+    except Exception as e:
+        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        traceback = None if isinstance(e, AsyncRLError) else e
+        logger.log(logging.ERROR, "serving failed: %s: %s", type(e).__name__, e, exc_info=traceback)
+        return EXIT_FAILED
+    console.print(f"ended by {signal.Signals(number).name}", highlight=False)
+    return EXIT_SIGNAL_BASE + number
+
+
+def prepare(config: ServingConfig, recipe: Recipe) -> Service:
+    """Checks everything that can be wrong and takes the port. Starts nothing.
+
+    Raises ConfigError: model files, tokenizer, engine, lengths, or an address that is taken.
+    """
+    model, rollout = recipe.model, recipe.rollout
+    facts = check_model(model.path)
+    limit = facts.max_position_embeddings
+    if limit is not None and rollout.max_model_len > limit:
+        key = f"{rollout.engine}.max_model_len"
+        found = f"{model.path} has max_position_embeddings={limit}"
+        raise ConfigError(explain(f"{key}={rollout.max_model_len}", found, f"pass {key}={limit} or less"))
+    check_packages(recipe)
+    if config.discovery_file is not None and not config.discovery_file.absolute().parent.is_dir():
+        found = f"{config.discovery_file.absolute().parent} is no directory"
+        raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
+
+    from asyncrl.serving.model_text import ModelText
+
+    text = ModelText(load_tokenizer(model), model, facts.vocab_size)
+    log_file = config.log_file or Path(tempfile.gettempdir()) / f"asyncrl-serve-{os.getpid()}.log"
+    return Service(config, model, rollout, text, _bind(config.host, config.port), log_file.absolute())
+
+
+def run(service: Service) -> int:
+    """Serves until a signal, whose number it returns. Raises what ended it, after everything was shut down."""
+    import ray
+
+    from asyncrl.observability.logs import LOG_PATH_VARIABLE
+
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={
+            "env_vars": {**environment_defaults(), LOG_PATH_VARIABLE: str(service.log_file)},
+            "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
+        },
+    )
+    try:
+        return asyncio.run(_run(service))
+    finally:
+        ray.shutdown()
+
+
+async def _run(service: Service) -> int:
+    signals: list[int] = []
+    stopped = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    replicas = _spawn(service)
+    stop = asyncio.create_task(stopped.wait(), name="stop")
+    try:
+        started = asyncio.create_task(_start(replicas, service.config.start_timeout_s), name="start")
+        await asyncio.wait([started, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
+            return signals[0]
+        await _serve(service, replicas, nodes=started.result(), stop=stop)
+        return signals[0]
+    finally:
+        stop.cancel()
+        await _end(replicas)
+
+
+async def _serve(
+    service: Service, replicas: Mapping[int, ReplicaControl], *, nodes: Mapping[int, str], stop: asyncio.Task[Any]
+) -> None:
+    """Serves until `stop` is done. Raises GenerationError when every replica is lost."""
+    import uvicorn
+
+    from asyncrl.rollout.channels import ReplicaActorChannel
+    from asyncrl.rollout.generation import GenerationClient
+    from asyncrl.serving.app import Api, ServedModel
+    from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
+    from asyncrl.serving.fleet import Fleet
+    from asyncrl.serving.metrics import ServingMetrics
+
+    class Server(uvicorn.Server):
+        """Leaves signals to `_run`."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    config, rollout = service.config, service.rollout
+    name = f"serve-{os.getpid()}"
+    client = GenerationClient(
+        name,
+        {i: ReplicaActorChannel(i, control.handle, name) for i, control in replicas.items()},
+        request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first, and says more
+        poll_interval_s=rollout.poll_interval_s,
+    )
+    address = FleetAddress(service.address, service.name, rollout.engine, os.getpid(), time.time())
+    discovery = DiscoveryFile(config.discovery_file.absolute(), address) if config.discovery_file else None
+    fleet = Fleet(
+        client,
+        replicas,
+        nodes=nodes,
+        refresh_s=config.refresh_s,
+        on_lost=lambda i: replicas[i].kill(),
+        on_refresh=lambda: discovery.write(fleet.states) if discovery else None,
+    )
+    model = ServedModel(service.name, service.text, rollout.max_model_len, address.started_at)
+    api = Api(model, fleet, ServingMetrics(), api_key=config.api_key, request_timeout_s=config.request_timeout_s)
+    grace_s = math.ceil(config.stop_timeout_s)
+    settings = uvicorn.Config(
+        api.app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
+    )
+    server = Server(settings)
+    try:
+        await fleet.refresh()
+        watching = asyncio.create_task(fleet.watch(), name="fleet")
+        serving = asyncio.create_task(server.serve(sockets=[service.listener]), name="http")
+        logger.info("serving %s at %s/v1", service.name, service.address)
+        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            logger.info("stopping: requests in flight may take %d s", grace_s)
+        server.should_exit = True
+        await asyncio.wait([serving], timeout=grace_s + STOP_TIMEOUT_S)
+        serving.cancel()
+        if watching.done():
+            await watching
+        watching.cancel()
+        await asyncio.gather(watching, serving, return_exceptions=True)
+    finally:
+        if discovery is not None:
+            discovery.remove()
+        await client.close()
+
+
+def _spawn(service: Service) -> dict[int, ReplicaControl]:
+    """A process for every replica, with the model's own weights."""
+    import ray
+
+    from asyncrl.inference.channel import spawn_replica
+
+    rollout = service.rollout
+    total = ray.cluster_resources().get("GPU", 0)
+    gpus = 0.0
+    if rollout.engine == "vllm":
+        gpus = rollout.vllm.tensor_parallel_size if total else 0
+    elif rollout.torch.device != "cpu":
+        gpus = min(1.0, int(100 * total / rollout.num_replicas) / 100)
+    spawn = functools.partial(
+        spawn_replica,
+        rollout,
+        service.model,
+        num_gpus=gpus,
+        environment=engine_environment(rollout.engine),
+        load_real_weights=True,
+    )
+    return {i: spawn(i) for i in range(rollout.num_replicas)}
+
+
+async def _start(replicas: Mapping[int, ReplicaControl], timeout_s: float) -> dict[int, str]:
+    """The address of every replica's machine, once all have loaded the model. Raises what any of them raises."""
+    from asyncrl.remote import reply
+
+    async def start(replica_id: int, control: ReplicaControl) -> str:
+        await control.start(timeout_s)
+        call = control.handle.__ray_call__.remote(_node_address)
+        return await reply(call, timeout_s=timeout_s, what=f"address of replica {replica_id}")
+
+    return dict(zip(replicas, await asyncio.gather(*(start(i, c) for i, c in replicas.items())), strict=True))
+
+
+def _node_address(_replica: object) -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+async def _end(replicas: Mapping[int, ReplicaControl]) -> None:
+    """Asks every replica to stop and kills it."""
+    await asyncio.gather(*(control.stop(STOP_TIMEOUT_S) for control in replicas.values()), return_exceptions=True)
+    for control in replicas.values():
+        control.kill()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket on that address, not listening yet. Raises ConfigError: it is taken, or not of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(0)  # a port that another process listens on is refused only here
+    except OSError as e:
+        do = "choose another --port (0 takes a free one) or --host"
+        raise ConfigError(explain(f"--host {host} --port {port}", str(e), do)) from e
+    return listener
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-serve",
+        description="Serve a model behind one OpenAI-compatible address.",
+        epilog="key=value overrides keys of a recipe's rollout section, for example vllm.max_model_len=2048, or of its "
+        "model section with their prefix, for example model.chat_template=FILE. "
+        "exit codes: 1 failed, 2 bad input (nothing started), 130/143 ended by a signal",
+    )
+    add = parser.add_argument
+    add("model", help="directory in Hugging Face format, or a hub name")
+    add("overrides", nargs="*", metavar="key=value", help="override a key, for example torch.max_model_len=256")
+    add("--engine", default="torch", choices=["torch", "vllm"])
+    add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and compute (default float32)")
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
+    add("--api-key", metavar="KEY", help="clients must send `Authorization: Bearer KEY`; or set ASYNCRL_API_KEY")
+    add("--served-model-name", default="", metavar="NAME", help="what clients call the model (default MODEL)")
+    add("--discovery-file", type=Path, metavar="PATH", help="JSON that says where the fleet is, while it serves")
+    add("--log-file", type=Path, metavar="PATH", help="logs of all processes (default in the temporary directory)")
+    add("--request-timeout-s", type=float, default=600.0, metavar="S", help="longest time of a request (%(default)s)")
+    add("--stop-timeout-s", type=float, default=10.0, metavar="S", help="for requests after a signal (%(default)s)")
+    return parser
+
+
+def _config(arguments: argparse.Namespace) -> ServingConfig:
+    return ServingConfig(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key or serving_api_key(),
+        model_name=arguments.served_model_name,
+        discovery_file=arguments.discovery_file,
+        log_file=arguments.log_file,
+        request_timeout_s=arguments.request_timeout_s,
+        stop_timeout_s=arguments.stop_timeout_s,
+    )
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    """The model and rollout sections as overrides on an empty recipe: same keys, checks and messages as in training."""
+    quote: Callable[[Any], str] = json.dumps
+    settings = [
+        *_BASE,
+        *_SERVING,
+        f"model.path={quote(arguments.model)}",
+        f"rollout.engine={arguments.engine}",
+        f"rollout.num_replicas={arguments.replicas}",
+    ]
+    if arguments.dtype is not None:
+        settings.append(f"model.inference_dtype={arguments.dtype}")
+    settings += [o if o.startswith("model.") else f"rollout.{o}" for o in arguments.overrides]
+    return load_recipe(Path(os.devnull), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The choices of one request, generated side by side.
+
+Consumes: tokens that the fleet streams.   Produces: `Delta`s as text becomes certain, one `Finished` per choice.
+Waits for: the fleet, until the request's deadline.
+Stops when: every choice has ended, one has failed, or the caller closes it; what still runs is then aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.serving.choice import Choice, Delta, Finished
+from asyncrl.serving.errors import ApiError
+from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.model_text import ModelText
+from asyncrl.serving.protocol import Options
+from asyncrl.types import SamplingParams, TokenChunk
+
+Event = Delta | Finished
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of two choices; their random streams then have nothing in common."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt
+    `i // options.n`."""
+
+    prompts: tuple[np.ndarray, ...]
+    options: Options
+    session_id: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.options.n
+
+
+def sampling_of(options: Options, prompt_tokens: int, text: ModelText, max_model_len: int) -> SamplingParams:
+    """Raises ApiError: prompt and answer do not fit the model."""
+    room = max_model_len - prompt_tokens
+    if room < 1 or (options.max_tokens or 1) > room:
+        asked = f" and max_tokens={options.max_tokens}" if options.max_tokens is not None else ""
+        found = f"the prompt has {prompt_tokens} tokens{asked}, the model's context holds {max_model_len}"
+        do = "shorten the prompt" if room < 1 else f"shorten the prompt or ask for at most {room} tokens"
+        raise ApiError(400, f"{found}; {do}", param="max_tokens" if room > 0 else None, code="context_length_exceeded")
+    eos = () if options.ignore_eos else text.stop_token_ids
+    return SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens or room,
+        min_tokens=min(options.min_tokens, room),
+        stop_token_ids=tuple(sorted({*eos, *options.stop_token_ids})),
+    )
+
+
+async def answer(
+    question: Question, fleet: Fleet, text: ModelText, *, max_model_len: int, timeout_s: float
+) -> AsyncGenerator[Event, None]:
+    """Raises ApiError: the question does not fit, a replica refused it, none serves, or the deadline passed."""
+    options, loop = question.options, asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    samplings = [sampling_of(options, len(p), text, max_model_len) for p in question.prompts]
+    seed = secrets.randbits(63) if options.seed is None else options.seed
+    events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+
+    async def run(index: int) -> None:
+        prompt_ids, sampling = question.prompts[index // options.n], samplings[index // options.n]
+        choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids)
+
+        def on_chunk(chunk: TokenChunk, replica_id: int) -> bool:
+            events.put_nowait(choice.feed(chunk, replica_id))
+            return choice.stopped
+
+        try:
+            done = await fleet.generate(
+                prompt_ids,
+                sampling,
+                session_id=question.session_id,
+                seed=(seed + index * _SEED_STEP) % 2**63,
+                on_chunk=on_chunk,
+            )
+            cached = min(done.cached_tokens, len(prompt_ids))
+            events.put_nowait(choice.finish(done.finish_reason, cached_tokens=cached, interruptions=done.interruptions))
+        except Exception as e:  # noqa: BLE001 - task boundary: it is raised where the events are taken
+            events.put_nowait(e)
+
+    tasks = [asyncio.create_task(run(i), name=f"choice {i}") for i in range(question.num_choices)]
+    try:
+        left = len(tasks)
+        while left:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    event = await events.get()
+            except TimeoutError:
+                found = f"the answer was not finished within {timeout_s:g} s"
+                raise ApiError(504, f"{found}; ask for fewer tokens", code="deadline_exceeded") from None
+            if isinstance(event, BaseException):
+                raise _explained(event, fleet) from event
+            left -= isinstance(event, Finished)
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _explained(error: BaseException, fleet: Fleet) -> ApiError:
+    """A replica's refusal is the service's state: what is wrong with a request itself was found before."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, AsyncRLError):
+        reason = fleet.not_serving
+        message = f"{error}; {reason}" if reason is not None and reason not in str(error) else str(error)
+        return ApiError(503, message, code="not_serving")
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChoice:
+    """A choice from its first token to its end: `delta` joins all pieces."""
+
+    delta: Delta
+    finished: Finished
+    replica_ids: tuple[int, ...]
+
+
+class Collector:
+    """Joins the events of an answer into whole choices."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._deltas: list[list[Delta]] = [[] for _ in range(num_choices)]
+        self._finished: dict[int, Finished] = {}
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self._deltas[event.index].append(event)
+        else:
+            self._finished[event.index] = event
+
+    def choices(self) -> list[WholeChoice]:
+        """In order of their index. Every choice must have ended."""
+        return [self._join(i, deltas, self._finished[i]) for i, deltas in enumerate(self._deltas)]
+
+    @staticmethod
+    def _join(index: int, deltas: list[Delta], finished: Finished) -> WholeChoice:
+        last = deltas[-1] if deltas else Delta(index, "", (), (), -1, -1)
+        joined = replace(
+            last,
+            text="".join(d.text for d in deltas) + finished.text,
+            token_ids=tuple(i for d in deltas for i in d.token_ids),
+            sampled=tuple(s for d in deltas for s in d.sampled),
+        )
+        return WholeChoice(joined, finished, tuple(dict.fromkeys(d.replica_id for d in deltas)))

@@ -1,0 +1,249 @@
+"""The HTTP side of a fleet: OpenAI's routes as an ASGI application.
+
+Consumes: HTTP requests.   Produces: answers, streamed as server-sent events where the client asks for that.
+Waits for: the fleet, each request until its deadline.
+Stops when: its server does; a client that leaves aborts what was generated for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from asyncrl.serving.answer import Collector, Event, Question, answer
+from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies
+from asyncrl.serving.choice import Delta, Finished
+from asyncrl.serving.errors import ApiError, bad_field
+from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.http import ClientLeft, EventStream, error_response, read_json, require_key, unless_client_leaves
+from asyncrl.serving.metrics import ServingMetrics
+from asyncrl.serving.model_text import ModelText
+from asyncrl.serving.protocol import Options, parse_chat, parse_completion
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES_IN_ALL = 4096
+STATUS_CLIENT_LEFT = 499
+"""Counted, never sent: nobody is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`name`: what clients ask for. `max_model_len`: prompt plus answer, in tokens."""
+
+    name: str
+    text: ModelText
+    max_model_len: int
+    started_at: float
+
+
+class Api:
+    """Answers requests about one model.
+
+    Args:
+        api_key: None lets everybody in.
+        request_timeout_s: longest that one request may take.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        fleet: Fleet,
+        metrics: ServingMetrics,
+        *,
+        api_key: str | None,
+        request_timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._fleet = fleet
+        self._metrics = metrics
+        self._api_key = api_key
+        self._request_timeout_s = request_timeout_s
+
+    def app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._completion),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/metrics", self._metrics_page),
+            ("GET", "/health", self._health),
+        )
+        for method, path, handler in routes:
+            app.add_route(path, self._guarded(path, handler), methods=[method])
+        app.add_exception_handler(HTTPException, _not_a_route)
+        return app
+
+    def _guarded(
+        self, path: str, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Whatever goes wrong in `handler` becomes an answer in OpenAI's error schema, and is counted."""
+
+        async def run(request: Request) -> Response:
+            try:
+                if path != "/health":  # a load balancer's probe has no key
+                    require_key(request, self._api_key)
+                response = await handler(request)
+            except ApiError as e:
+                response = error_response(e)
+            except ClientLeft:
+                self._metrics.disconnects += 1
+                response = Response(status_code=STATUS_CLIENT_LEFT)
+            except Exception as e:  # task boundary: the client gets it as an answer
+                logger.exception("a request to %s failed", path)
+                response = error_response(ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
+            self._metrics.requests[path, response.status_code] += 1
+            return response
+
+        return run
+
+    # -- routes --------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        asked = parse_chat(await read_json(request))
+        self._require_model(asked.options.model)
+        question = self._question(request, (self._model.text.chat(asked.messages),), asked.options)
+        return await self._respond(request, question, ChatBodies(question, self._model.name, "chatcmpl"))
+
+    async def _completion(self, request: Request) -> Response:
+        asked = parse_completion(await read_json(request))
+        self._require_model(asked.options.model)
+        prompts = tuple(self._model.text.prompt(p) for p in asked.prompts)
+        question = self._question(request, prompts, asked.options)
+        return await self._respond(request, question, CompletionBodies(question, self._model.name, "cmpl"))
+
+    async def _models(self, _request: Request) -> Response:
+        model = {
+            "id": self._model.name,
+            "object": "model",
+            "created": int(self._model.started_at),
+            "owned_by": "asyncrl",
+            "max_model_len": self._model.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _health(self, _request: Request) -> Response:
+        states = self._fleet.states
+        reason = self._fleet.not_serving
+        serving = sum(s.alive and s.version is not None for s in states)
+        body: dict[str, Any] = {"serving": serving, "replicas": len(states)}
+        if reason is not None:
+            body |= ApiError(503, reason, code="not_serving").body()
+        return JSONResponse(body, 200 if reason is None else 503)
+
+    async def _metrics_page(self, _request: Request) -> Response:
+        return PlainTextResponse(self._metrics.render(self._fleet), media_type="text/plain; version=0.0.4")
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._model.name):
+            message = f"model {name!r} is not served here; ask for {self._model.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _question(self, request: Request, prompts: tuple[np.ndarray, ...], options: Options) -> Question:
+        session_id = request.headers.get("x-session-id", "")
+        question = Question(prompts, options, session_id[:256])
+        if question.num_choices > MAX_CHOICES_IN_ALL:
+            found = f"{len(prompts)} prompts with {options.n} choices each"
+            raise bad_field("n", found, f"send at most {MAX_CHOICES_IN_ALL} choices in one request")
+        return question
+
+    async def _respond(self, request: Request, question: Question, bodies: Bodies) -> Response:
+        events = self._events(question)
+        if question.options.stream:
+            # The first event decides between an answer and an error, and names version and replica for the headers.
+            try:
+                first = await unless_client_leaves(request.receive, _next(events))
+            except BaseException:
+                await events.aclose()
+                raise
+            return EventStream(self._stream(question, bodies, first, events), events, _headers(first))
+        whole = Collector(question.num_choices)
+
+        async def collect() -> None:
+            async with aclosing(events):
+                async for event in events:
+                    whole.add(event)
+
+        await unless_client_leaves(request.receive, collect())
+        choices = whole.choices()
+        body = bodies.whole(choices)
+        replicas = dict.fromkeys(r for c in choices for r in c.replica_ids)
+        headers = {"x-replica-id": ",".join(map(str, replicas))}
+        if body["weight_version"] is not None:
+            headers["x-weight-version"] = str(body["weight_version"])
+        return JSONResponse(body, headers=headers)
+
+    async def _events(self, question: Question) -> AsyncGenerator[Event, None]:
+        """The answer, counted on its way."""
+        metrics, started = self._metrics, time.monotonic()
+        model = self._model
+        source = answer(
+            question, self._fleet, model.text, max_model_len=model.max_model_len, timeout_s=self._request_timeout_s
+        )
+        waiting = True
+        metrics.in_flight += 1
+        try:
+            async with aclosing(source):
+                async for event in source:
+                    if waiting:
+                        waiting = False
+                        metrics.first_token_s.observe(time.monotonic() - started)
+                    if isinstance(event, Finished):
+                        metrics.count_choice(len(question.prompts[event.index // question.options.n]), event)
+                    yield event
+        finally:
+            metrics.in_flight -= 1
+            metrics.request_s.observe(time.monotonic() - started)
+
+    async def _stream(
+        self, question: Question, bodies: Bodies, first: Event, events: AsyncGenerator[Event, None]
+    ) -> AsyncGenerator[str, None]:
+        finished: list[Finished] = []
+        event: Event | None = first
+        try:
+            async with aclosing(events):
+                while event is not None:
+                    if isinstance(event, Finished):
+                        finished.append(event)
+                        yield json.dumps(bodies.finished(event))
+                    elif event.token_ids:
+                        yield json.dumps(bodies.delta(event))
+                    event = await anext(events, None)
+            if question.options.include_usage:
+                yield json.dumps(bodies.usage(finished))
+            yield "[DONE]"
+        except ApiError as e:
+            # The status has been sent: the error is an event, which OpenAI's clients raise.
+            yield json.dumps(e.body())
+        except (GeneratorExit, asyncio.CancelledError):
+            self._metrics.disconnects += 1
+            raise
+
+
+async def _next(events: AsyncGenerator[Event, None]) -> Event:
+    return await anext(events)
+
+
+def _headers(first: Event) -> dict[str, str]:
+    if not isinstance(first, Delta):
+        return {}
+    return {"x-replica-id": str(first.replica_id), "x-weight-version": str(first.version)}
+
+
+async def _not_a_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}; see GET /v1/models and POST /v1/chat/completions"
+    return error_response(ApiError(error.status_code, message))

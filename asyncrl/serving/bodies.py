@@ -1,0 +1,176 @@
+"""Answers as the JSON that OpenAI's clients read, with vLLM's names for token ids and our weight versions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.serving.answer import Question, WholeChoice
+from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class Bodies(ABC):
+    """The bodies of one answer."""
+
+    kind: str
+    stream_kind: str
+
+    def __init__(self, question: Question, model: str, prefix: str) -> None:
+        self._question = question
+        self._options = question.options
+        self._head: dict[str, Any] = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._begun: set[int] = set()
+
+    def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        body = {
+            **self._head,
+            "object": self.kind,
+            "choices": [self._whole_choice(c) for c in choices],
+            "usage": usage(self._question, [c.finished for c in choices]),
+            "weight_version": _latest([c.finished for c in choices]),
+        }
+        return body | self._prompt_of_request()
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        """One streamed piece."""
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        choice = {"index": delta.index, "finish_reason": None, **self._piece(delta.text, delta.sampled, first=first)}
+        if self._options.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if first:
+                choice |= self._prompt_of_choice(delta.index)
+        body = {**self._head, "object": self.stream_kind, "choices": [choice], "weight_version": delta.version}
+        if first and len(self._begun) == 1:
+            body |= self._prompt_of_request()
+        return self._with_usage(body)
+
+    def finished(self, finished: Finished) -> dict[str, Any]:
+        """The last piece of a choice."""
+        first = finished.index not in self._begun
+        choice = {
+            "index": finished.index,
+            "finish_reason": finished.finish_reason,
+            "stop_reason": finished.stop_reason,
+            "weight_versions": _spans(finished.versions),
+            **self._piece(finished.text, (), first=first),
+        }
+        body = {**self._head, "object": self.stream_kind, "choices": [choice], "weight_version": _latest([finished])}
+        return self._with_usage(body)
+
+    def usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """The last piece of a stream whose client asked for `include_usage`."""
+        return {**self._head, "object": self.stream_kind, "choices": [], "usage": usage(self._question, finished)}
+
+    def _with_usage(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body | {"usage": None} if self._options.include_usage else body
+
+    def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
+        body = {
+            "index": choice.delta.index,
+            "finish_reason": choice.finished.finish_reason,
+            "stop_reason": choice.finished.stop_reason,
+            "weight_versions": _spans(choice.finished.versions),
+            **self._content(choice.delta),
+        }
+        if self._options.return_token_ids:
+            body["token_ids"] = list(choice.delta.token_ids)
+            body |= self._prompt_of_choice(choice.delta.index)
+        return body
+
+    @abstractmethod
+    def _content(self, delta: Delta) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]: ...
+
+    def _prompt_of_choice(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def _prompt_of_request(self) -> dict[str, Any]:
+        return {}
+
+
+class ChatBodies(Bodies):
+    kind = "chat.completion"
+    stream_kind = "chat.completion.chunk"
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(delta.sampled)}
+
+    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        return {"delta": delta, "logprobs": self._logprobs(sampled) if sampled else None}
+
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
+        if not self._options.logprobs:
+            return None
+        content = [
+            {"token": s.text, "logprob": max(s.logprob, _LEAST_LOGPROB), "bytes": _bytes(s.text), "top_logprobs": []}
+            for s in sampled
+        ]
+        return {"content": content, "refusal": None}
+
+    def _prompt_of_request(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._question.prompts[0].tolist()} if self._options.return_token_ids else {}
+
+
+class CompletionBodies(Bodies):
+    kind = stream_kind = "text_completion"
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": self._logprobs(delta.sampled)}
+
+    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]:
+        return {"text": text, "logprobs": self._logprobs(sampled) if sampled else None}
+
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
+        if not self._options.logprobs:
+            return None
+        return {
+            "tokens": [s.text for s in sampled],
+            "token_logprobs": [max(s.logprob, _LEAST_LOGPROB) for s in sampled],
+            "text_offset": [s.offset for s in sampled],
+            "top_logprobs": None,
+        }
+
+    def _prompt_of_choice(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._question.prompts[index // self._options.n].tolist()}
+
+
+def usage(question: Question, finished: Sequence[Finished]) -> dict[str, Any]:
+    """Each prompt counts once, however many choices continue it; its cached tokens are those of its first choice."""
+    prompt_tokens = sum(len(p) for p in question.prompts)
+    completion_tokens = sum(f.num_tokens for f in finished)
+    cached = sum(f.cached_tokens for f in finished if f.index % question.options.n == 0)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _latest(finished: Sequence[Finished]) -> int | None:
+    """The newest version that wrote a token of these choices."""
+    return max((span.version for f in finished for span in f.versions), default=None)
+
+
+def _spans(versions: Sequence[VersionSpan]) -> list[dict[str, int]]:
+    return [{"version": v.version, "start": v.start, "end": v.end} for v in versions]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """None where a token holds a part of a character only."""
+    return None if "\ufffd" in text else list(text.encode())

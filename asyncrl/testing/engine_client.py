@@ -1,0 +1,86 @@
+"""What the suites of inference engines share: requests, and a client that keeps every chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
+
+MakeEngine = Callable[[], Awaitable[InferenceEngine]]
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+def make_request(
+    *,
+    prompt: Sequence[int] = (5, 6, 7, 8),
+    max_tokens: int = 24,
+    seed: int = 0,
+    first_position: int = 0,
+    stop: Sequence[int] = (),
+    **sampling: Any,
+) -> GenerationRequest:
+    """`sampling`: the other fields of SamplingParams."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop), **sampling)
+    ids = np.array(prompt, dtype=np.int32)
+    return GenerationRequest(f"suite-{next(_numbers)}", ids, params, seed=seed, first_position=first_position)
+
+
+async def within(wait: Awaitable[T], timeout_s: float = 60.0) -> T:
+    """The wait of a test: it fails with TimeoutError instead of hanging."""
+    return await asyncio.wait_for(wait, timeout_s)
+
+
+class Client:
+    """Consumes one request in the background and keeps every chunk."""
+
+    def __init__(self, engine: InferenceEngine, request: GenerationRequest) -> None:
+        self.request = request
+        self.chunks: list[TokenChunk] = []
+        self.task = asyncio.create_task(self._consume(engine))
+        self._arrived = asyncio.Event()
+
+    async def _consume(self, engine: InferenceEngine) -> None:
+        async for chunk in engine.generate(self.request):
+            self.chunks.append(chunk)
+            self._arrived.set()
+
+    async def first_tokens(self) -> None:
+        await within(self._arrived.wait())
+
+    async def done(self) -> Client:
+        await within(self.task)
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(i) for chunk in self.chunks for i in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [float(x) for chunk in self.chunks for x in chunk.logprobs]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [chunk.finish_reason for chunk in self.chunks if chunk.finish_reason is not None]
+
+    @property
+    def versions(self) -> list[int]:
+        """One per token."""
+        return [chunk.version for chunk in self.chunks for _ in chunk.token_ids]
+
+
+async def complete(engine: InferenceEngine, **kwargs: Any) -> Client:
+    return await Client(engine, make_request(**kwargs)).done()
+
+
+async def settle() -> None:
+    """Gives an engine that wrongly goes on the time to show it."""
+    await asyncio.sleep(0.05)

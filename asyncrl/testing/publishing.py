@@ -1,0 +1,108 @@
+"""Publishes to one engine over a real transport, as the checkpoint engine does them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.replica import Replica
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.testing.engine_client import within
+from asyncrl.testing.local import LocalReplicaChannel
+from asyncrl.types import Manifest, PauseMode
+from asyncrl.weights.packing import spec_of
+from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.weights.transports import build_sender
+
+_BUCKET_BYTES = 1 << 18
+_TIMEOUT_S = 60.0
+
+Outcome = Digest | None | BaseException
+
+
+class Publisher:
+    """The sending side of a test, and a replica around its engine; `replica` serves from the first publish on.
+
+    The sender lives in a thread of its own and stays open from publish to publish, as a trainer's does. Several
+    buckets make one publish, and the digests of both sides are compared.
+    """
+
+    def __init__(self, engine: InferenceEngine, transport: str = "ipc") -> None:
+        self.engine = engine
+        self.replica = Replica(0, lambda: engine, gate_timeout_s=_TIMEOUT_S)
+        self._sender = build_sender(transport, _BUCKET_BYTES, 1)
+        self._thread = ThreadPoolExecutor(1, "test sender")
+        self._source: TransferSource | None = None
+        self._publish_ids = itertools.count(1)
+        self._clients = itertools.count()
+        self._versions = itertools.count(1)
+
+    def next_version(self) -> int:
+        """1, 2, 3 and so on over the life of the engine."""
+        return next(self._versions)
+
+    async def publish(self, model: Any, version: int | None, mode: PauseMode) -> None:
+        """Serves the weights of `model`, a Hugging Face model, as `version`: pause, load, commit, resume."""
+        await within(self.replica.pause(mode))
+        manifest = self._manifest(model, version)
+        sent, received = await self._both(manifest, model.named_parameters())
+        for outcome in (sent, received):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        assert not isinstance(sent, BaseException)  # for the type checker
+        await within(self.replica.commit(manifest.publish_id, version, sent))
+
+    async def publish_broken(self, model: Any, version: int, mode: PauseMode) -> tuple[BaseException, BaseException]:
+        """A publish whose trainer fails halfway; returns what the sender and the replica raised."""
+
+        def half() -> Iterable[tuple[str, Any]]:
+            parameters = list(model.named_parameters())
+            yield from parameters[: len(parameters) // 2]
+            raise ConnectionError("a rank of the trainer was lost")
+
+        await within(self.replica.pause(mode))
+        manifest = self._manifest(model, version)
+        sent, received = await self._both(manifest, half())
+        assert isinstance(sent, BaseException), "the sender took no notice"
+        assert isinstance(received, BaseException), "the replica accepted half of the weights"
+        return sent, received
+
+    def client(self) -> GenerationClient:
+        """A client of `replica`; close it."""
+        channel = LocalReplicaChannel(self.replica, f"client-{(number := next(self._clients))}")
+        return GenerationClient(f"client-{number}", {0: channel}, request_timeout_s=120.0, poll_interval_s=0.002)
+
+    async def sampled(self, count: int) -> None:
+        """Waits until the engine has sampled `count` more tokens."""
+        goal = self.engine.health().generated_tokens + count
+        async with asyncio.timeout(_TIMEOUT_S):
+            while self.engine.health().generated_tokens < goal:  # noqa: ASYNC110 - an engine has no event for it
+                await asyncio.sleep(0.001)
+
+    async def settle(self) -> None:
+        """Ends what a failed test left behind."""
+        await within(self.engine.abort(None))
+        await within(self.engine.resume())
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.close)
+        self._thread.shutdown()
+
+    def _manifest(self, model: Any, version: int | None) -> Manifest:
+        specs = [spec_of(name, parameter) for name, parameter in model.named_parameters()]
+        return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES)
+
+    async def _both(self, manifest: Manifest, weights: Iterable[tuple[str, Any]]) -> tuple[Outcome, Outcome]:
+        """What the sender and the replica return or raise."""
+        loop = asyncio.get_running_loop()
+        source = self._source or await loop.run_in_executor(self._thread, self._sender.open)
+        self._source = source
+        sending = loop.run_in_executor(self._thread, self._sender.send, manifest, weights, _TIMEOUT_S)
+        receiving = self.replica.receive_weights(manifest, source, _TIMEOUT_S)
+        sent, received = await within(asyncio.gather(sending, receiving, return_exceptions=True), 2 * _TIMEOUT_S)
+        return sent, received

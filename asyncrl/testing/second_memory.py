@@ -1,0 +1,47 @@
+"""A second piece of shared memory that stands for a GPU's: what `ipc` negotiates, on a machine without one."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import torch
+
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.weights.transport import TransferSource
+from asyncrl.weights.transports.ipc import IpcReceiver
+from asyncrl.weights.transports.media import HostMapping, Mapping
+from asyncrl.weights.transports.segment import Segment, attach
+
+
+class SecondMemory:
+    """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: those that map other memory."""
+
+    def __init__(self, nbytes: int, *, unreachable: tuple[int, ...] = (), mistaken: tuple[int, ...] = ()) -> None:
+        self._segment = Segment(nbytes)
+        self.data = self._segment.data
+        self._unreachable = unreachable
+        self._mistaken = mistaken
+
+    def describe(self) -> str:
+        places = {"path": str(self._segment.path), "unreachable": self._unreachable, "mistaken": self._mistaken}
+        return json.dumps(places)
+
+    def synchronize(self) -> None:
+        """Copies to shared memory are complete when they return."""
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+def build_second_memory_receiver(source: TransferSource) -> IpcReceiver:
+    """A receiver that maps a `SecondMemory`, unless that says otherwise."""
+    return IpcReceiver(source, open_medium=partial(_open, source.receiver))
+
+
+def _open(receiver: int, description: str, device: torch.device) -> Mapping:
+    places = json.loads(description)
+    if receiver in places["unreachable"]:
+        raise WeightTransferError(explain("map device memory", "it is out of reach", "nothing"))
+    memory = attach(places["path"])
+    return HostMapping(torch.zeros_like(memory) if receiver in places["mistaken"] else memory)

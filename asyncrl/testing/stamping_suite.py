@@ -1,0 +1,204 @@
+"""Exact versions: the suite that every inference engine which takes publishes must pass.
+
+A test class derives from `StampingSuite` and gives one fixture: `engine`, started, of a model written by
+`write_random_qwen3(directory, tie_word_embeddings=cls.tied)`, in float32, for at least 512 tokens a request and with
+fewer slots than twelve. The class runs in one event loop; make the fixture once per class:
+
+    class TestMyEngine(StampingSuite):
+        tied = True
+
+        @pytest_asyncio.fixture(loop_scope="class", scope="class")
+        @classmethod
+        async def engine(cls, tmp_path_factory): ...
+
+The suite sees nothing but the `InferenceEngine` protocol: the engine may live in other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from asyncrl.errors import WeightTransferError
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.rollout.generation import Generation
+from asyncrl.testing.engine_client import Client, make_request, settle, within
+from asyncrl.testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
+from asyncrl.testing.publishing import Publisher
+from asyncrl.testing.weight_swap_suite import WeightSwapSuite
+from asyncrl.types import PauseMode, SamplingParams
+
+_MODES: tuple[PauseMode, ...] = ("abort", "keep", "drain")
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class BoundarySuite:
+    """Weights that sign every token: a segment must end exactly where the signature changes.
+
+    Version v is published with the weights of mark v modulo eight.
+    """
+
+    tied: ClassVar[bool] = True
+    """Whether the engine's model ties its embeddings."""
+    transport: ClassVar[str] = "ipc"
+
+    @pytest_asyncio.fixture(loop_scope="class", scope="class")
+    @classmethod
+    async def shared_publisher(cls, engine: InferenceEngine) -> AsyncIterator[Publisher]:
+        publisher = Publisher(engine, cls.transport)
+        yield publisher
+        await publisher.close()
+
+    @pytest_asyncio.fixture(loop_scope="class")
+    async def publisher(self, shared_publisher: Publisher) -> AsyncIterator[Publisher]:
+        yield shared_publisher
+        await shared_publisher.settle()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def marked(cls) -> list[Any]:
+        """The model of each mark."""
+        return [marked_qwen3(mark, tied=cls.tied) for mark in range(NUM_MARKS)]
+
+    def mark_of(self, token: int) -> int:
+        return mark_of(token)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("mode", ["abort", "keep"])
+    async def test_publishes_in_a_row_cut_every_response_exactly(
+        self, publisher: Publisher, marked: list[Any], mode: PauseMode, temperature: float
+    ) -> None:
+        """Twelve responses at different places, six publishes; requests that were aborted resume by themselves."""
+        first = last = await self._publish_next(publisher, marked, mode)
+        client = publisher.client()
+        sampling = SamplingParams(temperature=temperature, max_tokens=260)
+        running = [asyncio.create_task(client.generate(p, sampling, seed=i)) for i, p in enumerate(_prompts(6))]
+        for _ in range(6):
+            await publisher.sampled(60)
+            last = await self._publish_next(publisher, marked, mode)
+            late = _prompts(12)[len(running)]
+            running.append(asyncio.create_task(client.generate(late, sampling, seed=len(running))))
+        generations = await within(asyncio.gather(*running), 120.0)
+        await client.close()
+        for generation in generations:
+            self._check(generation, 260)
+        versions = [[s.version for s in g.segments] for g in generations]
+        assert {v for seen in versions for v in seen} == set(range(first, last + 1))
+        assert max(map(len, versions)) >= 4
+        assert all(seen == sorted(set(seen)) for seen in versions)
+        assert any(g.interruptions for g in generations) == (mode == "abort")
+
+    async def test_a_drained_response_has_one_version(self, publisher: Publisher, marked: list[Any]) -> None:
+        await self._publish_next(publisher, marked, "drain")
+        client = publisher.client()
+        running = []
+        for i, prompt in enumerate(_prompts(24)):
+            sampling = SamplingParams(max_tokens=20 + 5 * (i % 7))
+            running.append(asyncio.create_task(client.generate(prompt, sampling, seed=i)))
+        for _ in range(3):
+            await publisher.sampled(40)
+            await self._publish_next(publisher, marked, "drain")
+        generations = await within(asyncio.gather(*running), 120.0)
+        await client.close()
+        for i, generation in enumerate(generations):
+            self._check(generation, 20 + 5 * (i % 7))
+            assert (len(generation.segments), generation.interruptions) == (1, 0)
+        assert len({g.segments[0].version for g in generations}) > 1
+
+    @pytest.mark.parametrize("mode", _MODES)
+    async def test_the_engine_itself_stamps_each_chunk(
+        self, publisher: Publisher, marked: list[Any], mode: PauseMode
+    ) -> None:
+        """Without a client that resumes: what is aborted ends with the old version, what comes later has the new."""
+        old = await self._publish_next(publisher, marked, mode)
+        clients = [Client(publisher.engine, make_request(max_tokens=180, seed=i)) for i in range(3)]
+        for client in clients:
+            await client.first_tokens()
+        await publisher.sampled(20)  # chunks end together: the publish comes in the middle of one
+        new = await self._publish_next(publisher, marked, mode)
+        after = await Client(publisher.engine, make_request(max_tokens=20)).done()
+        assert after.versions == [new] * 20
+        for client in [after, *clients]:
+            await client.done()
+            assert [self.mark_of(t) for t in client.ids] == [v % NUM_MARKS for v in client.versions]
+        for client in clients:
+            kept = client.versions.count(old)
+            assert 0 < kept <= 180
+            assert client.versions == [old] * kept + [new] * (len(client.ids) - kept)
+            assert client.finish_reasons == (["abort"] if mode == "abort" else ["length"])
+            assert (kept < 180) == (mode != "drain")
+            assert (len(client.ids) == 180) == (mode != "abort")
+        assert publisher.engine.health().version == new
+
+    async def test_a_publish_without_a_version_leaves_the_stamps(self, publisher: Publisher, marked: list[Any]) -> None:
+        version = await self._publish_next(publisher, marked, "keep")
+        client = Client(publisher.engine, make_request(max_tokens=180))
+        await client.first_tokens()
+        await publisher.sampled(5)
+        other = (version + 3) % NUM_MARKS
+        await publisher.publish(marked[other], None, "keep")
+        assert publisher.engine.health().version == version
+        await client.done()
+        kept = [self.mark_of(t) for t in client.ids].count(version % NUM_MARKS)
+        assert 0 < kept < 180
+        assert [self.mark_of(t) for t in client.ids] == [version % NUM_MARKS] * kept + [other] * (180 - kept)
+        assert client.versions == [version] * 180
+
+    @pytest.mark.parametrize("mode", ["abort", "keep"])
+    async def test_after_a_failed_publish_nothing_is_sampled_until_a_good_one(
+        self, publisher: Publisher, marked: list[Any], mode: PauseMode
+    ) -> None:
+        old = await self._publish_next(publisher, marked, mode)
+        client = publisher.client()
+        sampling = SamplingParams(max_tokens=200)
+        running = [asyncio.create_task(client.generate(p, sampling, seed=i)) for i, p in enumerate(_prompts(4))]
+        await publisher.sampled(40)
+        for _ in range(2):
+            failed = publisher.next_version()
+            sent, received = await publisher.publish_broken(marked[failed % NUM_MARKS], failed, mode)
+            assert isinstance(sent, ConnectionError)
+            assert isinstance(received, WeightTransferError)
+        before = publisher.engine.health()
+        held = Client(publisher.engine, make_request(max_tokens=20))
+        await settle()
+        after = publisher.engine.health()
+        assert (after.alive, after.version, after.generated_tokens) == (True, old, before.generated_tokens)
+        assert held.chunks == []
+        new = await self._publish_next(publisher, marked, mode)
+        assert (await held.done()).versions == [new] * 20
+        generations = await within(asyncio.gather(*running))
+        await client.close()
+        for generation in generations:
+            self._check(generation, 200)
+            assert [s.version for s in generation.segments] in ([old, new], [new])
+
+    async def _publish_next(self, publisher: Publisher, marked: list[Any], mode: PauseMode) -> int:
+        version = publisher.next_version()
+        await publisher.publish(marked[version % NUM_MARKS], version, mode)
+        return version
+
+    def _check(self, generation: Generation, length: int) -> None:
+        assert (len(generation.token_ids), generation.finish_reason) == (length, "length")
+        stamps = np.zeros(length, np.int64)
+        at = 0
+        for segment in generation.segments:
+            assert segment.start == at
+            stamps[segment.start : segment.stop] = segment.version % NUM_MARKS
+            at = segment.stop
+        assert at == length
+        assert [self.mark_of(int(t)) for t in generation.token_ids] == stamps.tolist()
+
+
+class StampingSuite(BoundarySuite, WeightSwapSuite):
+    """All of it: the stamps, and what is sampled after a swap against Hugging Face."""
+
+
+def _prompts(count: int) -> Sequence[np.ndarray]:
+    """Prompts of 1 to 90 tokens."""
+    draw = np.random.default_rng(7)
+    return [draw.integers(0, 128, 1 + (37 * i) % 90).astype(np.int32) for i in range(count)]

@@ -1,0 +1,271 @@
+"""Weights to receivers that share a file system with the sender: a directory per publish, in Hugging Face's layout.
+
+The slowest transport and the least demanding: nothing but files and a TCP connection for the control messages. The
+newest complete publish stays until the next one or the end of the sender; beside the model's config it can be loaded by
+`from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.types import Manifest
+from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.locked_file import abandoned, create_locked
+from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
+
+logger = logging.getLogger(__name__)
+
+_DIGEST = "xxh3"
+"""Both sides digest what lies in the host's memory."""
+_SUFFIX = ".lock"
+
+
+class PublishDirectory:
+    """A sender's own directory below `root`, with the newest complete publish as `publish-<id>`.
+
+    A lock beside it says that its owner lives (`locked_file.py`). Leftovers of dead owners of this machine are removed;
+    those of other machines stay, because their locks may not be seen from here.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Raises ConfigError: `root` cannot be written, or its file system has no locks."""
+        prefix = f"asyncrl-weights-{socket.gethostname()}-"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for lock in abandoned(root, prefix, _SUFFIX):
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink(missing_ok=True)
+                logger.info("removed what a dead weight sender left on disk: %s", lock.with_suffix(""))
+            self._fd, self._lock = create_locked(root, prefix, _SUFFIX)
+            self.path = self._lock.with_suffix("")
+            try:
+                self.path.mkdir(mode=0o700)
+            except OSError:
+                self.close()
+                raise
+        except OSError as error:
+            do = "set weights.disk_directory to a directory that can be written and locked"
+            raise ConfigError(explain(f"a directory for weights below {root}", str(error), do)) from error
+
+    def begin(self, publish_id: int) -> Path:
+        """A new directory for an incomplete publish. Raises WeightTransferError."""
+        path = self._incomplete(publish_id)
+        with writing(path):
+            path.mkdir(mode=0o700)
+        return path
+
+    def complete(self, publish_id: int) -> None:
+        """Renames it to `publish-<id>` and removes the publishes before it. Raises WeightTransferError."""
+        final = self.publish(publish_id)
+        shutil.rmtree(final, ignore_errors=True)  # the same publish, sent again
+        with writing(final):
+            os.rename(self._incomplete(publish_id), final)
+            sync_directory(self.path)
+        for path in self.path.iterdir():
+            if path != final:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self, publish_id: int) -> None:
+        """Removes it if it is incomplete."""
+        shutil.rmtree(self._incomplete(publish_id), ignore_errors=True)
+
+    def publish(self, publish_id: int) -> Path:
+        return self.path / f"publish-{publish_id}"
+
+    def close(self) -> None:
+        """Removes everything. Idempotent."""
+        if self._fd < 0:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _incomplete(self, publish_id: int) -> Path:
+        return self.path / f".publish-{publish_id}"
+
+
+class DiskSender:
+    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
+
+    def __init__(self, bucket_bytes: int, num_receivers: int, *, host: str = "127.0.0.1", directory: str = "") -> None:
+        """
+        Args:
+            host: an address of this machine that receivers reach.
+            directory: where publishes are written, at the same path for all receivers; "" is the system's directory for
+                temporary files, which serves receivers on this machine.
+        """
+        if num_receivers < 1:
+            raise ConfigError(explain("a transfer over disk", f"{num_receivers} receivers", "use at least 1"))
+        self._bucket_bytes = bucket_bytes
+        self._num_receivers = num_receivers
+        self._host = host
+        self._root = Path(directory or tempfile.gettempdir()).absolute()
+        self._directory: PublishDirectory | None = None
+        self._channel: SenderChannel | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def open(self) -> TransferSource:
+        """As `WeightSender.open`. Raises ConfigError: the directory cannot be used."""
+        self.close()
+        try:
+            self._directory = PublishDirectory(self._root)
+            self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
+            self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
+        return TransferSource(
+            transport="disk",
+            address=self._channel.endpoint,
+            segment=str(self._directory.path),
+            bucket_bytes=self._bucket_bytes,
+            num_receivers=self._num_receivers,
+            receiver=0,
+            epoch=secrets.randbits(63),
+            digest=_DIGEST,
+        )
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        if self._directory is None or self._channel is None:
+            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
+        check_fits(manifest, self._bucket_bytes)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        try:
+            channel.gather(manifest, deadline)
+            channel.tell(Kind.BEGIN)
+            digest = self._write(self._directory, channel, manifest, weights, deadline)
+            channel.tell(Kind.BUCKET, len(manifest.buckets) - 1)
+            channel.wait_acked(len(manifest.buckets), deadline)
+            channel.finish()
+        except BaseException as error:
+            channel.abort(f"{type(error).__name__}: {error}")
+            raise
+        return digest
+
+    def interrupt(self) -> None:
+        """As `Interruptible.interrupt`."""
+        if (channel := self._channel) is not None:
+            channel.interrupt()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _write(
+        self,
+        directory: PublishDirectory,
+        channel: SenderChannel,
+        manifest: Manifest,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        deadline: Deadline,
+    ) -> Digest | None:
+        """Returns when the publish is complete under its name; leaves nothing of it after an error."""
+        packer, writer = Packer(manifest, weights, _DIGEST), None
+        try:
+            path = directory.begin(manifest.publish_id)
+            writer = ShardWriter(path, plan_shards(manifest.tensors))
+            for bucket in manifest.buckets:
+                channel.check()
+                if not deadline.remaining_s():
+                    asked = f"write publish {manifest.publish_id} to {path} within {deadline.timeout_s:.1f} s"
+                    found = f"{bucket.index} of {len(manifest.buckets)} buckets are written"
+                    do = "raise weights.transfer_timeout_s, or set weights.disk_directory to a faster disk"
+                    raise DeadlineExceeded(explain(asked, found, do))
+                packer.pack(bucket, self._buffer)
+                for piece in bucket.slices:
+                    end = piece.bucket_offset + piece.nbytes
+                    writer.write(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
+            digest = packer.finish()
+            writer.finish()
+            directory.complete(manifest.publish_id)
+        finally:
+            if writer is not None:
+                writer.close()
+            directory.discard(manifest.publish_id)
+        return digest
+
+
+class DiskReceiver:
+    """Implements `WeightReceiver`."""
+
+    def __init__(self, source: TransferSource) -> None:
+        self._source = source
+        self._channel: ReceiverChannel | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        if self._channel is None:
+            self._channel = ReceiverChannel(self._source.address, self._source.receiver)
+            self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        reader = None
+        try:
+            check_fits(manifest, self._source.bucket_bytes)
+            channel.join(manifest)
+            channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
+            reader = ShardReader(self._directory(manifest), plan_shards(manifest.tensors))
+            what = f"see publish {manifest.publish_id} on disk"
+            channel.expect(Kind.BUCKET, len(manifest.buckets) - 1, deadline, what)
+            digest = self._read(channel, manifest, sink, reader, deadline)
+            channel.ack(len(manifest.buckets))
+            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
+        except BaseException as error:
+            channel.fail(error)
+            raise
+        finally:
+            if reader is not None:
+                reader.close()
+        return digest
+
+    def close(self) -> None:
+        """Idempotent; a later `receive` joins again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _directory(self, manifest: Manifest) -> Path:
+        """Where the publish will be. Raises WeightTransferError: this process does not see the sender's directory."""
+        directory = Path(self._source.segment)
+        if not directory.is_dir():
+            do = "set weights.disk_directory to a directory that the trainer and all replicas see under one path"
+            found = f"no such directory on {socket.gethostname()}"
+            raise WeightTransferError(explain(f"read weights from {directory}", found, do))
+        return directory / f"publish-{manifest.publish_id}"
+
+    def _read(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, reader: ShardReader, deadline: Deadline
+    ) -> Digest | None:
+        unpacker = Unpacker(manifest, sink, self._source.digest)
+        for bucket in manifest.buckets:
+            what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
+            channel.check(what)
+            if not deadline.remaining_s():
+                asked = f"receiver {self._source.receiver} to {what} within {deadline.timeout_s:.1f} s"
+                found, do = "its disk or its sink is slow", "raise weights.transfer_timeout_s"
+                raise DeadlineExceeded(explain(asked, found, do))
+            for piece in bucket.slices:
+                end = piece.bucket_offset + piece.nbytes
+                reader.read(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
+            unpacker.unpack(bucket, self._buffer)
+            channel.ack(bucket.index)
+        return unpacker.finish()

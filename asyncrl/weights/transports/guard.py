@@ -1,0 +1,99 @@
+"""What every sender needs besides moving buckets: one publish at a time, and a close that ends the one under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.types import Manifest
+from asyncrl.weights.transport import Digest, TransferSource, WeightSender
+from asyncrl.weights.transports.channel import Deadline
+
+_CLOSE_MARGIN_S = 10.0
+"""How long after its deadline a send may still take to end."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A sender whose waits can be ended before their deadline."""
+
+    def interrupt(self) -> None:
+        """Makes a send in progress end with WeightTransferError soon. From any thread."""
+        ...
+
+
+class GuardedSender:
+    """A `WeightSender` that other threads may use too.
+
+    A second `send` is refused while one is in progress. `close` and `open` end a send in progress with
+    WeightTransferError (at its next tensor or message, or at its deadline) and wait for that.
+    """
+
+    def __init__(self, sender: WeightSender) -> None:
+        self._sender = sender
+        self._turn = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: int | None = None
+        self._publish_id = 0
+        self._deadline = Deadline(0.0)
+
+    def open(self) -> TransferSource:
+        """As `WeightSender.open`, in place of what was open. Raises as `close`, WeightTransferError: this thread is in
+        the middle of a send."""
+        if self._thread == threading.get_ident():
+            raise self._busy("open the sender")
+        self.close()
+        self._closing.clear()
+        return self._sender.open()
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        """As `WeightSender.send`. Raises WeightTransferError: another send is in progress, which goes on."""
+        if not self._turn.acquire(blocking=False):
+            raise self._busy(f"send publish {manifest.publish_id}")
+        self._thread, self._publish_id = threading.get_ident(), manifest.publish_id
+        self._deadline = Deadline(timeout_s)
+        try:
+            return self._sender.send(manifest, self._until_closed(weights), timeout_s)
+        finally:
+            self._thread = None
+            if self._closing.is_set():
+                self._sender.close()
+            self._turn.release()
+
+    def close(self) -> None:
+        """As `WeightSender.close`. Called inside a send of this thread (by a signal handler, say) it returns at once,
+        and that send closes on its way out.
+
+        Raises DeadlineExceeded: a send in progress did not end; what it holds stays until it does.
+        """
+        self._closing.set()
+        if isinstance(self._sender, Interruptible):
+            self._sender.interrupt()
+        if self._thread == threading.get_ident():
+            return
+        patience_s = self._deadline.remaining_s() + _CLOSE_MARGIN_S
+        if not self._turn.acquire(timeout=patience_s):
+            found = f"publish {self._publish_id} did not end within {patience_s:.1f} s"
+            do = "look what its weights wait for; what it holds is freed when it ends"
+            raise DeadlineExceeded(explain("close the weight sender", found, do))
+        try:
+            self._sender.close()
+        finally:
+            self._turn.release()
+
+    def _until_closed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights:
+            if self._closing.is_set():
+                do = "open() it again to send weights"
+                raise WeightTransferError(
+                    explain(f"send publish {self._publish_id}", "the sender was closed meanwhile", do)
+                )
+            yield item
+
+    def _busy(self, asked: str) -> WeightTransferError:
+        found = f"publish {self._publish_id} is being sent"
+        return WeightTransferError(explain(asked, found, "wait for its end, or close() the sender to end it"))

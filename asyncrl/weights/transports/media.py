@@ -1,0 +1,163 @@
+"""The memory that an `ipc` ring lies in: shared memory, or a GPU's.
+
+A medium is memory of the sender that receivers map. Whether a receiver can map a GPU's is known only when it tries:
+its own GPU may not reach it. The ring (`ipc.py`) asks all of them and uses shared memory unless everybody can.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl.errors import WeightTransferError, explain
+
+EXPORTED = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
+"""What torch exports of a storage besides the device, in the order of `_new_shared_cuda`."""
+
+
+class Mapping(Protocol):
+    """A receiver's view of a medium."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """[nbytes] uint8."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when every copy to or from `data` that this thread has begun is complete."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class Medium(Mapping, Protocol):
+    """The owner's view."""
+
+    def describe(self) -> str:
+        """What receivers need to map it: plain text."""
+        ...
+
+
+class OpenMedium(Protocol):
+    def __call__(self, description: str, device: torch.device) -> Mapping:
+        """Maps what `Medium.describe` describes, for a receiver whose tensors live on `device`.
+
+        Raises WeightTransferError: this process cannot; the message says why.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class HostMapping:
+    """Shared memory; copies to and from it are complete when they return."""
+
+    data: torch.Tensor
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.data = self.data[:0].clone()
+
+
+class CudaMedium:
+    """Memory of one GPU, exported by CUDA IPC."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises WeightTransferError: this process cannot export memory of the GPU."""
+        try:
+            self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            self._device = self.data.device
+            self.synchronize()
+            _, *fields = self.data.untyped_storage()._share_cuda_()
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        except (RuntimeError, AssertionError) as error:
+            raise _cannot(f"export {nbytes} bytes of {device}", error) from error
+        self._exported: dict[str, Any] = dict(zip(EXPORTED, fields, strict=True))
+        self._description = encode_export(uuid, self._exported)
+
+    def describe(self) -> str:
+        return self._description
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """torch keeps exported memory for a receiver that never came: its count is taken back here."""
+        if not self.data.numel():
+            return
+        release: Any = torch.UntypedStorage._release_ipc_counter_cuda
+        release(self._exported["counter"], self._exported["counter_offset"])
+        self.data = torch.empty(0, dtype=torch.uint8)
+        torch.cuda.ipc_collect()
+
+
+class CudaMapping:
+    """A receiver's view of a `CudaMedium`."""
+
+    def __init__(self, description: str, device: torch.device) -> None:
+        """Raises WeightTransferError: the GPU of the sender cannot be reached from here."""
+        uuid, fields = decode_export(description)
+        asked = f"map memory of GPU {uuid} for a receiver on {device}"
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise WeightTransferError(explain(asked, "this receiver has no GPU", "nothing: shared memory serves it"))
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        source = visible_gpu(uuid)
+        if source is None:
+            do = "start replicas with the trainer's GPU among CUDA_VISIBLE_DEVICES, if copies between GPUs matter"
+            raise WeightTransferError(explain(asked, "that GPU is not visible to this process", do))
+        if source != self._device.index and not torch.cuda.can_device_access_peer(self._device.index, source):
+            do = "nothing: shared memory serves GPUs that cannot reach each other"
+            raise WeightTransferError(explain(asked, "the two GPUs have no peer access", do))
+        self._source = torch.device("cuda", source)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(source, *fields.values())
+            self.data = torch.empty(0, dtype=torch.uint8, device=self._source).set_(storage)
+        except (RuntimeError, AssertionError) as error:
+            raise _cannot(asked, error) from error
+
+    def synchronize(self) -> None:
+        """Both: a copy between GPUs runs on a stream of its source."""
+        torch.cuda.current_stream(self._source).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def open_device_memory(description: str, device: torch.device) -> Mapping:
+    """As `OpenMedium`, for the memory of GPUs."""
+    return CudaMapping(description, device)
+
+
+def encode_export(uuid: str, fields: dict[str, Any]) -> str:
+    """JSON; bytes as hexadecimal digits."""
+    plain = {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
+    return json.dumps({"gpu": uuid, **plain})
+
+
+def decode_export(description: str) -> tuple[str, dict[str, Any]]:
+    """The inverse of `encode_export`: bytes again where torch takes bytes, in the order of its arguments."""
+    plain = json.loads(description)
+    fields = {name: plain[name] for name in EXPORTED}
+    for name in ("handle", "counter", "event"):
+        fields[name] = bytes.fromhex(fields[name])
+    return plain["gpu"], fields
+
+
+def visible_gpu(uuid: str) -> int | None:
+    """The index that this process gives to a GPU; None if it does not see it."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    return None
+
+
+def _cannot(asked: str, error: BaseException) -> WeightTransferError:
+    found = str(error).partition("\n")[0]
+    return WeightTransferError(explain(asked, found, "nothing: shared memory serves instead"))

@@ -1,0 +1,235 @@
+"""Weights as files of Hugging Face's layout: safetensors shards and their index.
+
+The plan is pure, so that sender and receivers compute it alike from the manifest: which tensor lies in which file at
+which byte. Within a file, tensors of wider elements come first, so that each begins at a multiple of its element size.
+Source of the format: safetensors (8 bytes of length, a JSON header padded with spaces, the data without gaps).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.types import TensorSpec
+from asyncrl.weights.plan import DTYPE_BYTES
+
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+"""A file is closed before it would grow beyond this, unless one tensor alone does."""
+
+_LENGTH = struct.Struct("<Q")
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+}
+"""What safetensors calls each dtype that can be published (`plan.DTYPE_BYTES`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """`names`, `headers`: of each file; the header is all bytes before the data. `places`: of each tensor of the
+    manifest, the number of its file and the byte of the file at which it begins."""
+
+    names: tuple[str, ...]
+    headers: tuple[bytes, ...]
+    places: tuple[tuple[int, int], ...]
+    index: bytes
+
+
+def plan_shards(tensors: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> ShardPlan:
+    """Files of about `shard_bytes` that hold every tensor once, in manifest order from file to file."""
+    shards: list[list[int]] = []
+    filled = 0
+    for number, spec in enumerate(tensors):
+        if not shards or filled + spec.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(number)
+        filled += spec.nbytes
+    names = tuple(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards)))
+    headers: list[bytes] = []
+    places = [(0, 0)] * len(tensors)
+    for shard, members in enumerate(shards):
+        header, starts = _header([tensors[m] for m in members])
+        headers.append(header)
+        for member, start in zip(members, starts, strict=True):
+            places[member] = (shard, start)
+    weight_map = {spec.name: names[places[i][0]] for i, spec in enumerate(tensors)}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
+    return ShardPlan(names, tuple(headers), tuple(places), json.dumps(index, indent=2).encode())
+
+
+def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
+    """The header of a file that holds these tensors, and where each of them begins in the file."""
+    order = sorted(range(len(specs)), key=lambda i: -DTYPE_BYTES[specs[i].dtype])
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = [0] * len(specs), 0
+    for i in order:
+        spec = specs[i]
+        offsets[i], end = end, end + spec.nbytes
+        entries[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[i], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = _LENGTH.pack(len(text)) + text
+    return header, [len(header) + offset for offset in offsets]
+
+
+class ShardWriter:
+    """Writes one publish into `directory`, one file after the other; slices come in manifest order.
+
+    Raises (every method) WeightTransferError: the file system refuses, e.g. because it is full.
+    """
+
+    def __init__(self, directory: Path, plan: ShardPlan) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._shard = -1
+        self._fd = -1
+        self._path = directory
+
+    def write(self, tensor: int, offset: int, data: torch.Tensor) -> None:
+        """`data`: [n] uint8 on the CPU, bytes `[offset, offset + n)` of tensor number `tensor`."""
+        shard, start = self._plan.places[tensor]
+        self._advance(shard)
+        self._pwrite(data.numpy().data, start + offset)
+
+    def finish(self) -> None:
+        """Writes what is left; all files and the directory are on the disk when it returns."""
+        self._advance(len(self._plan.names))
+        self._open(INDEX_NAME)
+        self._pwrite(memoryview(self._plan.index), 0)
+        self._seal()
+        with writing(self._directory):
+            sync_directory(self._directory)
+
+    def close(self) -> None:
+        """Idempotent; without `finish` the files are incomplete."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _advance(self, shard: int) -> None:
+        while self._shard < shard:
+            self._seal()
+            self._shard += 1
+            if self._shard < len(self._plan.names):
+                self._open(self._plan.names[self._shard])
+                self._pwrite(memoryview(self._plan.headers[self._shard]), 0)
+
+    def _open(self, name: str) -> None:
+        self._path = self._directory / name
+        with writing(self._path):
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _seal(self) -> None:
+        if self._fd >= 0:
+            with writing(self._path):
+                os.fsync(self._fd)
+            self.close()
+
+    def _pwrite(self, data: memoryview, position: int) -> None:
+        while data:
+            with writing(self._path):
+                written = os.pwrite(self._fd, data, position)
+            data, position = data[written:], position + written
+
+
+class ShardReader:
+    """Reads one publish from `directory`. Files are read, not mapped: a file that shrinks under a mapping kills the
+    process that touches it."""
+
+    def __init__(self, directory: Path, plan: ShardPlan) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._shard = -1
+        self._fd = -1
+
+    def read(self, tensor: int, offset: int, out: torch.Tensor) -> None:
+        """Fills `out`, [n] uint8 on the CPU, with bytes `[offset, offset + n)` of tensor number `tensor`.
+
+        Raises WeightTransferError: the file is gone, too short, or another than the plan's; the message names it.
+        """
+        shard, start = self._plan.places[tensor]
+        if shard != self._shard:
+            self._open(shard)
+        self._pread(out.numpy().data, start + offset)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._shard = self._fd = -1
+
+    def _open(self, shard: int) -> None:
+        self.close()
+        try:
+            self._fd = os.open(self._directory / self._plan.names[shard], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._broken(shard, str(error.strerror)) from error
+        self._shard = shard
+        expected = self._plan.headers[shard]
+        header = bytearray(len(expected))
+        self._pread(memoryview(header), 0)
+        if header != expected:
+            raise self._broken(shard, "its header is not that of this publish")
+
+    def _pread(self, out: memoryview, position: int) -> None:
+        while out:
+            try:
+                read = os.preadv(self._fd, [out], position)
+            except OSError as error:
+                raise self._broken(self._shard, str(error.strerror)) from error
+            if not read:
+                raise self._broken(self._shard, f"it ends at byte {position}")
+            out, position = out[read:], position + read
+
+    def _broken(self, shard: int, found: str) -> WeightTransferError:
+        do = "look at the disk and at who else uses weights.disk_directory"
+        return WeightTransferError(explain(f"read {self._directory / self._plan.names[shard]}", found, do))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names what the file system refused. Raises WeightTransferError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        do = "free space, or set weights.disk_directory to another file system"
+        raise WeightTransferError(explain(f"write weights to {path}", str(error.strerror), do)) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """The names in `directory` are on the disk when it returns."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,525 @@
+"""The HTTP side of a fleet over real sockets, with scripted replicas in this process and OpenAI's own client."""
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import GenerationError
+from asyncrl.inference.replica import Replica
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
+from asyncrl.serving.app import Api, ServedModel
+from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
+from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.metrics import ServingMetrics
+from asyncrl.serving.model_text import ModelText
+from asyncrl.testing.fake_engine import FakeEngine, FakeScript
+from asyncrl.testing.local import LocalReplicaChannel, publish
+
+pytestmark = pytest.mark.contract
+
+SPECIALS = ["<end>", "<user>", "<assistant>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+REPLY = "Straße — 12€ and a 😀. The end of it."
+
+
+def byte_tokenizer():
+    """A token is a byte, `ids[b]` of byte b is b; special tokens follow."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = {bytes_of(letter): letter for letter in alphabet}
+    vocabulary = {letters[b]: b for b in range(256)} | {text: 256 + i for i, text in enumerate(SPECIALS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+
+
+def bytes_of(letter):
+    """The byte that GPT-2's alphabet writes as `letter`."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    table = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+    return table[letter]
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers `reply`'s bytes and an end token; finds in its prefix cache what it was asked before."""
+
+    def __init__(self, script, reply=REPLY):
+        super().__init__(script)
+        self.reply = [*reply.encode(), 256]
+        self.requests = []
+        self._cache = set()
+
+    async def generate(self, request):
+        self.requests.append(request)
+        blocks = prefix_blocks(request.prompt_ids)
+        cached = BLOCK_TOKENS * sum(block in self._cache for block in blocks)
+        self._cache.update(blocks)
+        async for chunk in super().generate(request):
+            if chunk.finish_reason is not None:
+                object.__setattr__(chunk, "cached_tokens", cached)
+            yield chunk
+
+    def _sample(self, stream):
+        request = stream.request
+        token = self.reply[(request.first_position + stream.produced) % len(self.reply)]
+        stream.ids.append(token)
+        stream.produced += 1
+        if token in request.sampling.stop_token_ids and stream.produced > request.sampling.min_tokens:
+            return "stop"
+        return "length" if stream.produced == request.sampling.max_tokens else None
+
+
+class Served:
+    """A fleet of scripted replicas behind a real socket."""
+
+    def __init__(self, replicas, engines, channels, client, fleet, metrics):
+        self.replicas, self.engines, self.channels = replicas, engines, channels
+        self.client, self.fleet, self.metrics = client, fleet, metrics
+        self.url = ""
+
+    @property
+    def openai(self):
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=20)
+
+    async def post(self, path, body, **headers):
+        async with httpx.AsyncClient(base_url=self.url, timeout=20) as http:
+            return await http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    async def get(self, path, **headers):
+        async with httpx.AsyncClient(base_url=self.url, timeout=20) as http:
+            return await http.get(path, headers=headers)
+
+
+class LocalStatus:
+    def __init__(self, replica, channel):
+        self._replica, self._channel = replica, channel
+
+    async def stats(self, timeout_s):
+        self._channel._require_alive()
+        return await asyncio.wait_for(self._replica.stats(), timeout_s)
+
+
+@asynccontextmanager
+async def serving(count=1, *, reply=REPLY, at_once=True, gate_timeout_s=5.0, api_key=None, timeout_s=20.0, **script):
+    script = {"tick_s": 0.0, "chunk_tokens": 3, "max_model_len": 512, **script}
+    engines = [ScriptedEngine(FakeScript(start_version=0 if at_once else None, **script), reply) for _ in range(count)]
+    replicas = [
+        Replica(i, lambda e=e: e, gate_timeout_s=gate_timeout_s, serves_at_once=at_once) for i, e in enumerate(engines)
+    ]
+    for replica in replicas:
+        await replica.start()
+    channels = {i: LocalReplicaChannel(r) for i, r in enumerate(replicas)}
+    client = GenerationClient("test", channels, request_timeout_s=60, poll_interval_s=0.001)
+    statuses = {i: LocalStatus(r, channels[i]) for i, r in enumerate(replicas)}
+    fleet = Fleet(client, statuses, refresh_s=0.05)
+    metrics = ServingMetrics()
+    text = ModelText(byte_tokenizer(), ModelConfig(path="none-there"), None)
+    api = Api(ServedModel("tiny", text, 512, 0.0), fleet, metrics, api_key=api_key, request_timeout_s=timeout_s)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(api.app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    )
+    served = Served(replicas, engines, channels, client, fleet, metrics)
+    served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    task = asyncio.create_task(server._serve([listener]))
+    watch = asyncio.create_task(fleet.watch())
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.001)
+        await fleet.refresh()
+        yield served
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, 10)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await client.close()
+        for replica in replicas:
+            await replica.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    monkeypatch.setattr("asyncrl.data.tokenizer._generation_config_file", lambda model: None)
+
+
+ASK = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def until(condition, what):
+    try:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(what)
+
+
+# -- what OpenAI's client reads ----------------------------------------------------------------------------------
+
+
+async def test_a_chat_as_openai_reads_it():
+    async with serving() as served:
+        answer = await served.openai.chat.completions.create(model="tiny", **ASK)
+        choice = answer.choices[0]
+        assert choice.message.content == REPLY
+        assert choice.message.role == "assistant"
+        assert choice.finish_reason == "stop"
+        prompt = "<user>hello<end><assistant>"
+        assert answer.usage.prompt_tokens == len("hello") + prompt.count("<")
+        assert answer.usage.completion_tokens == len(REPLY.encode()) + 1
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert [m.id for m in (await served.openai.models.list()).data] == ["tiny"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 7])
+async def test_a_streamed_chat_is_the_same_text_in_whole_characters(chunk_tokens):
+    async with serving(chunk_tokens=chunk_tokens, tick_s=0.0005) as served:
+        stream = await served.openai.chat.completions.create(
+            model="tiny", **ASK, stream=True, stream_options={"include_usage": True}
+        )
+        pieces = [piece async for piece in stream]
+        deltas = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
+        assert "".join(deltas) == REPLY
+        assert not any("\ufffd" in delta for delta in deltas)
+        assert len(deltas) > 4, "it came in one piece"
+        assert [p.choices[0].finish_reason for p in pieces if p.choices].count("stop") == 1
+        assert pieces[0].choices[0].delta.role == "assistant"
+        assert pieces[-1].choices == []
+        assert pieces[-1].usage.completion_tokens == len(REPLY.encode()) + 1
+
+
+async def test_completions_of_texts_and_token_ids_in_any_shape():
+    async with serving() as served:
+        for prompt, count in (("ab", 1), (["ab", "cd"], 2), ([97, 98], 1), ([[97, 98], [99]], 2)):
+            answer = await served.openai.completions.create(model="tiny", prompt=prompt, n=2, max_tokens=4)
+            assert [c.index for c in answer.choices] == list(range(2 * count))
+            assert all(c.text == "Stra" and c.finish_reason == "length" for c in answer.choices)
+            assert answer.usage.completion_tokens == 8 * count
+        asked = {tuple(request.prompt_ids.tolist()) for request in served.engines[0].requests}
+        assert asked == {(97, 98), (99, 100), (99,)}
+
+
+async def test_token_ids_out_are_those_that_were_sampled():
+    async with serving() as served:
+        for stream in (False, True):
+            body = {"prompt": [[97, 98], [99]], "return_token_ids": True, "max_tokens": 12, "stream": stream}
+            response = await served.post("/v1/completions", body)
+            bodies = events(response) if stream else [response.json()]
+            for index, prompt in enumerate([[97, 98], [99]]):
+                parts = [c for body in bodies for c in body["choices"] if c["index"] == index]
+                assert [i for c in parts for i in c.get("token_ids", [])] == list(REPLY.encode()[:12])
+                assert parts[0]["prompt_token_ids"] == prompt
+        chat = (await served.post("/v1/chat/completions", {**ASK, "return_token_ids": True})).json()
+        assert chat["prompt_token_ids"] == [257, *b"hello", 256, 258]
+        assert chat["choices"][0]["token_ids"] == [*REPLY.encode(), 256]
+
+
+def events(response):
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_logprobs_of_the_sampled_tokens():
+    async with serving(reply="aé") as served:
+        chat = await served.openai.chat.completions.create(model="tiny", **ASK, logprobs=True)
+        content = chat.choices[0].logprobs.content
+        assert [c.token for c in content] == ["a", "\ufffd", "\ufffd", "<end>"]
+        assert [c.logprob for c in content] == [-0.25 if i % 2 else -0.5 for i in (*"aé".encode(), 256)]
+        assert content[0].bytes == [97]
+        assert content[1].bytes is None
+        done = await served.openai.completions.create(model="tiny", prompt="x", logprobs=0)
+        assert done.choices[0].logprobs.token_logprobs == [c.logprob for c in content]
+        assert done.choices[0].logprobs.text_offset == [0, 1, 1, 2]
+        stream = await served.openai.chat.completions.create(model="tiny", **ASK, logprobs=True, stream=True)
+        streamed = [c.logprob async for p in stream if p.choices[0].logprobs for c in p.choices[0].logprobs.content]
+        assert streamed == [c.logprob for c in content]
+
+
+# -- how an answer ends ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_across_tokens(chunk_tokens, stream):
+    async with serving(chunk_tokens=chunk_tokens, tick_s=0.0005) as served:
+        body = {"prompt": "x", "max_tokens": 400, "stop": ["€ and", "nowhere"], "stream": stream, "ignore_eos": True}
+        response = await served.post("/v1/completions", {**body, "return_token_ids": True})
+        bodies = events(response) if stream else [response.json()]
+        parts = [b["choices"][0] for b in bodies if b["choices"]]
+        assert "".join(c["text"] for c in parts) == "Straße — 12"
+        ids = [i for c in parts for i in c.get("token_ids", [])]
+        assert bytes(ids).decode() == "Straße — 12€ and", "the tokens end with the one that completed the stop string"
+        assert (parts[-1]["finish_reason"], parts[-1]["stop_reason"]) == ("stop", "€ and")
+        await until(lambda: served.engines[0].health().running == 0, "it still generates")
+        assert served.engines[0].health().generated_tokens < 400
+
+
+async def test_stop_tokens_min_tokens_and_ignore_eos():
+    async with serving(reply="ab.cd.ef") as served:
+
+        async def ask(**options):
+            body = {"prompt": "x", "max_tokens": 30, **options}
+            return (await served.post("/v1/completions", body)).json()["choices"][0]
+
+        one = await ask(stop_token_ids=[ord(".")])
+        assert (one["text"], one["finish_reason"], one["stop_reason"]) == ("ab", "stop", ord("."))
+        assert (await ask(stop_token_ids=[ord(".")], min_tokens=4))["text"] == "ab.cd"
+        assert (await ask(stop=".", min_tokens=4))["text"] == "ab.cd"
+        assert (await ask())["stop_reason"] is None
+        forever = await ask(ignore_eos=True)
+        assert forever["finish_reason"] == "length"
+        assert forever["text"].startswith("ab.cd.efab.cd")
+        assert "<end>" in (await ask(ignore_eos=True, skip_special_tokens=False))["text"]
+
+
+async def test_sampling_fields_reach_the_engine_and_seeds_differ_between_choices():
+    async with serving() as served:
+        body = {"prompt": "x", "n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 9, "min_tokens": 2}
+        await served.post("/v1/completions", body | {"seed": 5})
+        await served.post("/v1/completions", body | {"seed": 5})
+        requests = served.engines[0].requests
+        for request in requests:
+            sampling = request.sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+            assert (sampling.max_tokens, sampling.min_tokens, sampling.stop_token_ids) == (9, 2, (256,))
+        seeds = [request.seed for request in requests]
+        assert sorted(seeds[:3]) == sorted(seeds[3:])
+        assert len(set(seeds)) == 3
+        await served.post("/v1/completions", {"prompt": "x"})
+        await served.post("/v1/completions", {"prompt": "x"})
+        assert len({r.seed for r in requests}) == 5, "without a seed every request has another"
+
+
+# -- versions, sessions, prefixes --------------------------------------------------------------------------------
+
+
+async def test_a_publish_in_the_middle_shows_in_the_versions_of_the_tokens():
+    async with serving(tick_s=0.002, reply="x" * 60) as served:
+        asking = asyncio.create_task(served.post("/v1/completions", {"prompt": "x", "max_tokens": 60}))
+        await until(lambda: served.engines[0].health().generated_tokens > 20, "it does not generate")
+        await publish(served.replicas[0], 1, 7)
+        response = await asking
+        body = response.json()
+        first, second = body["choices"][0]["weight_versions"]
+        assert (first["version"], second["version"]) == (0, 7)
+        assert (first["start"], first["end"], second["end"]) == (0, second["start"], 60)
+        assert body["weight_version"] == 7
+        assert response.headers["x-weight-version"] == "7"
+        assert body["choices"][0]["text"] == "x" * 60
+        asked = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 4, "stream": True})
+        assert asked.headers["x-weight-version"] == "7"
+        assert events(asked)[-1]["choices"][0]["weight_versions"] == [{"version": 7, "start": 0, "end": 4}]
+
+
+async def test_sessions_and_prefixes_stay_on_their_replica_and_find_its_cache():
+    async with serving(4, reply="short") as served:
+        homes = {}
+        for _ in range(3):
+            for user in range(6):
+                response = await served.post("/v1/chat/completions", ASK, x_session_id=f"user {user}")
+                homes.setdefault(user, set()).add(response.headers["x-replica-id"])
+        assert all(len(home) == 1 for home in homes.values())
+        assert len({*map(tuple, homes.values())}) == 4
+
+        turns = {user: [{"role": "user", "content": f"{user} " * 30}] for user in range(6)}
+        cached, homes = 0, {}
+        for turn in range(3):
+            for user in range(6):
+                response = await served.post("/v1/chat/completions", {"messages": turns[user], "max_tokens": 4})
+                homes.setdefault(user, set()).add(response.headers["x-replica-id"])
+                hit = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert (hit >= 48) == (turn > 0)
+                cached += hit
+                turns[user].append({"role": "user", "content": f"more {turn} " * 5})
+        assert all(len(home) == 1 for home in homes.values())
+        assert len({*map(tuple, homes.values())}) == 4
+        page = (await served.get("/metrics")).text
+        assert value(page, "asyncrl_cached_prompt_tokens_total") >= cached
+        assert 0.3 < value(page, "asyncrl_prefix_cache_hit_rate") < 1
+
+
+def value(page, name):
+    (line,) = [line for line in page.splitlines() if line.startswith(name + " ")]
+    return float(line.split()[-1])
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+async def test_errors_as_openai_reads_them():
+    async with serving() as served:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await served.openai.chat.completions.create(model="tiny", **ASK, tools=[{"type": "function"}])
+        assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            await served.openai.chat.completions.create(model="gpt-9", **ASK)
+        with pytest.raises(openai.BadRequestError, match="no such role") as caught:
+            await served.openai.chat.completions.create(model="tiny", messages=[{"role": "alien", "content": "x"}])
+        assert caught.value.param == "messages"
+        with pytest.raises(openai.BadRequestError, match=r"600 tokens.*512") as caught:
+            await served.openai.completions.create(model="tiny", prompt="x" * 600)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens=510.*at most 509"):
+            await served.openai.completions.create(model="tiny", prompt="xxx", max_tokens=510)
+        with pytest.raises(openai.BadRequestError, match=r"token id 259 .* 259 ids"):
+            await served.openai.completions.create(model="tiny", prompt=[259])
+        assert served.engines[0].requests == []
+
+
+async def test_what_is_no_request():
+    async with serving() as served, httpx.AsyncClient(base_url=served.url) as http:
+        broken = await http.post("/v1/completions", content=b"{")
+        assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+        for response, status in ((await http.get("/nope"), 404), (await http.get("/v1/completions"), 405)):
+            assert response.status_code == status
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_key_is_asked_for():
+    async with serving(api_key="secret") as served:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+            for path in ("/v1/models", "/metrics"):
+                response = await served.get(path, **headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await served.get("/v1/models", authorization="Bearer secret")).status_code == 200
+        assert (await served.get("/health")).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            await served.openai.chat.completions.create(model="tiny", **ASK)
+        assert served.engines[0].requests == []
+
+
+async def test_a_replica_without_committed_weights_answers_503_and_says_why():
+    async with serving(at_once=False, gate_timeout_s=0.1) as served:
+        for stream in (False, True):
+            response = await served.post("/v1/chat/completions", {**ASK, "stream": stream})
+            assert response.status_code == 503
+            assert "no committed version yet" in response.json()["error"]["message"]
+        health = await served.get("/health")
+        assert health.status_code == 503
+        assert "no replica has a committed version" in health.json()["error"]["message"]
+        waiting = asyncio.create_task(served.post("/v1/chat/completions", ASK))
+        await publish(served.replicas[0], 1, 3)
+        assert (await waiting).json()["weight_version"] == 3
+        await served.fleet.refresh()
+        assert (await served.get("/health")).status_code == 200
+
+
+async def test_a_request_has_a_deadline():
+    async with serving(timeout_s=0.2, tick_s=0.01) as served:
+        response = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True})
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        await until(lambda: served.engines[0].health().running == 0, "it still generates")
+        stream = await served.openai.completions.create(
+            model="tiny", prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        with pytest.raises(openai.APIError, match=r"not finished within 0\.2 s"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_generation(stream):
+    async with serving(tick_s=0.005) as served:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 2}
+        async with httpx.AsyncClient(base_url=served.url, timeout=20) as http:
+            if stream:
+                async with http.stream("POST", "/v1/completions", json=body) as response:
+                    async for _ in response.aiter_lines():
+                        break
+            else:
+                asking = asyncio.create_task(http.post("/v1/completions", json=body))
+                await until(lambda: served.engines[0].health().generated_tokens > 4, "it does not generate")
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: served.engines[0].health().running == 0, "it still generates")
+        await until(lambda: served.metrics.in_flight == 0, "it still counts as in flight")
+        assert served.engines[0].health().generated_tokens < 700
+        assert served.metrics.disconnects == 1
+        assert served.client.loads == {0: 0}
+
+
+# -- replicas that die -------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_lost_replica_go_on_elsewhere(tmp_path):
+    async with serving(2, tick_s=0.002, reply="y" * 100) as served:
+        asking = [
+            asyncio.create_task(served.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 90})) for i in range(6)
+        ]
+        await until(lambda: all(e.health().generated_tokens > 30 for e in served.engines), "they do not generate")
+        served.channels[0].die()
+        responses = await asyncio.gather(*asking)
+        assert [r.status_code for r in responses] == [200] * 6
+        assert all(r.json()["choices"][0]["text"] == "y" * 90 for r in responses)
+        assert "0,1" in [r.headers["x-replica-id"] for r in responses]
+        await until(lambda: [s.alive for s in served.fleet.states] == [False, True], "nobody noticed")
+        health = await served.get("/health")
+        assert (health.status_code, health.json()) == (200, {"serving": 1, "replicas": 2})
+        page = (await served.get("/metrics")).text
+        assert value(page, 'asyncrl_replica_up{replica="0"}') == 0
+        assert value(page, "asyncrl_interruptions_total") >= 1
+
+        file = DiscoveryFile(tmp_path / "fleet.json", FleetAddress(served.url, "tiny", "fake", 1, 2.0))
+        file.write(served.fleet.states)
+        found = json.loads((tmp_path / "fleet.json").read_text())
+        assert (found["address"], found["model"], found["engine"], found["pid"]) == (served.url, "tiny", "fake", 1)
+        assert [(r["id"], r["alive"], r["version"]) for r in found["replicas"]] == [(0, False, 0), (1, True, 0)]
+        assert "killed by the test" in found["replicas"][0]["detail"]
+        assert [p.name for p in tmp_path.iterdir()] == ["fleet.json"]
+        file.remove()
+        assert not list(tmp_path.iterdir())
+
+
+async def test_a_replica_with_a_dead_engine_gets_no_more_requests():
+    async with serving(2) as served:
+        served.engines[0].crash("out of memory")
+        await until(lambda: served.client.loads.keys() == {1}, "it is still sent requests")
+        for _ in range(4):
+            assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
+        assert "out of memory" in served.fleet.states[0].detail
+
+
+async def test_when_all_are_lost_health_and_requests_say_so_and_the_watch_ends():
+    async with serving(2) as served:
+        watch = asyncio.create_task(served.fleet.watch())
+        for channel in served.channels.values():
+            channel.die()
+        with pytest.raises(GenerationError, match="no replica is left"):
+            await asyncio.wait_for(watch, 10)
+        for response in (await served.get("/health"), await served.post("/v1/chat/completions", ASK)):
+            assert response.status_code == 503
+            assert "every replica is lost" in response.json()["error"]["message"]
+
+
+async def test_many_requests_at_once_are_each_answered_once():
+    async with serving(3, tick_s=0.0005) as served:
+        bodies = [{"prompt": f"{i}", "max_tokens": 20, "return_token_ids": True} for i in range(60)]
+        answers = await asyncio.gather(*(served.post("/v1/completions", body) for body in bodies))
+        assert all(a.json()["choices"][0]["token_ids"] == list(REPLY.encode()[:20]) for a in answers)
+        asked = sorted(bytes(r.prompt_ids.astype(np.uint8)).decode() for e in served.engines for r in e.requests)
+        assert asked == sorted(str(i) for i in range(60))
+        page = (await served.get("/metrics")).text
+        assert value(page, 'asyncrl_requests_total{endpoint="/v1/completions",status="200"}') == 60
+        assert value(page, "asyncrl_generated_tokens_total") == 1200

@@ -1,0 +1,306 @@
+"""What a weight transfer does when a process of it dies or stops, memory or disk runs out, or bytes change on the way.
+
+Sender and receivers are processes. Every fault ends in a named error within its deadline, leaves no file, and the next
+publish succeeds.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.testing.transport_rig import (
+    BUCKET_BYTES,
+    PROMPT_S,
+    TIMEOUT_S,
+    Hold,
+    Outcome,
+    Receive,
+    Trouble,
+    Worker,
+    contents,
+    files_in,
+    poll,
+)
+from asyncrl.testing.transport_sender import EXIT_OF_SIGTERM, Open, Send, SenderProcess, Sent, weights_of
+from asyncrl.weights.packing import byte_view
+from asyncrl.weights.transports import build_receiver
+from asyncrl.weights.transports.ipc import Offer
+from asyncrl.weights.transports.segment import SHARED_MEMORY, attach
+
+pytestmark = pytest.mark.contract
+
+torch.set_num_threads(1)
+
+# torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+TRANSPORTS = ("ipc", "collective", "disk")
+
+
+@pytest.fixture(scope="module")
+def receivers() -> Iterator[list[Worker]]:
+    workers = [Worker(build_receiver, in_process=False) for _ in range(2)]
+    yield workers
+    for worker in workers:
+        worker.stop()
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[SenderProcess]:
+    sender = SenderProcess()
+    yield sender
+    sender.stop()
+
+
+@dataclass
+class Group:
+    """A sender and the receivers that have joined it."""
+
+    transport: str
+    sender: SenderProcess
+    receivers: list[Worker]
+    directory: Path
+    publishes: int = 0
+
+    def open(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        command = Open(self.transport, len(self.receivers), str(self.directory), bucket_bytes)
+        self.source = self.sender.open(command)
+        for number, worker in enumerate(self.receivers):
+            worker.join(replace(self.source, receiver=number))
+
+    def begin(self, send: Send, troubles: dict[int, Trouble] | None = None, timeout_s: float = TIMEOUT_S) -> Send:
+        """Begins to receive and to send."""
+        self.publishes += 1
+        send = replace(send, publish_id=self.publishes)
+        for number, worker in enumerate(self.receivers):
+            worker.begin(Receive(send.manifest, timeout_s, (troubles or {}).get(number)))
+        self.sender.begin(send)
+        return send
+
+    def outcomes(self) -> list[Outcome]:
+        return [worker.outcome() for worker in self.receivers]
+
+    def publish(self, seed: int) -> Sent:
+        """One publish that must succeed."""
+        self.begin(Send(0, seed))
+        sent = self.sender.outcome()
+        assert sent.error is None, sent.error
+        for outcome in self.outcomes():
+            assert outcome.error is None, outcome.error
+            assert outcome.tensors == contents(weights_of(seed, small=False))
+            assert outcome.digest == sent.digest
+        return sent
+
+    def files(self) -> set[Path]:
+        """What the sender, or one that it replaced, has put somewhere and is still there."""
+        return files_in((SHARED_MEMORY, self.directory), self.sender.pids)
+
+    def require_dropped(self, outcomes: list[Outcome]) -> None:
+        """Every receiver knew soon that the sender had ended it."""
+        for outcome in outcomes:
+            assert outcome.error is not None
+            assert outcome.error[0] == "TransferEnded", outcome.error
+            assert outcome.elapsed_s < PROMPT_S
+
+
+@pytest.fixture(params=TRANSPORTS)
+def group(
+    request: pytest.FixtureRequest, sender: SenderProcess, receivers: list[Worker], tmp_path: Path
+) -> Iterator[Group]:
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    group = Group(request.param, sender, receivers, directory)
+    group.open()
+    yield group
+    sender.close()
+    assert group.files() == set()
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Hold:
+    directory = tmp_path / "hold"
+    directory.mkdir()
+    return Hold(directory)
+
+
+def test_a_sender_that_is_killed_in_the_middle_of_a_bucket(group: Group, hold: Hold) -> None:
+    group.publish(1)
+    group.begin(Send(0, 2, small=True, hold_at="layer.7", hold=hold))
+    hold.reached()
+    group.sender.kill()
+    group.require_dropped(group.outcomes())
+    left = group.files()
+    assert left or group.transport != "disk", "a dead sender removes nothing"
+    group.sender.start()
+    group.open()
+    assert not left & group.files(), "the next sender removes what it left"
+    group.publish(3)
+
+
+def test_a_sender_that_is_terminated(group: Group, hold: Hold) -> None:
+    group.begin(Send(0, 2, hold_at="layer.7", hold=hold))
+    hold.reached()
+    assert group.sender.terminate() == EXIT_OF_SIGTERM
+    group.require_dropped(group.outcomes())
+    assert group.files() == set(), "it left nothing behind"
+    group.sender.start()
+    group.open()
+    group.publish(3)
+
+
+def test_a_receiver_that_is_killed_between_publishes(group: Group) -> None:
+    group.publish(1)
+    group.receivers[1].kill()
+    send = replace(Send(0, 2, timeout_s=1.0), publish_id=2)
+    group.publishes = 2
+    group.receivers[0].begin(Receive(send.manifest, TIMEOUT_S))
+    group.sender.begin(send)
+    sent = group.sender.outcome()
+    assert sent.error is not None
+    assert "receiver 1" in sent.error[1]
+    group.require_dropped([group.receivers[0].outcome()])
+    group.receivers[1].start()
+    group.receivers[1].join(replace(group.source, receiver=1))
+    group.publish(3)
+
+
+def test_a_receiver_that_stops_and_goes_on(group: Group, hold: Hold) -> None:
+    stopped = group.receivers[1]
+    group.begin(Send(0, 1, timeout_s=1.0), {1: Trouble("layer.3", hold=hold)})
+    hold.reached()
+    stopped.pause()
+    try:
+        sent = group.sender.outcome()
+        assert sent.error is not None
+        assert sent.error[0] == "DeadlineExceeded"
+        assert "receiver 1" in sent.error[1]
+        assert sent.elapsed_s < 1.0 + PROMPT_S
+        group.require_dropped([group.receivers[0].outcome()])
+        hold.release()
+    finally:
+        stopped.resume()
+    outcome = stopped.outcome()
+    assert outcome.error is not None
+    assert outcome.error[0] == "TransferEnded", outcome.error
+    group.publish(2)
+
+
+def test_a_bit_that_flips_on_the_way(group: Group, hold: Hold) -> None:
+    """At the sender's slot, in the file, or in the buffer of a receiver: the digest of that tensor differs, and sending
+    again mends it."""
+    if group.transport == "collective":
+        group.begin(Send(0, 1, small=True), {1: Trouble("layer.7", flip_next_byte=True)})
+    else:
+        group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
+        hold.reached()
+        flip_a_bit_of_layer_8(group) if group.transport == "disk" else flip_a_bit_of_layer_4(group)
+        hold.release()
+    sent = group.sender.outcome()
+    received = group.receivers[1].outcome()
+    group.receivers[0].outcome()
+    assert sent.error is None
+    assert sent.digest is not None
+    assert received.digest is not None
+    differing = [i for i, (ours, theirs) in enumerate(zip(sent.digest, received.digest, strict=True)) if ours != theirs]
+    assert differing == ([4] if group.transport == "ipc" else [8])
+    group.publish(1)
+
+
+def flip_a_bit_of_layer_4(group: Group) -> None:
+    """In the ring, once the sender has written it there: the receiver that is held reads it next but one."""
+    slot = attach(Offer.decode(group.source.segment).path)[:BUCKET_BYTES]
+    expected = byte_view(weights_of(1, small=False)[4][1])
+    poll(lambda: torch.equal(slot, expected), "layer.4 to lie in the ring")
+    slot[100] ^= 1
+
+
+def flip_a_bit_of_layer_8(group: Group) -> None:
+    """In the file of the publish."""
+    (file,) = Path(group.source.segment).glob("publish-1/*.safetensors")
+    content = file.read_bytes()
+    position = content.index(byte_view(weights_of(1, small=False)[8][1]).numpy().tobytes())
+    with file.open("r+b") as opened:
+        opened.seek(position + 100)
+        opened.write(bytes([content[position + 100] ^ 1]))
+
+
+@pytest.mark.parametrize("group", ["disk"], indirect=True)
+def test_a_file_that_is_cut_short_is_named(group: Group, hold: Hold) -> None:
+    group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
+    hold.reached()
+    (file,) = Path(group.source.segment).glob("publish-1/*.safetensors")
+    os.truncate(file, file.stat().st_size // 2)
+    hold.release()
+    sent = group.sender.outcome()
+    assert sent.error is not None
+    assert file.name in sent.error[1]
+    assert any(outcome.error is not None and file.name in outcome.error[1] for outcome in group.outcomes())
+    group.publish(2)
+
+
+@pytest.mark.parametrize("group", ["disk"], indirect=True)
+def test_a_receiver_reads_no_further_when_the_sender_is_gone(group: Group, hold: Hold) -> None:
+    group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
+    hold.reached()
+    group.sender.kill()
+    group.receivers[0].outcome()
+    hold.release()
+    outcome = group.receivers[1].outcome()
+    group.require_dropped([outcome])
+    assert len(outcome.tensors) == 4
+    group.sender.start()
+    group.open()
+    group.publish(2)
+
+
+@pytest.mark.parametrize("group", ["ipc"], indirect=True)
+def test_shared_memory_that_is_full(group: Group) -> None:
+    group.sender.close()
+    group.sender.begin(Open("ipc", 2, bucket_bytes=1 << 50))
+    sent = group.sender.outcome()
+    assert sent.error is not None
+    assert sent.error[0] == "ConfigError"
+    assert "lower weights.bucket_bytes" in sent.error[1]
+    assert group.files() == set()
+    group.open()
+    group.publish(1)
+
+
+@pytest.mark.parametrize("group", ["disk"], indirect=True)
+def test_a_disk_that_is_full(group: Group) -> None:
+    group.publish(1)
+    group.begin(Send(0, 2, max_file_bytes=3 * BUCKET_BYTES))
+    sent = group.sender.outcome()
+    assert sent.error is not None
+    assert sent.error[0] == "WeightTransferError"
+    assert "model-00001-of-00001.safetensors" in sent.error[1]
+    assert "free space" in sent.error[1]
+    group.require_dropped(group.outcomes())
+    assert [path.name for path in Path(group.source.segment).iterdir()] == ["publish-1"], "the last complete one stays"
+    group.publish(3)
+    assert [path.name for path in Path(group.source.segment).iterdir()] == ["publish-3"]
+
+
+@pytest.mark.parametrize("group", ["disk"], indirect=True)
+def test_a_directory_that_receivers_do_not_see(group: Group, tmp_path: Path) -> None:
+    elsewhere = replace(group.source, segment=str(tmp_path / "not-mounted"), receiver=1)
+    group.receivers[1].join(elsewhere)
+    group.begin(Send(0, 1))
+    sent = group.sender.outcome()
+    assert sent.error is not None
+    assert "receiver 1" in sent.error[1]
+    assert "weights.disk_directory" in sent.error[1]
+    assert all(outcome.error is not None for outcome in group.outcomes())
+
+
+def test_a_directory_that_cannot_be_made_is_named(sender: SenderProcess, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sender.begin(Open("disk", 1, str(tmp_path / "file")))
+    sent = sender.outcome()
+    assert sent.error is not None
+    assert sent.error[0] == "ConfigError"
+    assert "weights.disk_directory" in sent.error[1]

@@ -1,0 +1,159 @@
+"""vLLM's processes: several workers, a dead one, and none that is left behind. The tests of the last two run this file
+as a program: an owner that starts an engine, publishes, tells what it generates, and waits to be killed."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
+from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.testing.engine_client import Client, complete, make_request, within
+from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from asyncrl.weights.packing import spec_of
+from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import TransferSource
+from asyncrl.weights.transports import build_sender
+
+pytestmark = pytest.mark.contract
+
+SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+PROMPT = (5, 6, 7, 8)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    try:
+        check_vllm()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return write_random_qwen3(tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+def make_engine(path, workers, *, real):
+    settings = VllmEngineConfig(
+        max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, enforce_eager=True,
+        tensor_parallel_size=workers,
+    )  # fmt: skip
+    return VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=real)
+
+
+def published():
+    return list(random_qwen3(seed=1, **SHAPE).named_parameters())
+
+
+@pytest.fixture
+def no_shared_memory_left():
+    """Workers that were killed cannot unlink the memory through which vLLM let them talk."""
+    before = set(Path("/dev/shm").glob("vllm_dist_*"))
+    yield
+    for path in set(Path("/dev/shm").glob("vllm_dist_*")) - before:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("no_shared_memory_left")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.timeout(180)
+def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, workers):
+    command = [sys.executable, __file__, str(model_path), str(workers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            report = json.loads(next(line for line in owner.stdout if line.startswith("{")))
+            below = psutil.Process(owner.pid).children(recursive=True)
+            assert len(below) >= workers
+        finally:
+            owner.kill()
+        _, alive = psutil.wait_procs(below, timeout=10.0)
+        for process in alive:
+            process.kill()
+        assert not alive
+    model = random_qwen3(seed=1, **SHAPE)
+    assert report["digests_agree"]
+    assert report["ids"] == greedy_continuation(model, PROMPT, 16)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *report["ids"]]])).logits[0, len(PROMPT) - 1 : -1]
+    reference = logits.log_softmax(-1).gather(1, torch.tensor(report["ids"])[:, None])[:, 0]
+    np.testing.assert_allclose(report["logprobs"], reference, rtol=0, atol=2e-5)
+
+
+async def own(path, workers):
+    engine = make_engine(path, workers, real=False)
+    await engine.start()
+    with closing(build_sender("ipc", 1 << 16, workers)) as sender:
+        source, weights = sender.open(), published()
+        manifest = make_manifest(1, 0, [spec_of(*w) for w in weights], 1 << 16)
+        await engine.pause("abort")
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, manifest, weights, 30.0))
+        received = await engine.load_weights(manifest, source, 30.0)
+        agree = received == await sending
+    await engine.commit(0)
+    await engine.resume()
+    client = await complete(engine, prompt=PROMPT, max_tokens=16, temperature=0.0)
+    report = {"ids": client.ids, "logprobs": client.logprobs, "digests_agree": agree}
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.flush()
+    await asyncio.sleep(600)
+
+
+async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(model_path):
+    engine = make_engine(model_path, 1, real=True)
+    await within(engine.start(), 120.0)
+    try:
+        running = Client(engine, make_request(max_tokens=100))
+        await running.first_tokens()
+        await within(engine.pause("keep"))
+        queued = Client(engine, make_request())
+        nobody = TransferSource("ipc", "ipc:///nowhere", "none", 4096, 1, 0, 0)
+        manifest = make_manifest(1, 1, [spec_of(*w) for w in published()], 4096)
+        loading = asyncio.create_task(engine.load_weights(manifest, nobody, 60.0))
+        await asyncio.sleep(0)
+        core = next(p for p in psutil.Process().children() if "EngineCore" in p.name())
+        os.kill(core.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        for client in (running, queued):
+            with pytest.raises(GenerationError, match="EngineCore"):
+                await within(client.task, 10.0)
+        with pytest.raises(WeightTransferError):
+            await within(loading, 10.0)
+        assert time.monotonic() - killed_s < 5.0
+        health = engine.health()
+        assert (health.alive, health.running, health.waiting) == (False, 0, 0)
+        assert "EngineCore" in health.detail
+        for call in (engine.resume(), engine.commit(1), engine.pause("keep"), complete(engine)):
+            with pytest.raises(GenerationError, match="EngineCore"):
+                await within(call)
+        await within(engine.abort(None))  # nothing is left to abort: not an error
+    finally:
+        await within(engine.stop())
+    assert not [p for p in psutil.Process().children(recursive=True) if "VLLM" in _name(p)]
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path):
+    engine = make_engine(tmp_path / "no-such-model", 1, real=True)
+    with pytest.raises(GenerationError, match="no-such-model"):
+        await within(engine.start(), 120.0)
+    assert not engine.health().alive
+    await within(engine.stop())
+
+
+def _name(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
+if __name__ == "__main__":
+    asyncio.run(own(sys.argv[1], int(sys.argv[2])))

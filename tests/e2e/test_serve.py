@@ -1,0 +1,171 @@
+"""The real `asyncrl-serve`: Ray, two replicas of the tiny model, OpenAI's client, a kill -9, a signal."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "runs/tiny-qwen3"
+
+
+class Server:
+    def __init__(self, directory, *options):
+        self.output, self.file = directory / "serve.out", directory / "fleet.json"
+        command = [sys.executable, "-m", "asyncrl.serve", MODEL, "--port", "0", "--discovery-file", str(self.file)]
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, "--log-file", str(directory / "log.txt"), *options],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_for(self, condition, what, timeout_s=60):
+        """What `condition` gives for the discovery file, once that is true."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self.file.exists() and condition(found := json.loads(self.file.read_text())):
+                return found
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, f"{what}: {self.output.read_text()}"
+            time.sleep(0.1)
+
+    def descendants(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number):
+        """Its exit code after the signal `number`, and the processes that are left of it."""
+        left = self.descendants()
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        _, alive = psutil.wait_procs(left, timeout=10)
+        return code, alive
+
+
+@pytest.fixture
+def serve(inputs, tmp_path):
+    servers = []
+
+    def start(*options):
+        servers.append(Server(tmp_path, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            children = server.descendants()
+            server.process.kill()
+            server.process.wait(10)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
+    server = serve("--replicas", "2", "--api-key", "secret", "torch.max_model_len=1024")
+    found = server.wait_for(lambda f: len(f["replicas"]) == 2, "no fleet")
+    assert (found["model"], found["engine"], found["pid"]) == (MODEL, "torch", server.process.pid)
+    assert all(r["alive"] and r["version"] == 0 and r["node"] for r in found["replicas"])
+    pids = {str(r["id"]): r["pid"] for r in found["replicas"]}
+    client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="secret", max_retries=0, timeout=60)
+
+    question = {"role": "user", "content": "12+7="}
+    answer = client.chat.completions.create(model=MODEL, messages=[question], temperature=0, max_tokens=40)
+    assert answer.choices[0].message.content
+    again = client.chat.completions.create(model=MODEL, messages=[question], temperature=0, max_tokens=40, stream=True)
+    assert "".join(p.choices[0].delta.content or "" for p in again) == answer.choices[0].message.content
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0).models.list()
+
+    def long_answer(seed, on_first):
+        """Streams 900 tokens; `on_first` is told the replica as soon as tokens arrive."""
+        ids, versions = [], None
+        body = {"ignore_eos": True, "return_token_ids": True}
+        with client.completions.with_streaming_response.create(
+            model=MODEL, prompt="1+1=", max_tokens=900, seed=seed, stream=True, extra_body=body
+        ) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                if not ids:
+                    on_first(response.headers["x-replica-id"])
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                ids += choice.get("token_ids", [])
+                versions = choice.get("weight_versions", versions)
+        return ids, versions
+
+    began = []
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(long_answer, seed, began.append) for seed in range(4)]
+        deadline = time.monotonic() + 30
+        while len(began) < 4:
+            assert time.monotonic() < deadline, began
+            time.sleep(0.005)
+        assert not any(r.done() for r in running), "they were too fast to be hit"
+        victim = began[0]
+        os.kill(pids[victim], signal.SIGKILL)
+        for future in running:
+            ids, versions = future.result(60)
+            assert len(ids) == 900
+            assert versions == [{"version": 0, "start": 0, "end": 900}]
+    states = server.wait_for(lambda f: not all(r["alive"] for r in f["replicas"]), "the loss is not told")["replicas"]
+    assert [str(r["id"]) for r in states if not r["alive"]] == [victim]
+    health = httpx.get(found["address"] + "/health", timeout=10)
+    assert (health.status_code, health.json()) == (200, {"serving": 1, "replicas": 2})
+    interruptions = httpx.get(found["address"] + "/metrics", headers={"authorization": "Bearer secret"}, timeout=10)
+    assert "asyncrl_interruptions_total 0\n" not in interruptions.text
+
+    code, alive = server.end(signal.SIGTERM)
+    assert (code, alive) == (128 + signal.SIGTERM, [])
+    assert not server.file.exists()
+
+
+def test_without_any_replica_it_ends_and_says_why(serve):
+    server = serve()
+    found = server.wait_for(lambda f: True, "no fleet")
+    os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert "no replica is left" in server.output.read_text()
+    assert not server.file.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["no/such/model"], "no such directory"),
+        ([MODEL, "torch.max_model_length=5"], "did you mean rollout.torch.max_model_len?"),
+        ([MODEL, "torch.max_model_len=9999"], "max_position_embeddings=1024"),
+        ([MODEL, "--port", "{taken}"], "Address already in use"),
+        ([MODEL, "--discovery-file", "/nowhere/at/all.json"], "is no directory"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(inputs, options, message):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [o.replace("{taken}", str(taken.getsockname()[1])) for o in options]
+        port = [] if "--port" in words else ["--port", "0"]
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncrl.serve", *words, *port],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2, done.stderr
+    for part in ("asked:", "found:", "do:", message):
+        assert part in done.stderr

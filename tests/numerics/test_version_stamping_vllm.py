@@ -1,0 +1,52 @@
+"""vLLM against the suite of exact versions: EngineCore is another process, reached through the protocol alone."""
+
+import pytest
+import pytest_asyncio
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.errors import ConfigError
+from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.testing.engine_client import within
+from asyncrl.testing.random_model import write_random_qwen3
+from asyncrl.testing.stamping_suite import StampingSuite
+
+pytestmark = pytest.mark.numerics
+
+START_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that spin on shared cores are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class VllmCase(StampingSuite):
+    @pytest_asyncio.fixture(loop_scope="class", scope="class")
+    @classmethod
+    async def engine(cls, tmp_path_factory):
+        try:
+            check_vllm()
+        except ConfigError as error:
+            pytest.skip(str(error))
+        path = write_random_qwen3(tmp_path_factory.mktemp("model"), tie_word_embeddings=cls.tied)
+        settings = VllmEngineConfig(
+            max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True
+        )
+        engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
+        await within(engine.start(), START_S)
+        yield engine
+        await within(engine.stop())
+
+
+class TestVllmTied(VllmCase):
+    tied = True
+
+
+class TestVllmUntied(VllmCase):
+    tied = False

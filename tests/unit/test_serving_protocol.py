@@ -1,0 +1,133 @@
+import pytest
+
+from asyncrl.serving.errors import ApiError
+from asyncrl.serving.protocol import parse_chat, parse_completion
+
+pytestmark = pytest.mark.unit
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refused(parse, body):
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert caught.value.status == 400
+    error = caught.value.body()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("logit_bias", {"1": 2}),
+        ("top_logprobs", 3),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("min_p", 0.1),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("echo", True),
+        ("logprobs", 2),
+        ("something_new", 1),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(name, value):
+    for parse, body in ((parse_chat, {"messages": MESSAGES}), (parse_completion, {"prompt": "a"})):
+        error = refused(parse, body | {name: value})
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert name in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
+    body = {
+        "messages": MESSAGES, "tools": [], "tool_choice": None, "logit_bias": {}, "response_format": {"type": "text"},
+        "frequency_penalty": 0.0, "presence_penalty": 0, "top_logprobs": 0, "user": "me", "metadata": {"a": 1}, "n": 1,
+    }  # fmt: skip
+    assert parse_chat(body).options.n == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 10_000),
+        ("n", True),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("min_tokens", -1),
+        ("stop", [""]),
+        ("stop", 5),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [-1]),
+        ("seed", "x"),
+        ("stream", "yes"),
+        ("model", 5),
+    ],
+)
+def test_impossible_values_are_refused_by_name(name, value):
+    error = refused(parse_completion, {"prompt": "a", name: value})
+    assert (error["param"], error["code"]) == (name, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": MESSAGES, "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_chats_that_cannot_be_answered(body, param):
+    assert refused(parse_chat, body)["param"] == param
+
+
+def test_a_body_must_be_an_object():
+    assert refused(parse_chat, [1])["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        ("a b", ("a b",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["a", [3]], ("a", (3,))),
+    ],
+)
+def test_the_shapes_of_a_prompt(prompt, parsed):
+    assert parse_completion({"prompt": prompt}).prompts == parsed
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], [1, "a"], [[1], 2], [True], {"a": 1}, [-1]])
+def test_prompts_that_are_none(prompt):
+    assert refused(parse_completion, {"prompt": prompt})["param"] == "prompt"
+
+
+def test_defaults_and_synonyms():
+    chat = parse_chat({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
+    assert chat.messages[0].content == "hi"
+    assert chat.options.max_tokens is None
+    assert (chat.options.temperature, chat.options.top_p, chat.options.top_k) == (1.0, 1.0, 0)
+    assert parse_chat({"messages": MESSAGES, "max_completion_tokens": 7}).options.max_tokens == 7
+    completion = parse_completion({"prompt": "a", "stop": "x", "logprobs": 0, "top_k": -1})
+    assert completion.options.max_tokens == 16
+    assert completion.options.stop == ("x",)
+    assert completion.options.logprobs
+    assert completion.options.top_k == 0

@@ -1,0 +1,88 @@
+"""Incremental text: whatever the pieces, their sum is the whole text, and nothing has to be taken back."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.serving.text import IncrementalDecoder, StopStrings
+
+pytestmark = pytest.mark.unit
+
+
+def decode(ids):
+    """A byte-level tokenizer: a token is a byte."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def cut(items, places):
+    edges = [0, *sorted(p % (len(items) + 1) for p in places), len(items)]
+    return [items[a:b] for a, b in pairwise(edges) if b > a]
+
+
+TEXT = st.text(st.sampled_from("ab é€😀\n\ufffd"), max_size=150)
+PLACES = st.lists(st.integers(0, 600), max_size=40)
+
+
+@given(TEXT, PLACES)
+def test_pieces_join_to_the_text_and_never_break_a_character(text, places):
+    decoder = IncrementalDecoder(decode)
+    pieces = [decoder.feed(ids) for ids in cut(list(text.encode()), places)]
+    assert "".join([*pieces, decoder.finish()]) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.binary(max_size=200), PLACES)
+def test_bytes_that_are_no_text_are_decoded_as_a_whole(data, places):
+    decoder = IncrementalDecoder(decode)
+    pieces = [decoder.feed(ids) for ids in cut(list(data), places)]
+    assert "".join([*pieces, decoder.finish()]) == decode(list(data))
+
+
+def test_text_is_not_held_longer_than_a_character_may_take():
+    decoder = IncrementalDecoder(decode)
+    assert decoder.feed("ab€".encode()[:-1]) == "ab"
+    assert decoder.feed("€".encode()[-1:]) == "€"
+
+
+def test_only_a_window_is_decoded():
+    sizes = []
+    decoder = IncrementalDecoder(lambda ids: sizes.append(len(ids)) or decode(ids))
+    for _ in range(1000):
+        decoder.feed(b"x")
+    assert max(sizes) < 100
+
+
+def test_a_tokenizer_that_drops_a_leading_space_sees_the_prompt():
+    words = ["zero", "one", "two"]
+    decoder = IncrementalDecoder(lambda ids: " ".join(words[i] for i in ids), [0, 1])
+    assert decoder.feed([2]) + decoder.feed([1]) == " two one"
+
+
+@given(st.text("abc", max_size=60), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), PLACES)
+def test_the_text_ends_before_the_first_stop_string_wherever_it_is_cut(text, strings, places):
+    stops = StopStrings(strings)
+    sent = ""
+    for piece in cut(text, places):
+        sent += stops.feed(piece)
+        assert text.startswith(sent), "something was sent that is not part of the text"
+        if stops.found:
+            break
+    if not stops.found:
+        sent += stops.finish()
+    ends = [text.find(s) + len(s) for s in strings if s in text]
+    if not ends:
+        assert (stops.found, sent) == (None, text)
+        return
+    assert stops.found in strings
+    assert text.startswith(sent + stops.found)
+    assert len(sent) <= min(ends), "it goes on behind a stop string"
+    assert not any(s in sent for s in strings)
+
+
+def test_an_end_that_may_become_a_stop_string_is_held():
+    stops = StopStrings(["END"])
+    assert [stops.feed(piece) for piece in ("xE", "N", "xE", "ND")] == ["x", "", "ENx", ""]
+    assert stops.found == "END"

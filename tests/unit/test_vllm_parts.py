@@ -1,0 +1,260 @@
+"""The parts of the vLLM adapter that need no vLLM."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.inference.vllm import support
+from asyncrl.inference.vllm.admission import Admission
+from asyncrl.inference.vllm.feed import Feed
+from asyncrl.inference.vllm.launch import engine_arguments
+from asyncrl.inference.vllm.requests import misfit, stream_seed
+from asyncrl.inference.vllm.streams import Stream, spans_of
+from asyncrl.inference.vllm.transfer import agree
+from asyncrl.testing.engine_client import make_request
+
+pytestmark = pytest.mark.unit
+
+
+def test_importing_the_adapter_loads_neither_vllm_nor_torch():
+    code = "import sys, asyncrl.inference.vllm; print({'vllm', 'torch', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("starts", "first", "count", "spans"),
+    [
+        ([], 0, 0, []),
+        ([("3", 0)], 0, 4, [(3, 0, 4)]),
+        ([("3", 0)], 7, 2, [(3, 0, 2)]),
+        ([("3", 0), ("4", 5)], 3, 4, [(3, 0, 2), (4, 2, 4)]),
+        ([("3", 0), ("4", 5)], 5, 1, [(4, 0, 1)]),
+        ([("3", 0), ("4", 5)], 2, 3, [(3, 0, 3)]),
+        ([("3", 0), ("4", 1), ("9", 2), ("10", 6)], 0, 8, [(3, 0, 1), (4, 1, 2), (9, 2, 6), (10, 6, 8)]),
+    ],
+)
+def test_tokens_are_cut_where_the_version_changes(starts, first, count, spans):
+    assert list(spans_of(starts, first, count)) == spans
+
+
+def delta(ids, *, reason=None, versions=None, cached=0):
+    logprobs = [{i: SimpleNamespace(logprob=-i / 10)} for i in ids]
+    completion = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=versions)
+    return SimpleNamespace(outputs=[completion], finished=reason is not None, num_cached_tokens=cached)
+
+
+def entered(starts):
+    stream = Stream(make_request())
+    state = None if starts is None else SimpleNamespace(weight_version_starts=starts)
+    stream.enter(SimpleNamespace(request_id="x", output=None), state)
+    return stream
+
+
+def test_a_delta_that_is_late_keeps_the_version_that_sampled_it():
+    starts = [("1", 0)]
+    stream = entered(starts)
+    assert [c.version for c in stream.take(delta([5, 6]), 1)] == [1]
+    starts.append(("2", 3))
+    chunks = stream.take(delta([7, 8, 9], reason="length", cached=2), 2)
+    assert [(c.version, c.token_ids.tolist(), c.finish_reason, c.cached_tokens) for c in chunks] == [
+        (1, [7], None, 0),
+        (2, [8, 9], "length", 2),
+    ]
+    np.testing.assert_allclose(chunks[1].logprobs, [-0.8, -0.9])
+
+
+def test_an_end_without_tokens_is_an_empty_chunk_of_the_version_of_the_day():
+    stream = entered([("1", 0)])
+    stream.take(delta([5]), 1)
+    (chunk,) = stream.take(delta([], reason="abort"), 4)
+    assert (chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) == ([], 4, "abort")
+
+
+def test_a_request_that_ended_before_it_was_looked_up_carries_its_own_tags():
+    spans = [SimpleNamespace(version="6", start=0, end=1), SimpleNamespace(version="7", start=1, end=2)]
+    chunks = entered(None).take(delta([3, 4], reason="stop", versions=spans), 7)
+    assert [(c.version, c.finish_reason) for c in chunks] == [(6, None), (7, "stop")]
+
+
+def test_an_end_by_error_is_an_error():
+    with pytest.raises(GenerationError, match="'error'"):
+        entered([("1", 0)]).take(delta([], reason="error"), 1)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_of_requests_and_of_their_resumptions_are_all_different():
+    seeds = [stream_seed(seed, position) for seed in range(-20, 200) for position in range(60)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    bits = np.array([[s >> b & 1 for b in range(63)] for s in seeds])
+    assert np.abs(bits.mean(0) - 0.5).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("request_", "names"),
+    [
+        (make_request(prompt=()), "prompt_ids"),
+        (make_request(max_tokens=0), "max_tokens=0"),
+        (make_request(max_tokens=97), "max_model_len=100"),
+        (make_request(prompt=(3, 50)), "token ids from 3 to 50"),
+        (make_request(min_tokens=25), "min_tokens=25"),
+        (make_request(min_tokens=1, stop=tuple(range(50))), "every token"),
+        (make_request(temperature=-1.0), "temperature"),
+        (make_request(top_p=0.0), "top_p"),
+        (make_request(top_k=-1), "top_k"),
+    ],
+)
+def test_requests_that_do_not_fit_are_told_why(request_, names):
+    found = misfit(request_, max_model_len=100, vocab_size=50)
+    assert found is not None
+    assert any(names in part for part in found)
+    assert misfit(make_request(max_tokens=96, stop=(10**6,)), max_model_len=100, vocab_size=50) is None
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+def test_admission_keeps_order_limit_and_gate():
+    now, sent = [0.0], []
+    admission = Admission(2, sent.append, lambda: now[0])
+    a, b, c, d = streams = [Stream(make_request()) for _ in range(4)]
+    for stream in streams:
+        admission.enter(stream)
+    assert sent == []
+    admission.set_open(True)
+    assert (sent, list(admission.waiting)) == ([a, b], [c, d])
+    now[0] = 2.0
+    admission.leave(a)
+    assert sent == [a, b, c]
+    admission.set_open(False)
+    admission.requeue(c)
+    admission.leave(b)
+    assert (admission.running, list(admission.waiting), sent) == ([], [c, d], [a, b, c])
+    now[0] = 5.0
+    assert admission.busy_s == 2.0
+    admission.leave(d)
+    admission.set_open(True)
+    assert (sent[3:], admission.running) == ([c], [c])
+    now[0] = 6.0
+    assert admission.busy_s == 3.0
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def test_digests_on_which_workers_differ_are_no_digest_of_a_sender():
+    assert agree([["", "", [1, 2, 3]], ["", "", [1, 5, 3]]]) == (1, 0, 3)
+    assert agree([["", "", [4]]]) == (4,)
+    assert agree([["", "", None], ["", "", None]]) is None
+
+
+def test_the_cause_is_reported_and_not_its_echo():
+    echo, cause = ["TransferEnded", "the other end is gone", None], ["DeadlineExceeded", "too late", None]
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        agree([["", "", [1]], echo, cause])
+    with pytest.raises(WeightTransferError, match="KeyError: 'x'"):
+        agree([["KeyError", "'x'", None]])
+
+
+def in_thread(work):
+    caught = []
+
+    def run():
+        try:
+            work()
+        except AsyncRLError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, caught
+
+
+def test_the_feed_hands_over_in_order_and_the_last_offer_waits_for_the_loader():
+    feed, names = Feed(5, 10.0), list("abcde")
+    thread, caught = in_thread(lambda: [feed.offer(name, torch.zeros(1)) for name in names])
+    assert [name for name, _ in feed] == names
+    thread.join(0.05)
+    assert thread.is_alive()
+    feed.finish()
+    thread.join(5.0)
+    assert (thread.is_alive(), caught) == (False, [])
+
+
+def test_an_error_on_one_side_ends_the_other_at_once():
+    feed = Feed(5, 60.0)
+    thread, caught = in_thread(lambda: [feed.offer(name, torch.zeros(1)) for name in "abcde"])
+    feed.fail(WeightTransferError("refused"))
+    thread.join(5.0)
+    assert [str(e) for e in caught] == ["refused"]
+    feed = Feed(5, 60.0)
+    thread, caught = in_thread(lambda: list(feed))
+    feed.fail(WeightTransferError("lost"))
+    thread.join(5.0)
+    assert [str(e) for e in caught] == ["lost"]
+
+
+def test_the_feed_keeps_its_deadline_on_both_sides():
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="next tensor"):
+        list(Feed(1, 0.05))
+    with pytest.raises(DeadlineExceeded, match="last tensors"):
+        Feed(1, 0.05).offer("a", torch.zeros(1))
+    assert time.monotonic() - started < 2.0
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(settings=None, *, on_cpu=True, real=False):
+    settings = settings or VllmEngineConfig()
+    return engine_arguments(ModelConfig(path="m"), settings, load_real_weights=real, seed=3, on_cpu=on_cpu)
+
+
+def test_what_vllm_is_started_with():
+    assert arguments()["kv_cache_memory_bytes"] == 1 << 30
+    assert arguments(on_cpu=False)["kv_cache_memory_bytes"] is None
+    assert arguments(VllmEngineConfig(kv_cache_memory_bytes=7))["kv_cache_memory_bytes"] == 7
+    assert (arguments()["load_format"], arguments(real=True)["load_format"]) == ("dummy", "auto")
+    assert arguments(VllmEngineConfig(tensor_parallel_size=2))["distributed_executor_backend"] == "mp"
+    assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_a_missing_vllm_is_named_without_an_import(monkeypatch):
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(support.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    with pytest.raises(ConfigError, match=r"not installed(.|\n)*>=0\.32,<0\.33"):
+        support.check_vllm()
+
+
+def test_what_an_installed_vllm_lacks_is_named(monkeypatch):
+    needed = {"json:JSONDecoder.decode": ("s", "weight_version"), "json:Pause": (), "vllm.no_such_module:x": ()}
+    monkeypatch.setattr(support, "NEEDED", needed)
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"lacks JSONDecoder.decode\(weight_version\), json.Pause, vllm.no_such_mod"):
+        support.check_vllm()
+
+
+def test_the_torchvision_of_another_torch_is_recognised(monkeypatch):
+    def broken(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(support.importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match="pip uninstall torchvision"):
+        support.check_vllm()
