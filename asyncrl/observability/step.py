@@ -108,6 +108,7 @@ class StepRecord:
             "weights/transfer_s": report.transfer_s if report else 0.0,
             "weights/bytes": report.nbytes if report else 0,
             "weights/attempts": report.attempts if report else 0,
+            "weights/replicas": report.replicas if report else 0,
         }
 
     def of_queue(self, counts: LedgerCounts) -> None:
