@@ -2,14 +2,16 @@
 
     python benchmarks/quickstart.py                       # all modes, 3 seeds: about 30 minutes on 2 cores
     python benchmarks/quickstart.py --modes sync --seeds 1 --steps 20
+    python benchmarks/quickstart.py --modes fully_async --engines torch vllm --out benchmarks/results/quickstart_vllm.md
 
-Runs `asyncrl-train recipes/quickstart.yaml` as a user does, one run at a time, and reads what it leaves behind.
-Writes benchmarks/results/quickstart.md.
+Runs `asyncrl-train recipes/quickstart.yaml` (or quickstart_vllm.yaml) as a user does, one run at a time, and reads what
+it leaves behind. Writes benchmarks/results/quickstart.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,11 +29,13 @@ from asyncrl.checkpoint.run_directory import git_commit, package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("sync", "one_step_off", "fully_async")
+RECIPES = {"torch": "recipes/quickstart.yaml", "vllm": "recipes/quickstart_vllm.yaml"}
 ROLES = ("coordinator", "queue", "rollouter", "replicas", "trainers")
 
 
 @dataclass
 class Outcome:
+    engine: str
     mode: str
     seed: int
     initial: float
@@ -66,7 +70,7 @@ class RayCpu:
             try:
                 for process in psutil.Process(self._pid).children(recursive=True):
                     words = " ".join(process.cmdline()[:3])
-                    if not words.startswith("ray::") and "asyncrl" not in words:
+                    if not words.startswith("ray::") and "asyncrl" not in words and "VLLM" not in words:
                         times = process.cpu_times()
                         self._seconds[process.pid] = times.user + times.system
             except psutil.Error:
@@ -78,13 +82,13 @@ class RayCpu:
         return sum(self._seconds.values())
 
 
-def run(mode: str, seed: int, steps: int | None, overrides: list[str], directory: Path) -> Outcome:
+def run(engine: str, mode: str, seed: int, steps: int | None, overrides: list[str], directory: Path) -> Outcome:
     words = [f"mode={mode}", f"run.seed={seed}", f"run.dir={directory}", *overrides]
     if steps is not None:
         words.append(f"run.max_steps={steps}")
     started, wall = time.monotonic(), time.time()
     with (directory.parent / f"{directory.name}.out").open("w") as output:
-        command = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml", *words]
+        command = [sys.executable, "-m", "asyncrl.cli", RECIPES[engine], *words]
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         ray = RayCpu(process.pid)
         code = process.wait(timeout=3600)
@@ -108,6 +112,7 @@ def run(mode: str, seed: int, steps: int | None, overrides: list[str], directory
         return sum(r[key] for r in settled) / len(settled)
 
     return Outcome(
+        engine=engine,
         mode=mode,
         seed=seed,
         initial=first.get("eval/initial_accuracy", float("nan")),
@@ -142,14 +147,16 @@ def report(outcomes: list[Outcome]) -> str:
         "includes checking the recipe, Ray and loading the model. Training: from there to the end, evaluations and",
         "checkpoints included. Speeds leave the first quarter of the steps and the evaluations out.",
         "",
-        "| mode | seed | accuracy before | after | steps to 0.9 | start s | training s | samples/s | response tokens/s "
-        "| lag mean / max | samples thrown away | publish ms (median) | trainer idle | rollout idle |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| engine | mode | seed | accuracy before | after | steps to 0.9 | start s | training s | samples/s "
+        "| response tokens/s | lag mean / max | samples thrown away | publish ms (median) "
+        "| trainer idle | rollout idle |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for o in outcomes:
         lines.append(
-            f"| {o.mode} | {o.seed} | {o.initial:.3f} | {o.final:.3f} | {o.steps_to_90 or '-'} | {o.start_s:.0f} | "
-            f"{o.training_s:.0f} | {o.samples_per_s:.0f} | {o.tokens_per_s:.0f} | {o.lag_mean:.2f} / {o.lag_max:.0f} | "
+            f"| {o.engine} | {o.mode} | {o.seed} | {o.initial:.3f} | {o.final:.3f} | {o.steps_to_90 or '-'} | "
+            f"{o.start_s:.0f} | {o.training_s:.0f} | {o.samples_per_s:.0f} | {o.tokens_per_s:.0f} | "
+            f"{o.lag_mean:.2f} / {o.lag_max:.0f} | "
             f"{o.thrown_away} | {o.publish_ms:.0f} | {o.idle_trainer:.0%} | {o.idle_rollout:.0%} |"
         )
     lines += [
@@ -159,14 +166,15 @@ def report(outcomes: list[Outcome]) -> str:
         "Of the whole run, imports and start-up included. The share is that of coordinator, queue and rollouter in the",
         "CPU time of all processes of the run; the last column counts Ray's daemons among the processes, too.",
         "",
-        "| mode | seed | coordinator | queue | rollouter | replicas | trainers | share | Ray's daemons | of all |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| engine | mode | seed | coordinator | queue | rollouter | replicas | trainers | share "
+        "| Ray's daemons | of all |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for o in outcomes:
         control, whole = sum(o.cpu[r] for r in ROLES[:3]), sum(o.cpu.values())
         cells = " | ".join(f"{o.cpu[r]:.1f}" for r in ROLES)
         lines.append(
-            f"| {o.mode} | {o.seed} | {cells} | {control / whole:.1%} | {o.ray_cpu_s:.1f} | "
+            f"| {o.engine} | {o.mode} | {o.seed} | {cells} | {control / whole:.1%} | {o.ray_cpu_s:.1f} | "
             f"{control / (whole + o.ray_cpu_s):.1%} |"
         )
     return "\n".join(lines) + "\n"
@@ -175,6 +183,7 @@ def report(outcomes: list[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--engines", nargs="+", default=("torch",), choices=tuple(RECIPES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--override", action="append", default=[], help="key=value for every run")
@@ -186,9 +195,10 @@ def main() -> None:
         directory = arguments.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         for seed in range(arguments.seeds):
-            for mode in arguments.modes:
-                outcomes.append(run(mode, seed, arguments.steps, arguments.override, directory / f"{mode}-{seed}"))
-                text = report(sorted(outcomes, key=lambda o: (MODES.index(o.mode), o.seed)))
+            for engine, mode in itertools.product(arguments.engines, arguments.modes):
+                place = directory / f"{engine}-{mode}-{seed}"
+                outcomes.append(run(engine, mode, seed, arguments.steps, arguments.override, place))
+                text = report(sorted(outcomes, key=lambda o: (o.engine, MODES.index(o.mode), o.seed)))
                 arguments.out.write_text(text)
                 print(outcomes[-1], flush=True)
     print(text)

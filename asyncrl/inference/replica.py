@@ -11,6 +11,7 @@ replica is as good as gone: its clients get what had been sampled, then `Process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, WeightTransferError
 from asyncrl.inference.engine import EngineHealth, InferenceEngine
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process."""
+    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
+    those below it."""
 
     replica_id: int
     pid: int
@@ -168,8 +171,7 @@ class Replica:
         self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
-        cpu = os.times()
-        return ReplicaStats(self._id, os.getpid(), health, paused_s, cpu.user + cpu.system)
+        return ReplicaStats(self._id, os.getpid(), health, paused_s, _cpu_s())
 
     async def stop(self) -> None:
         self._stopping = True
@@ -237,6 +239,16 @@ class Replica:
             self._paused_s += time.monotonic() - self._closed_at
             self._closed_at = None
         self._gate.set()
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of the engine's own processes."""
+    this, total = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _final(request: GenerationRequest, version: int | None, error: str | None = None) -> TokenChunk:
