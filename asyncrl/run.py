@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
 """Longest that one part may take to stop before its process is killed."""
+ENGINE_STOP_TIMEOUT_S = {"torch": STOP_TIMEOUT_S, "vllm": 8.0}
+"""The same for a replica: vLLM's processes get 5 s to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,7 @@ class _Actors:
 
     async def stop(self) -> None:
         """Asks every part to stop and kills what does not in time."""
-        stops = [self.replicas.stop(STOP_TIMEOUT_S)]
+        stops = [self.replicas.stop(ENGINE_STOP_TIMEOUT_S[self._recipe.rollout.engine])]
         if self._trainers is not None:
             stops.append(self._trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.

@@ -106,6 +106,30 @@ class Recipe:
             found="data.eval names no held-out set",
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """What vLLM's own weight transfer needs of the other parts."""
+        if self.weights.transport != "vllm_nccl":
+            return
+        require(
+            self.rollout.engine == "vllm",
+            asked=f"weights.transport=vllm_nccl with rollout.engine={self.rollout.engine}",
+            found="only vLLM's workers receive from vLLM's own backend",
+            do="set rollout.engine=vllm, or weights.transport to ipc or collective",
+        )
+        require(
+            self.weights.verify == "off",
+            asked=f"weights.transport=vllm_nccl with weights.verify={self.weights.verify}",
+            found="vLLM's own backend has no digests: what arrives cannot be verified",
+            do="set weights.verify=off, or weights.transport to ipc or collective",
+        )
+        require(
+            self.trainer.device == "auto" or self.trainer.device.startswith("cuda"),
+            asked=f"weights.transport=vllm_nccl with trainer.device={self.trainer.device}",
+            found="NCCL moves the memory of GPUs only",
+            do="set trainer.device=cuda, or weights.transport to ipc or collective",
+        )
 
     @property
     def max_lag(self) -> int:

@@ -8,9 +8,10 @@ from asyncrl.config.checks import require_at_least, require_positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
-    transport: Literal["ipc", "collective", "disk"] = "ipc"
+    transport: Literal["ipc", "collective", "disk", "vllm_nccl"] = "ipc"
     """ipc: same node, shared memory or GPU memory. collective: torch.distributed broadcast (nccl on GPU, gloo on CPU).
-    disk: safetensors files that all machines see."""
+    disk: safetensors files that all machines see. vllm_nccl: vLLM's own NCCL backend, from GPU to GPU; needs
+    rollout.engine=vllm, and verify=off since that backend has no digests."""
     disk_directory: str = ""
     """With transport=disk: where publishes are written, under the same path on every machine. Empty: the system's
     directory for temporary files, which serves one machine."""

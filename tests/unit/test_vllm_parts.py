@@ -13,11 +13,12 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.inference.requests import misfit
 from asyncrl.inference.vllm import support
 from asyncrl.inference.vllm.admission import Admission
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.launch import engine_arguments
-from asyncrl.inference.vllm.requests import misfit, stream_seed
+from asyncrl.inference.vllm.requests import stream_seed
 from asyncrl.inference.vllm.streams import Stream, spans_of
 from asyncrl.inference.vllm.transfer import agree
 from asyncrl.testing.engine_client import make_request
@@ -120,10 +121,10 @@ def test_seeds_of_requests_and_of_their_resumptions_are_all_different():
     ],
 )
 def test_requests_that_do_not_fit_are_told_why(request_, names):
-    found = misfit(request_, max_model_len=100, vocab_size=50)
+    found = misfit(request_, engine="vllm", max_model_len=100, vocab_size=50)
     assert found is not None
     assert any(names in part for part in found)
-    assert misfit(make_request(max_tokens=96, stop=(10**6,)), max_model_len=100, vocab_size=50) is None
+    assert misfit(make_request(max_tokens=96, stop=(10**6,)), engine="vllm", max_model_len=100, vocab_size=50) is None
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import numpy as np
 import torch
 
 from asyncrl.config.model import ModelConfig
@@ -161,11 +160,13 @@ class TorchEngine:
     def _check(self, request: GenerationRequest) -> None:
         """Raises GenerationError for a request that would not fit, or would end the thread for all others."""
         assert self._runner is not None
-        misfit = _misfit(request, self._settings.max_model_len, self._runner.vocab_size)
+        found = misfit(
+            request, engine="torch", max_model_len=self._settings.max_model_len, vocab_size=self._runner.vocab_size
+        )
         if request.request_id in self._streams:
-            misfit = ("a request of that id is in flight", "use a new id per attempt")
-        if misfit is not None:
-            raise GenerationError(explain(f"generate {request.request_id!r}", *misfit))
+            found = ("a request of that id is in flight", "use a new id per attempt")
+        if found is not None:
+            raise GenerationError(explain(f"generate {request.request_id!r}", *found))
 
     async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
         """Sends a command and waits until the thread has answered or died."""
@@ -261,26 +262,3 @@ class TorchEngine:
         for answer in (self._started, *self._answers.values()):
             if answer is not None and not answer.done():
                 answer.set_exception(failure())
-
-
-def _misfit(request: GenerationRequest, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
-    """What is wrong with a request and what to do about it; None when it can be served."""
-    prompt, sampling = request.prompt_ids, request.sampling
-    if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
-        found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
-        return found, "send a one-dimensional array of at least one token id"
-    if sampling.max_tokens < 1:
-        return f"max_tokens={sampling.max_tokens}", "ask for at least one token"
-    if len(prompt) + sampling.max_tokens > max_model_len:
-        found = f"max_model_len={max_model_len}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
-        return found, "shorten the prompt or the response, or raise rollout.torch.max_model_len"
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
-        return found, "tokenize with the model's own tokenizer"
-    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
-        return f"min_tokens={sampling.min_tokens}, max_tokens={sampling.max_tokens}", "0 <= min_tokens <= max_tokens"
-    if sampling.min_tokens and len(sampling.stop_token_ids) >= vocab_size <= len(set(sampling.stop_token_ids)):
-        return "min_tokens with every token of the vocabulary a stop token", "leave a token that can be sampled"
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        return str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-    return None

@@ -12,9 +12,10 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import EngineHealth
+from asyncrl.inference.requests import misfit
 from asyncrl.inference.vllm.admission import Admission
 from asyncrl.inference.vllm.launch import Launcher, death_of
-from asyncrl.inference.vllm.requests import misfit, sampling_params
+from asyncrl.inference.vllm.requests import sampling_params
 from asyncrl.inference.vllm.streams import Stream, empty_chunk
 from asyncrl.inference.vllm.transfer import Transfer
 from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
@@ -368,7 +369,12 @@ class VllmEngine:
             raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
     def _check(self, request: GenerationRequest) -> None:
-        found = misfit(request, self._settings.max_model_len, self._llm.model_config.get_vocab_size())
+        found = misfit(
+            request,
+            engine="vllm",
+            max_model_len=self._settings.max_model_len,
+            vocab_size=self._llm.model_config.get_vocab_size(),
+        )
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")
         if found is not None:

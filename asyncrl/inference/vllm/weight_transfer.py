@@ -22,11 +22,13 @@ from asyncrl.inference.vllm.expected import ExpectedTensors
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.guard import die_with
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
+from asyncrl.inference.vllm.native import NativeReceiver, make_nccl_engine
 from asyncrl.inference.vllm.reload import Reload
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import Digest, DigestKind, TransferSource, WeightReceiver
 from asyncrl.weights.transports import build_receiver
+from asyncrl.weights.transports.vllm_native import VLLM_NCCL
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reload = Reload(model, self.model_config)
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
-        self._receiver: WeightReceiver | None = None
+        self._receiver: WeightReceiver | NativeReceiver | None = None
         self._failure: Exception | None = None
         self._digest: Digest | None = None
 
@@ -122,7 +124,8 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
         """The receiver fills the feed in its thread; this thread, vLLM's own, loads from it."""
-        feed = Feed(len(manifest.tensors), timeout_s + 1.0)  # the receiver keeps the deadline and says more about it
+        # The receiver keeps the deadline and says more about it.
+        feed = StreamFeed(len(manifest.tensors), timeout_s + 1.0, self.device)
         received = self._executor.submit(self._fill, feed, manifest, timeout_s)
         try:
             self._reload.load(feed)
@@ -136,18 +139,45 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _fill(self, feed: Feed, manifest: Manifest, timeout_s: float) -> Digest | None:
         """In the receiver's thread."""
         try:
-            assert self._source is not None, "update before init"
             if self._receiver is None:
-                self._receiver = build_receiver(self._source, device=self.device)
+                self._receiver = self._join()
+            if isinstance(self._receiver, NativeReceiver):
+                self._receiver.receive(manifest, feed, timeout_s)
+                return None
             return self._receiver.receive(manifest, CheckedSink(self._reload.expected, feed), timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
 
+    def _join(self) -> WeightReceiver | NativeReceiver:
+        assert self._source is not None, "update before init"
+        if self._source.transport != VLLM_NCCL:
+            return build_receiver(self._source, device=self.device)
+        parallel = self.parallel_config
+        worker_rank = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM's engine counts
+        make = make_nccl_engine(self.config, self.vllm_config, self.device)
+        return NativeReceiver(self._source, self.device, self._reload.expected, worker_rank, make)
+
     def _close_receiver(self) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
+
+
+class StreamFeed(Feed):
+    """A `Feed` between CUDA streams, too: vLLM's thread works on a stream of its own, the receiver's on another."""
+
+    def __init__(self, num_tensors: int, timeout_s: float, device: torch.device) -> None:
+        """Called by the loader."""
+        super().__init__(num_tensors, timeout_s)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def offer(self, name: str, tensor: torch.Tensor) -> None:
+        """As `Feed.offer`, once the bytes are there."""
+        if self._stream is not None and tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+            tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
+        super().offer(name, tensor)
 
 
 class CheckedSink:

@@ -10,12 +10,14 @@ from asyncrl.weights.transports.collective import CollectiveReceiver, Collective
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.guard import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
+from asyncrl.weights.transports.vllm_native import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
     "ipc": (IpcSender, IpcReceiver),
     "collective": (CollectiveSender, CollectiveReceiver),
     "disk": (DiskSender, DiskReceiver),
 }
+"""Those that serve every engine. `vllm_nccl` has a sender here; its receiver is part of vLLM's workers."""
 
 
 def build_sender(
@@ -30,8 +32,9 @@ def build_sender(
     """The sender of `weights.transport`, not yet open.
 
     Args:
-        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`.
-        host: an address of this machine that the replicas reach; for `collective` and `disk` across machines.
+        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`. A GPU for
+            `vllm_nccl`.
+        host: an address of this machine that the replicas reach; for all but `ipc`, across machines.
         directory: `weights.disk_directory`, for `disk`.
 
     Raises:
@@ -43,6 +46,8 @@ def build_sender(
         sender = CollectiveSender(bucket_bytes, num_receivers, device=device, host=host)
     elif transport == "disk":
         sender = DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
+    elif transport == VLLM_NCCL:
+        sender = VllmNcclSender(bucket_bytes, num_receivers, device=device, host=host)
     else:
         sender = IpcSender(bucket_bytes, num_receivers, device=device)
     return GuardedSender(sender)
@@ -50,8 +55,11 @@ def build_sender(
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
     """The receiver that joins `source`. `device`: where the sink's tensors live; for `collective` of the sender's kind.
-    Raises ConfigError: unknown transport."""
+    Raises ConfigError: unknown transport, or one that only vLLM's workers receive."""
     _require_known(source.transport)
+    if source.transport == VLLM_NCCL:
+        do = "set rollout.engine=vllm, or weights.transport to ipc, collective or disk"
+        raise ConfigError(explain(f"weights.transport={VLLM_NCCL}", "an engine other than vLLM as receiver", do))
     if source.transport == "collective":
         return CollectiveReceiver(source, device=device)
     if source.transport == "disk":
@@ -60,7 +68,8 @@ def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu"
 
 
 def _require_known(transport: str) -> None:
-    if transport not in TRANSPORTS:
+    known = (*TRANSPORTS, VLLM_NCCL)
+    if transport not in known:
         raise ConfigError(
-            explain(f"weights.transport={transport}", "no such transport", f"use one of {', '.join(TRANSPORTS)}")
+            explain(f"weights.transport={transport}", "no such transport", f"use one of {', '.join(known)}")
         )

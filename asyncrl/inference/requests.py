@@ -1,0 +1,36 @@
+"""What every engine asks of a `GenerationRequest` before it takes it. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.types import GenerationRequest
+
+
+def misfit(request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
+    """What is wrong with a request and what to do about it; None when it can be served. `engine`: its name in a
+    recipe."""
+    prompt, sampling = request.prompt_ids, request.sampling
+    if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
+        found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
+        return found, "send a one-dimensional array of at least one token id"
+    if sampling.max_tokens < 1:
+        return f"max_tokens={sampling.max_tokens}", "ask for at least one token"
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        found = f"max_model_len={max_model_len}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
+        return found, f"shorten the prompt or the response, or raise rollout.{engine}.max_model_len"
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
+        return found, "tokenize with the model's own tokenizer"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return f"min_tokens={sampling.min_tokens}, max_tokens={sampling.max_tokens}", "0 <= min_tokens <= max_tokens"
+    if sampling.min_tokens and len(samplable_stops(request, vocab_size)) >= vocab_size:
+        return "min_tokens with every token of the vocabulary a stop token", "leave a token that can be sampled"
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        return str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+    return None
+
+
+def samplable_stops(request: GenerationRequest, vocab_size: int) -> list[int]:
+    """The distinct stop tokens that lie in the vocabulary; the others can never be sampled."""
+    return [i for i in dict.fromkeys(request.sampling.stop_token_ids) if 0 <= i < vocab_size]

@@ -1,0 +1,180 @@
+"""The worker's side of `weights.transport: vllm_nccl`: vLLM's own NCCL engine receives, our reload loads.
+
+vLLM's engine would load each broadcast at once, in the thread that NCCL blocks. Here that thread is one that can be
+left at a deadline: the engine is given a model whose `load_weights` hands the tensors to the thread that really loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.inference.vllm.feed import Feed
+from asyncrl.types import Manifest
+from asyncrl.weights.transport import TransferSource
+from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
+from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel
+from asyncrl.weights.transports.vllm_native import (
+    FITS,
+    LOADED,
+    NUM_BUFFERS,
+    VLLM_NCCL,
+    require_nccl,
+    require_unverified,
+)
+
+if TYPE_CHECKING:
+    from asyncrl.inference.vllm.expected import ExpectedTensors
+
+MakeEngine = Callable[["FedModel"], Any]
+"""vLLM's NCCLWeightTransferEngine around a model."""
+
+
+def init_info(source: TransferSource, port: int, worker_rank: int) -> dict[str, Any]:
+    """The fields of vLLM's NCCLWeightTransferInitInfo.
+
+    Args:
+        source: with the number of this worker as receiver.
+        worker_rank: this worker's rank within its replica, which vLLM adds to the offset.
+    """
+    return {
+        "master_address": source.segment,
+        "master_port": port,
+        "rank_offset": source.receiver + 1 - worker_rank,
+        "world_size": source.num_receivers + 1,
+        "packed": True,
+        "packed_buffer_size_bytes": source.bucket_bytes,
+        "packed_num_buffers": NUM_BUFFERS,
+    }
+
+
+def update_info(manifest: Manifest) -> dict[str, Any]:
+    """The fields of vLLM's NCCLWeightTransferUpdateInfo."""
+    return {
+        "names": [spec.name for spec in manifest.tensors],
+        "dtype_names": [spec.dtype for spec in manifest.tensors],
+        "shapes": [list(spec.shape) for spec in manifest.tensors],
+    }
+
+
+class FedModel:
+    """What vLLM's engine takes for the model: `load_weights` passes tensors on to a feed."""
+
+    def __init__(self) -> None:
+        self.feed: Feed | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Called when the broadcast of these tensors is queued on the current stream. Raises what the feed raises."""
+        assert self.feed is not None, "an update is under way"
+        for name, tensor in weights:
+            self.feed.offer(name, tensor)
+
+
+class NativeReceiver:
+    """Rank `source.receiver + 1` of the group. All calls from one thread."""
+
+    def __init__(
+        self,
+        source: TransferSource,
+        device: torch.device,
+        expected: ExpectedTensors,
+        worker_rank: int,
+        make: MakeEngine,
+    ) -> None:
+        self._source = source
+        self._device = device
+        self._expected = expected
+        self._worker_rank = worker_rank
+        self._make = make
+        self._model = FedModel()
+        self._engine: Any = None
+        self._port = 0
+        self._channel: ReceiverChannel | None = None
+        self._calls: BlockingCalls | None = None
+
+    def receive(self, manifest: Manifest, feed: Feed, timeout_s: float) -> None:
+        """Offers every tensor of the manifest to `feed`; returns when all are loaded and the sender has said so.
+
+        Raises:
+            WeightTransferError: no GPU, no NCCL, or the model has no such tensors: nothing was received then.
+            DeadlineExceeded: sender or NCCL are late.
+        """
+        if self._channel is None:
+            self._channel = ReceiverChannel(self._source.address, self._source.receiver)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        try:
+            channel.join(manifest, self._port)
+            require_gpu(self._device)
+            require_unverified(manifest)
+            port = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+            for spec in manifest.tensors:
+                self._expected.check(spec)
+            channel.ack(FITS)
+            self._update(channel, manifest, feed, port, deadline)
+            channel.ack(LOADED)
+            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
+        except BaseException as error:
+            channel.fail(error)
+            feed.fail(error)  # before the group goes: a broadcast that is cut short must not be loaded
+            self._drop_group()
+            raise
+
+    def close(self) -> None:
+        """Idempotent; a later `receive` joins again."""
+        self._drop_group()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _update(self, channel: ReceiverChannel, manifest: Manifest, feed: Feed, port: int, deadline: Deadline) -> None:
+        if self._engine is None or port != self._port:
+            self._join(channel, port, deadline)
+        engine, self._model.feed = self._engine, feed
+        assert engine is not None, "this worker has joined"
+        assert self._calls is not None, "an engine has its thread"
+        info = engine.parse_update_info(update_info(manifest))
+        what = f"receive publish {manifest.publish_id}"
+        receiving = self._calls.submit(lambda: engine.receive_weights(info))
+        wait_for(receiving, deadline, what, lambda: channel.check(what))
+
+    def _join(self, channel: ReceiverChannel, port: int, deadline: Deadline) -> None:
+        """Forms the group that meets at `port`, in place of an earlier one."""
+        self._drop_group()
+        self._model = FedModel()
+        self._engine, self._port, self._calls = self._make(self._model), port, BlockingCalls("vllm-nccl-receiver")
+        engine, device = self._engine, self._device
+        info = engine.parse_init_info(init_info(self._source, port, self._worker_rank))
+        what = f"join vLLM's NCCL group at {self._source.segment}:{port}"
+
+        def join() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
+            engine.init_transfer_engine(info)
+            require_nccl(engine.model_update_group)
+
+        wait_for(self._calls.submit(join), deadline, what, lambda: channel.check(what))
+
+    def _drop_group(self) -> None:
+        engine, self._engine, self._port = self._engine, None, 0
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.close()
+        if engine is not None:
+            engine.shutdown()
+
+
+def make_nccl_engine(config: Any, vllm_config: Any, device: torch.device) -> MakeEngine:
+    """Makes vLLM's own engine, as its factory would."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    return lambda model: NCCLWeightTransferEngine(config, vllm_config, device, model)  # pyright: ignore[reportArgumentType]
+
+
+def require_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        asked = f"weights.transport={VLLM_NCCL} into a vLLM worker on {device}"
+        do = "serve on CUDA, or set weights.transport to ipc or collective"
+        raise WeightTransferError(explain(asked, "NCCL needs a CUDA device", do))

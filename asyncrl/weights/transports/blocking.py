@@ -1,0 +1,113 @@
+"""Calls that nothing can interrupt (NCCL's), under a deadline all the same: they run in a thread that can be left."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any, TypeVar
+
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.weights.transports.channel import Deadline
+
+T = TypeVar("T")
+
+_POLL_S = 0.02
+"""How often a waiter looks at what else may have happened."""
+
+
+class BlockingCalls:
+    """One daemon thread that makes the calls it is given, one after the other.
+
+    Once closed, the thread ends with the call that it is in, if that ever returns; nobody waits for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._main, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> futures.Future[T]:
+        future: futures.Future[T] = futures.Future()
+        self._calls.put((call, future))
+        return future
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _main(self) -> None:
+        while (item := self._calls.get()) is not None:  # ended by `close`
+            call, future = item
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the call gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del item, call, future  # no reference to a finished transfer's tensors while idle
+
+
+def wait_for(future: futures.Future[T], deadline: Deadline, what: str, watch: Callable[[], None]) -> T:
+    """The result of a call, while `watch` is called every few milliseconds and may raise.
+
+    Raises:
+        DeadlineExceeded: the call has not returned in time; the message says `what` was waited for.
+        WeightTransferError: it raised something that is no error of asyncrl.
+    """
+    while not futures.wait((future,), min(_POLL_S, deadline.remaining_s())).done:
+        watch()
+        if not deadline.remaining_s():
+            asked = f"{what} within {deadline.timeout_s:.1f} s"
+            do = "look at the logs of the trainer and the replicas; NCCL_DEBUG=INFO says what NCCL does"
+            raise DeadlineExceeded(explain(asked, "the call has not returned", do))
+    try:
+        return future.result()
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        do = "look at the logs of the trainer and the replicas; the group is formed anew at the next publish"
+        raise WeightTransferError(explain(what, f"{type(error).__name__}: {error}", do)) from error
+
+
+class HandOver:
+    """Items from the thread that produces them, one at a time, to one of `BlockingCalls` that consumes them."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._items: list[Any] = []
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def offer(self, item: Any, timeout_s: float = _POLL_S) -> bool:
+        """Whether the item was taken over: there is room for one. Try again if not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._items, timeout_s):
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """No more items come; with an error the consumer gets that one, also in place of what it has not taken."""
+        with self._changed:
+            self._ended, self._error = True, self._error or error
+            self._changed.notify_all()
+
+    def __iter__(self) -> HandOver:
+        return self
+
+    def __next__(self) -> Any:
+        """Raises the producer's error, DeadlineExceeded."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._items or self._ended, self._deadline.remaining_s()):
+                asked = f"the next tensor of a publish within {self._deadline.timeout_s:.1f} s"
+                do = "look what the trainer's weights wait for"
+                raise DeadlineExceeded(explain(asked, "the trainer has not produced it", do))
+            if self._error is not None:
+                raise self._error
+            if not self._items:
+                raise StopIteration
+            item = self._items.pop()
+            self._changed.notify_all()
+            return item
