@@ -5,10 +5,7 @@ packing and the control channel are the real ones.
 """
 
 import importlib.util
-import re
 import socket
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +15,7 @@ import pytest
 import torch
 
 from asyncrl.config.load import load_recipe
-from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
+from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.native import NativeReceiver, init_info, update_info
 from asyncrl.types import TensorSpec
@@ -26,7 +23,6 @@ from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_receiver, build_sender
-from asyncrl.weights.transports.guard import GuardedSender
 from asyncrl.weights.transports.vllm_native import VllmNcclSender, checked_walk, require_nccl, reserve_port
 
 pytestmark = pytest.mark.unit
@@ -44,7 +40,9 @@ def weights(seed=0):
 
 
 def manifest_of(tensors, publish_id=1, **settings):
-    return make_manifest(publish_id, 1, [spec_of(n, t) for n, t in tensors], BUCKET_BYTES, **{"verify": False} | settings)
+    return make_manifest(
+        publish_id, 1, [spec_of(n, t) for n, t in tensors], BUCKET_BYTES, **{"verify": False} | settings
+    )
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------

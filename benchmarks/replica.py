@@ -1,0 +1,477 @@
+"""What a vLLM replica costs beside bare vLLM, what a routing decision costs, and what routing saves.
+
+    OMP_NUM_THREADS=1 python benchmarks/replica.py [--quick] [--write]
+
+Overhead: tokens per second through a replica (a Ray actor) and the generation client, against vLLM's AsyncLLM in a
+process of its own whose outputs are counted and dropped. Both start with the same engine arguments, get the same
+prompts and sampling parameters at once, stream deltas with log-probabilities, and take turns in one run.
+
+Router: one decision among 1,000 replicas; the time to hash a prompt apart. Prefix cache: conversations whose prompts
+grow by their answers, on two replicas, routed in four ways.
+
+`--write` keeps the tables in benchmarks/results/replica.md; `--quick` leaves the larger model out and repeats less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import psutil
+import ray
+
+from asyncrl.checkpoint.run_directory import git_commit, package_versions
+from asyncrl.config.load import engine_environment, environment_defaults
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
+from asyncrl.inference.channel import ReplicaControl, spawn_replica
+from asyncrl.inference.vllm.launch import Launcher
+from asyncrl.inference.vllm.requests import sampling_params
+from asyncrl.rollout.channels import ReplicaActorChannel
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.router import Router, prefix_blocks
+from asyncrl.testing.random_model import write_random_qwen3
+from asyncrl.types import GenerationRequest, SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "replica.md"
+START_S, RUN_S = 240.0, 180.0
+NICENESS = 15
+"""Of Ray's workers; the other processes take the same, so that none of them goes first."""
+SETTINGS = VllmEngineConfig(
+    max_model_len=4096, max_num_seqs=256, enforce_eager=True, kv_cache_memory_bytes=1 << 29, enable_prefix_caching=True
+)
+PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and the load it gets: `tokens` sampled per request by the number of requests at once."""
+
+    name: str
+    shape: dict[str, int]
+    tokens: dict[int, int]
+    vocab_size: int
+
+
+SIZES = (
+    Size("0.8M", {"max_position_embeddings": 4096}, {64: 128, 256: 64}, 128),
+    Size(
+        "54M",
+        {
+            "max_position_embeddings": 4096, "vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 12,
+            "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 1536,
+        },
+        {64: 48, 256: 16},
+        32000,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """`seed` differs from run to run, so that no prompt is in a cache."""
+
+    requests: int
+    tokens: int
+    vocab_size: int
+    seed: int
+
+    def prompts(self) -> np.ndarray:
+        """[requests, PROMPT_TOKENS] int32."""
+        shape = (self.requests, PROMPT_TOKENS)
+        return np.random.default_rng(self.seed).integers(0, self.vocab_size, shape).astype(np.int32)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.tokens)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`wall_s` from the first request to the last token; CPU seconds of vLLM's EngineCore, of the process that holds
+    AsyncLLM, and of the client in this process."""
+
+    wall_s: float
+    core_s: float
+    front_s: float
+    client_s: float = 0.0
+
+
+def cpu_of(pid: int) -> tuple[float, float]:
+    """CPU seconds of the processes below `pid`, and of `pid` itself."""
+    process = psutil.Process(pid)
+
+    def seconds(p: psutil.Process) -> float:
+        times = p.cpu_times()
+        return times.user + times.system
+
+    return sum(seconds(child) for child in process.children(recursive=True)), seconds(process)
+
+
+def model_config(path: Path) -> ModelConfig:
+    return ModelConfig(path=str(path), inference_dtype="float32")
+
+
+# -- bare vLLM ---------------------------------------------------------------------------------------------------------
+
+
+def bare_process(pipe: Connection, path: Path) -> None:
+    """Answers every Load with a Run until it gets None."""
+    os.nice(NICENESS)
+    launcher = Launcher(model_config(path), SETTINGS, load_real_weights=True, seed=0)
+    launcher.start()
+    llm = launcher.started.result(START_S)
+    pipe.send(llm.vllm_config.cache_config.block_size)
+
+    async def serve() -> None:
+        for number in itertools.count():
+            load = await asyncio.to_thread(pipe.recv)
+            if load is None:
+                return
+            pipe.send(await bare_run(llm, load, f"bare-{number}"))
+
+    asyncio.run(serve())
+    launcher.stop(30.0)
+
+
+async def bare_run(llm, load: Load, tag: str) -> Run:
+    from vllm.inputs import tokens_input
+
+    async def one(number: int, prompt: np.ndarray) -> int:
+        params = sampling_params(GenerationRequest(f"{tag}-{number}", prompt, load.sampling, number), load.vocab_size)
+        count = 0
+        async for output in llm.generate(tokens_input(prompt.tolist()), params, f"{tag}-{number}"):
+            count += len(output.outputs[0].token_ids)
+        return count
+
+    prompts = load.prompts()
+    core, front = cpu_of(os.getpid())
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    wall_s = time.perf_counter() - started
+    assert sum(counts) == load.requests * load.tokens
+    core_end, front_end = cpu_of(os.getpid())
+    return Run(wall_s, core_end - core, front_end - front)
+
+
+class Bare:
+    """vLLM without a replica, in a process of its own."""
+
+    def __init__(self, path: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=bare_process, args=(theirs, path))
+        self._process.start()
+
+    async def answer(self, timeout_s: float):
+        if not await asyncio.to_thread(self._pipe.poll, timeout_s):
+            raise SystemExit(f"bare vLLM did not answer within {timeout_s} s")
+        return self._pipe.recv()
+
+    async def run(self, load: Load) -> Run:
+        self._pipe.send(load)
+        return await self.answer(RUN_S)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(40.0)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def spawn(path: Path, replica_id: int) -> ReplicaControl:
+    rollout = RolloutConfig(engine="vllm", vllm=SETTINGS)
+    environment = engine_environment("vllm")
+    return spawn_replica(
+        rollout, model_config(path), replica_id, num_gpus=0, environment=environment, load_real_weights=True
+    )
+
+
+def client_of(name: str, replicas: Mapping[int, ReplicaControl]) -> GenerationClient:
+    channels = {i: ReplicaActorChannel(i, control.handle, name) for i, control in replicas.items()}
+    return GenerationClient(
+        name, channels, request_timeout_s=RUN_S, poll_interval_s=RolloutConfig(engine="vllm").poll_interval_s
+    )
+
+
+async def replica_run(client: GenerationClient, pid: int, load: Load) -> Run:
+    prompts = load.prompts()
+    core, front = cpu_of(pid)
+    client_s, started = time.process_time(), time.perf_counter()
+    answers = await asyncio.gather(
+        *(client.generate(prompt, load.sampling, seed=number) for number, prompt in enumerate(prompts))
+    )
+    wall_s, client_s = time.perf_counter() - started, time.process_time() - client_s
+    assert sum(len(answer.token_ids) for answer in answers) == load.requests * load.tokens
+    core_end, front_end = cpu_of(pid)
+    return Run(wall_s, core_end - core, front_end - front, client_s)
+
+
+async def overhead(size: Size, bare: Bare, control: ReplicaControl, pid: int, repeats: int) -> list[str]:
+    """Lines of the table for one model."""
+    client, lines, seeds = client_of(f"bench-{size.name}", {0: control}), [], itertools.count()
+    try:
+        for requests, tokens in size.tokens.items():
+            runs: dict[str, list[Run]] = {"bare": [], "replica": []}
+            for repeat in range(repeats + 1):
+                load = Load(requests, tokens if repeat else min(16, tokens), size.vocab_size, next(seeds))
+                pair = {"bare": lambda load=load: bare.run(load)}
+                pair["replica"] = lambda load=load: replica_run(client, pid, load)
+                for name in sorted(pair, reverse=repeat % 2 == 0):
+                    run = await pair[name]()
+                    if repeat:  # the first does not count: it warms up
+                        runs[name].append(run)
+            lines += overhead_lines(size.name, requests, tokens, runs)
+            print("\n".join(lines[-2:]), flush=True)
+    finally:
+        await client.close()
+    return lines
+
+
+def overhead_lines(model: str, requests: int, tokens: int, runs: dict[str, list[Run]]) -> list[str]:
+    sampled = requests * tokens
+    speeds = {name: [sampled / r.wall_s for r in of] for name, of in runs.items()}
+    median = {name: statistics.median(of) for name, of in speeds.items()}
+    pairs = [b / a for a, b in zip(speeds["bare"], speeds["replica"], strict=True)]
+    lines = []
+    for name in runs:
+        ratio = "" if name == "bare" else f"{median[name] / median['bare']:.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+        cpu = [
+            statistics.median(getattr(r, part) for r in runs[name]) / sampled * 1e6
+            for part in ("core_s", "front_s", "client_s")
+        ]
+        lines.append(
+            f"| {model} | {requests} x {tokens} | {name} | {median[name]:.0f} ({min(speeds[name]):.0f} to "
+            f"{max(speeds[name]):.0f}) | {ratio} | " + " | ".join(f"{us:.0f}" for us in (*cpu, sum(cpu))) + " |"
+        )
+    return lines
+
+
+OVERHEAD_HEAD = [
+    "| model | requests x tokens | engine | tokens/s (spread) | of bare (pairs) | EngineCore | AsyncLLM's process "
+    "| client | all |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+
+
+# -- the router --------------------------------------------------------------------------------------------------------
+
+
+def decision_us(arguments: list[tuple]) -> tuple[float, float]:
+    """Median and 99th percentile of a pick among 1,000 replicas with about 3,000 requests in flight."""
+    router, chance = Router(), random.Random(0)
+    for replica_id in range(1000):
+        router.add(replica_id)
+    in_flight, times = [], []
+    for words in arguments:
+        started = time.perf_counter_ns()
+        chosen = router.pick(*words)
+        times.append((time.perf_counter_ns() - started) / 1e3)
+        in_flight.append(chosen)
+        if len(in_flight) > 3000:
+            router.done(in_flight.pop(chance.randrange(len(in_flight))))
+    settled = times[len(times) // 5 :]
+    return statistics.median(settled), statistics.quantiles(settled, n=100)[98]
+
+
+def router_lines() -> list[str]:
+    rng, count = np.random.default_rng(0), 5000
+    lines = ["| decision | median, us | 99th percentile, us | hash of the prompt, us |", "|---|---|---|---|"]
+
+    def add(name: str, arguments: list[tuple], hash_us: str = "") -> None:
+        median, late = decision_us(arguments)
+        lines.append(f"| {name} | {median:.1f} | {late:.1f} | {hash_us} |")
+
+    add("least loaded", [()] * count)
+    add("session, 500 of them", [(f"session {i % 500}",) for i in range(count)])
+    for tokens in (2048, 8192):
+        prompts = rng.integers(0, 32000, (300, tokens)).astype(np.int32)
+        times, hashed = [], []
+        for prompt in prompts:
+            started = time.perf_counter()
+            hashed.append(prefix_blocks(prompt))
+            times.append((time.perf_counter() - started) * 1e6)
+        hash_us = f"{statistics.median(times):.0f}"
+        add(f"prefix of {tokens} tokens, known", [("", hashed[i % 300]) for i in range(count)], hash_us)
+        unknown = [("", [hash((i, j)) for j in range(len(hashed[0]))]) for i in range(2000)]
+        add(f"prefix of {tokens} tokens, unknown", unknown, hash_us)
+    return lines
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------------------
+
+USERS, TURNS, FIRST_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 8, 4, 384, 256, 48
+ROUTINGS = ("session id", "prefix", "least loaded", "random")
+
+
+@dataclass
+class Cached:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    possible_tokens: int = 0
+    moved: int = 0
+    wall_s: float = 0.0
+
+
+async def converse(
+    routing: str, seed: int, together: GenerationClient, alone: list[GenerationClient], block_tokens: int
+) -> Cached:
+    """All users at once, each turn as soon as the one before is answered."""
+    rng, chance, found = np.random.default_rng(seed), random.Random(seed), Cached()
+    texts = rng.integers(0, SIZES[0].vocab_size, (USERS, FIRST_TOKENS + NEW_TOKENS * TURNS)).astype(np.int32)
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS)
+
+    async def user(number: int) -> None:
+        prompt, text = np.zeros(0, np.int32), texts[number]
+        before, at, home = 0, 0, None
+        for turn in range(TURNS):
+            new = FIRST_TOKENS if turn == 0 else NEW_TOKENS
+            prompt, at = np.concatenate([prompt, text[at : at + new]]), at + new
+            client = chance.choice(alone) if routing == "random" else together
+            session = f"{seed}-{number}" if routing == "session id" else ""
+            prefix = prefix_blocks(prompt) if routing == "prefix" else ()
+            answer = await client.generate(prompt, sampling, session_id=session, prefix=prefix, seed=number)
+            found.prompt_tokens += len(prompt)
+            found.cached_tokens += answer.cached_tokens
+            found.possible_tokens += before // block_tokens * block_tokens
+            found.moved += home is not None and answer.segments[0].replica_id != home
+            home = answer.segments[0].replica_id
+            prompt = np.concatenate([prompt, answer.token_ids])
+            before = len(prompt) - 1  # nobody computed the KV of the last token
+
+    started = time.perf_counter()
+    await asyncio.gather(*(user(i) for i in range(USERS)))
+    found.wall_s = time.perf_counter() - started
+    return found
+
+
+async def cache_lines(replicas: Mapping[int, ReplicaControl], block_tokens: int, rounds: int) -> list[str]:
+    together = client_of("together", replicas)
+    alone = [client_of(f"alone-{i}", {i: control}) for i, control in replicas.items()]
+    lines = [
+        "| routing | cached of prompt tokens | possible | of the possible | turns on another replica | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    seeds = itertools.count(1000)
+    found: dict[str, list[Cached]] = {routing: [] for routing in ROUTINGS}
+    try:
+        for _ in range(rounds):
+            for routing in ROUTINGS:
+                found[routing].append(await converse(routing, next(seeds), together, alone, block_tokens))
+    finally:
+        for client in (together, *alone):
+            await client.close()
+    for routing, runs in found.items():
+        prompt, cached = sum(r.prompt_tokens for r in runs), sum(r.cached_tokens for r in runs)
+        possible, moved = sum(r.possible_tokens for r in runs), sum(r.moved for r in runs)
+        seconds = statistics.median(r.wall_s for r in runs)
+        lines.append(
+            f"| {routing} | {cached} / {prompt} = {cached / prompt:.1%} | {possible / prompt:.1%} "
+            f"| {cached / possible:.0%} | {moved} of {rounds * USERS * (TURNS - 1)} | {seconds:.2f} |"
+        )
+    return lines
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+async def measure_size(size: Size, path: Path, repeats: int, cache_rounds: int) -> tuple[list[str], list[str], int]:
+    """Lines on the overhead and, with `cache_rounds`, on the prefix cache; tokens of a block of the cache."""
+    bare = Bare(path)
+    replicas = {i: spawn(path, i) for i in range(2 if cache_rounds else 1)}
+    try:
+        started = await asyncio.gather(*(control.start(START_S) for control in replicas.values()))
+        block_tokens = await bare.answer(START_S)
+        lines = await overhead(size, bare, replicas[0], started[0].pid, repeats)
+        bare.close()
+        cache = await cache_lines(replicas, block_tokens, cache_rounds) if cache_rounds else []
+        return lines, cache, block_tokens
+    finally:
+        bare.close()
+        await asyncio.gather(*(control.stop(30.0) for control in replicas.values()), return_exceptions=True)
+        for control in replicas.values():
+            control.kill()
+
+
+async def measure(directory: Path, *, quick: bool) -> list[str]:
+    over, cache, block_tokens = [*OVERHEAD_HEAD], [], 0
+    for size in SIZES[: 1 if quick else None]:
+        path = write_random_qwen3(directory / size.name, **size.shape)
+        small = size is SIZES[0]
+        repeats = 3 if quick or not small else 5
+        lines, found, blocks = await measure_size(size, path, repeats, (1 if quick else 2) if small else 0)
+        over += lines
+        if small:
+            cache, block_tokens = found, blocks
+    return [
+        "## A replica beside bare vLLM\n",
+        f"Random Qwen3 in float32, {PROMPT_TOKENS} prompt tokens, all requests at once, medians of runs that take turns.",
+        "The right-hand columns are CPU microseconds per sampled token.\n",
+        *over,
+        "\n## One decision among 1,000 replicas\n",
+        *router_lines(),
+        "\n## Prefix cache, two replicas\n",
+        f"{USERS} users at once, {TURNS} turns each: {FIRST_TOKENS} tokens, then the answer of {ANSWER_TOKENS} and "
+        f"{NEW_TOKENS} new ones per turn.",
+        f"Possible: every whole block of {block_tokens} tokens of the turn before.\n",
+        *cache,
+    ]
+
+
+def hardware() -> str:
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.machine())
+    versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    load = f"load average {os.getloadavg()[0]:.1f} at the start"
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {load}; Python {platform.python_version()}, {versions}; commit {git_commit()}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model only, fewer repetitions")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
+    arguments = parser.parse_args()
+    about, started = hardware(), time.monotonic()
+    os.environ.update(engine_environment("vllm"))  # of bare vLLM; a replica gets it from `spawn_replica`
+    environment = {"env_vars": environment_defaults()}
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
+    os.nice(NICENESS)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            lines = asyncio.run(measure(Path(directory), quick=arguments.quick))
+    finally:
+        ray.shutdown()
+    command = f"python benchmarks/replica.py{' --quick' * arguments.quick}{' --write' * arguments.write}"
+    head = f"# Replicas of vLLM and routing\n\n`{command}`, {time.monotonic() - started:.0f} s.\n\n{about}\n"
+    text = "\n".join([head, *lines]) + "\n"
+    print(text)
+    if arguments.write:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
