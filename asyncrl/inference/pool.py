@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +45,17 @@ class Control(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`max_restarts`: replacements in a run; times are seconds, meant as in `ray:` of a recipe."""
+    """`max_restarts`: replacements in a run; times are seconds, meant as in `ray:` of a recipe.
+
+    `restart_delay_s`: what a replica waits that failed before it had served, doubled with each time in a row: memory
+    and processes of the one before may take a while to go.
+    """
 
     max_restarts: int
     start_timeout_s: float
     health_interval_s: float
     health_timeout_s: float
+    restart_delay_s: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +66,15 @@ class _Member:
     up: bool = False
     serving: bool = False
     replacement: bool = False
+    failures: int = 0
+    """Incarnations before this one that failed in a row without having served."""
 
 
 class ReplicaPool:
     """Args:
     spawn: makes the process of replica i, not started.
-    announce: tells the rollout side that replica i, a replacement, serves.
+    announce: tells the rollout side that replica i serves again.
+    retire: tells the rollout side to send nothing to replica i any more.
     on_event: writes an event, as `EventLog.write`.
     """
 
@@ -76,12 +84,15 @@ class ReplicaPool:
         num_replicas: int,
         settings: PoolSettings,
         *,
-        announce: Callable[[int, Any], Awaitable[None]],
+        announce: Callable[[int, Any], Coroutine[Any, Any, None]],
+        retire: Callable[[int], Coroutine[Any, Any, None]],
         on_event: Callable[..., None],
     ) -> None:
         self._spawn = spawn
         self._settings = settings
         self._announce = announce
+        self._retire = retire
+        self._retiring: set[asyncio.Task[None]] = set()
         self._on_event = on_event
         self._members = {i: _Member(spawn(i)) for i in range(num_replicas)}
         self._restarts = 0
@@ -125,11 +136,13 @@ class ReplicaPool:
         When no replacement is left, `watch` and `wait_member` raise RunFailed.
         """
         member = self._members[replica_id]
-        if member.control is not control or self._stopping:
+        if member.control is not control or self._stopping or self._failure is not None:
             return
-        logger.error("replica %d has failed and is replaced: %s", replica_id, why)
+        logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._restarts)
         control.kill()
+        if member.serving or not member.replacement:
+            self._retiring.add(asyncio.create_task(self._retire(replica_id), name=f"retire replica {replica_id}"))
         if self._restarts >= self._settings.max_restarts:
             member.up = False
             self._failure = RunFailed(
@@ -142,7 +155,9 @@ class ReplicaPool:
             self._changed.set()
             return
         self._restarts += 1
-        self._members[replica_id] = replacement = _Member(self._spawn(replica_id), replacement=True)
+        failures = 0 if member.serving else member.failures + 1
+        replacement = _Member(self._spawn(replica_id), replacement=True, failures=failures)
+        self._members[replica_id] = replacement
         task = asyncio.create_task(self._start(replica_id, replacement), name=f"replace replica {replica_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -158,15 +173,31 @@ class ReplicaPool:
                 explain("a replica to publish to", f"none was up within {timeout_s:.1f} s", "see the log of the run")
             ) from None
 
-    async def committed(self, replica_ids: Iterable[int]) -> None:
-        """These serve weights of the trainer now. Raises what the rollout side raises."""
-        for replica_id in replica_ids:
+    async def committed(self, controls: Mapping[int, Any]) -> int:
+        """These incarnations serve weights of the trainer now; returns how many of them have not failed meanwhile.
+
+        When it returns the rollout side knows who serves, and sends nothing to those that failed. Raises what the
+        rollout side raises.
+        """
+        while self._retiring:
+            await asyncio.gather(*self._retiring)
+            self._retiring = {task for task in self._retiring if not task.done()}
+        for replica_id, control in controls.items():
             member = self._members[replica_id]
-            if not member.serving:
-                member.serving = True
+            if member.control is control and not member.serving:
                 if member.replacement:
-                    await self._announce(replica_id, member.control)
+                    await self._announce(replica_id, control)
                     self._on_event("replica_serving", replica=replica_id)
+                member.serving = True
+        return sum(self._members[i].control is control for i, control in controls.items())
+
+    async def reconcile(self, known: Collection[int]) -> None:
+        """Announces again what serves and the rollout side has lost: a connection may break that no process died of.
+        `known`: the replicas that it sends requests to. Raises what it raises."""
+        for replica_id, member in list(self._members.items()):
+            if member.up and member.serving and replica_id not in known:
+                logger.warning("replica %d serves, but requests no longer reached it", replica_id)
+                await self._announce(replica_id, member.control)
 
     async def watch(self) -> None:
         """Checks the health of every member until it is cancelled. Raises RunFailed when a replica failed that may not
@@ -194,9 +225,10 @@ class ReplicaPool:
     async def stop(self, timeout_s: float) -> None:
         """Asks every replica to stop, then kills it; none is replaced any more."""
         self._stopping = True
-        for task in self._tasks:
+        tasks = self._tasks | self._retiring
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         controls = list(self.controls.values())
         for outcome in await asyncio.gather(*(c.stop(timeout_s) for c in controls), return_exceptions=True):
             if isinstance(outcome, BaseException):
@@ -205,6 +237,8 @@ class ReplicaPool:
             control.kill()
 
     async def _start(self, replica_id: int, member: _Member) -> None:
+        if member.failures:
+            await asyncio.sleep(self._settings.restart_delay_s * 2 ** (member.failures - 1))
         try:
             await member.control.start(self._settings.start_timeout_s)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica

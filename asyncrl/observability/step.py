@@ -26,7 +26,7 @@ class StepClock:
     def __init__(self, elapsed_s: float = 0.0) -> None:
         self._began = time.monotonic() - elapsed_s
         self._marked_at = self._lapped_at = time.monotonic()
-        self._counted: dict[int, tuple[float, int]] = {}
+        self._counted: dict[tuple[int, int], tuple[float, int]] = {}
         """Busy seconds and tokens of each replica process at the last mark."""
 
     @property
@@ -47,10 +47,10 @@ class StepClock:
         now = time.monotonic()
         busy_s, tokens = 0.0, 0
         for s in stats:
-            busy_before_s, tokens_before = self._counted.get(s.pid, (0.0, 0))
+            busy_before_s, tokens_before = self._counted.get((s.replica_id, s.pid), (0.0, 0))
             busy_s += s.health.busy_s - busy_before_s
             tokens += s.health.generated_tokens - tokens_before
-        self._counted = {s.pid: (s.health.busy_s, s.health.generated_tokens) for s in stats}
+        self._counted = {(s.replica_id, s.pid): (s.health.busy_s, s.health.generated_tokens) for s in stats}
         wall_s, self._marked_at = now - self._marked_at, now
         return wall_s, busy_s, tokens
 

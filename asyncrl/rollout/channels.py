@@ -103,6 +103,10 @@ class RolloutControl:
         call = self.handle.add_replica.remote(replica_id, channel)
         await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"add of replica {replica_id} to the rollouter")
 
+    async def remove_replica(self, replica_id: int) -> None:
+        call = self.handle.remove_replica.remote(replica_id)
+        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"removal of replica {replica_id} from the rollouter")
+
     async def stats(self, timeout_s: float) -> RolloutStats:
         return await reply(self.handle.stats.remote(), timeout_s=timeout_s, what="health of the rollouter")
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncrl.errors import AsyncRLError, GenerationError, ProcessDied
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.rollout.router import Router
 from asyncrl.types import FinishReason, GenerationRequest, SamplingParams, Segment, TokenChunk
 
@@ -240,6 +240,8 @@ class GenerationClient:
                 await link.channel.abort([request_id])
             except ProcessDied as e:
                 self._lose(link, str(e))
+            except AsyncRLError as e:  # nobody waits for the answer; the tokens that still come are dropped
+                logger.warning("abort on replica %d: %s", link.replica_id, e)
 
     def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
         """Collects the requests of one turn of the event loop into a single call."""
@@ -279,6 +281,10 @@ class GenerationClient:
             except ProcessDied as e:
                 self._lose(link, str(e))
                 return
+            except DeadlineExceeded:
+                if link.lost:  # what was asked before it was taken out
+                    return
+                raise
             for chunk in chunks:
                 self._deliver(chunk)
             await asyncio.sleep(max(0.0, self._poll_interval_s - (loop.time() - started)))
@@ -361,17 +367,18 @@ def _complete(
 
 def _assemble(chunks: list[tuple[TokenChunk, int]], reason: FinishReason, interruptions: int) -> Generation:
     segments: list[Segment] = []
-    at = 0
+    at = begun = 0
+    source: tuple[int, int] | None = None
     for chunk, replica_id in chunks:
-        stop = at + len(chunk.token_ids)
-        if stop == at:
+        if len(chunk.token_ids) == 0:
             continue
-        last = segments[-1] if segments else None
-        if last is not None and (last.version, last.replica_id) == (chunk.version, replica_id):
-            segments[-1] = replace(last, stop=stop)
-        else:
-            segments.append(Segment(at, stop, chunk.version, replica_id))
-        at = stop
+        if source is not None and source != (chunk.version, replica_id):
+            segments.append(Segment(begun, at, *source))
+            begun = at
+        source = chunk.version, replica_id
+        at += len(chunk.token_ids)
+    if source is not None:
+        segments.append(Segment(begun, at, *source))
     cached = next((chunk.cached_tokens for chunk, _ in chunks if chunk.finish_reason is not None), 0)
     empty_ids, empty_logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Generation(

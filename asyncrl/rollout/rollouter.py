@@ -63,11 +63,13 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """`groups`: being generated; `rows`: usable training prompts; `cpu_s`: of this process."""
+    """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
+    this process."""
 
     pid: int
     groups: int
     requests: int
+    replicas: tuple[int, ...]
     rows: int
     dropped_rows: int
     cpu_s: float
@@ -178,6 +180,10 @@ class Rollouter:
         """Sends requests to a replica again that had been lost and was replaced."""
         self.client.add_replica(replica_id, channel)
 
+    async def remove_replica(self, replica_id: int) -> None:
+        """Sends nothing to a replica any more that has failed; its requests resume elsewhere."""
+        self.client.remove_replica(replica_id, "it is replaced")
+
     async def evaluate(self, name: str, seed: int) -> EvalResult:
         """One response to every prompt of a held-out set, by whatever version the replicas serve now."""
         prompts = self._held_out[name]
@@ -229,7 +235,13 @@ class Rollouter:
         requests = self.client.in_flight
         dropped = self._prompts.num_dropped
         return RolloutStats(
-            os.getpid(), len(self._groups), requests, len(self._prompts.rows), dropped, cpu.user + cpu.system
+            pid=os.getpid(),
+            groups=len(self._groups),
+            requests=requests,
+            replicas=tuple(self.client.loads),
+            rows=len(self._prompts.rows),
+            dropped_rows=dropped,
+            cpu_s=cpu.user + cpu.system,
         )
 
     async def stop(self) -> None:

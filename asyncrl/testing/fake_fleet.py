@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.testing.local import NO_SOURCE
 from asyncrl.types import Manifest, PauseMode, TensorSpec
 from asyncrl.weights.transport import Digest, TransferSource
@@ -17,22 +18,35 @@ WRONG: Digest = (1, 99)
 
 
 class FakeTrainer:
-    """`outcomes`: what the next sends end with, an exception or a digest; then always `GOOD`."""
+    """`outcomes`: what the next sends end with, an exception or a digest; then always `GOOD`. `waits`: the first send
+    goes on until it is interrupted. `timeouts`: those of the calls that get ready to send, by name."""
 
-    def __init__(self, outcomes: Iterable[Digest | BaseException] = ()) -> None:
+    def __init__(self, outcomes: Iterable[Digest | BaseException] = (), *, waits: bool = False) -> None:
+        self.waits = waits
+        self.interrupted = asyncio.Event()
         self.outcomes = list(outcomes)
         self.sent: list[Manifest] = []
         self.opened: list[int] = []
+        self.timeouts: list[tuple[str, float]] = []
 
-    async def weight_specs(self) -> tuple[TensorSpec, ...]:
+    async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
+        self.timeouts.append(("weight_specs", timeout_s))
         return SPECS
 
-    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
         self.opened.append(num_receivers)
+        self.timeouts.append(("open_weights", timeout_s))
         return NO_SOURCE
+
+    async def interrupt_weights(self, timeout_s: float) -> None:
+        self.interrupted.set()
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         self.sent.append(manifest)
+        if self.waits:
+            self.waits = False
+            await asyncio.wait_for(self.interrupted.wait(), timeout_s)
+            raise WeightTransferError("the sender was closed meanwhile")
         outcome = self.outcomes.pop(0) if self.outcomes else GOOD
         if isinstance(outcome, BaseException):
             raise outcome
@@ -83,7 +97,7 @@ class FakeFleet:
 
     def __init__(self, *replicas: FakeReplica, respawn: Callable[[int], FakeReplica] | None = None) -> None:
         self._replicas = dict(enumerate(replicas))
-        self._serving: set[int] = set()
+        self._serving: dict[int, FakeReplica] = {}
         self._respawn = respawn
         self.failures: list[tuple[int, str]] = []
 
@@ -93,13 +107,12 @@ class FakeFleet:
 
     @property
     def newcomers(self) -> dict[int, FakeReplica]:
-        return {i: r for i, r in self._replicas.items() if i not in self._serving}
+        return {i: r for i, r in self._replicas.items() if self._serving.get(i) is not r}
 
     def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         if self._replicas.get(replica_id) is not control:
             return
         self.failures.append((replica_id, str(why)))
-        self._serving.discard(replica_id)
         del self._replicas[replica_id]
         if self._respawn is not None:
             self._replicas[replica_id] = self._respawn(replica_id)
@@ -108,8 +121,10 @@ class FakeFleet:
         if not self._replicas:
             raise DeadlineExceeded("no replica is up")
 
-    async def committed(self, replica_ids: Iterable[int]) -> None:
-        self._serving |= set(replica_ids)
+    async def committed(self, controls: Mapping[int, Any]) -> int:
+        still_up = {i: c for i, c in controls.items() if self._replicas.get(i) is c}
+        self._serving |= still_up
+        return len(still_up)
 
     async def stats(self) -> None:
         for replica_id, replica in self.members.items():

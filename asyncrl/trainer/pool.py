@@ -33,7 +33,7 @@ BLAME_S = 5.0
 """When one rank fails, the others fail with it: how long to look for the one that died."""
 STOP_TIMEOUT_S = 3.0
 CONTROL = "control"
-"""Ray concurrency group of `ping`, with a thread of its own; every other method runs in the default one."""
+"""Ray concurrency group of what must not wait for the method in progress, with a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,17 @@ class TrainerActor:
     def ping(self) -> float:
         return self._worker.ping()
 
+    @ray.method(concurrency_group=CONTROL)
+    def close_weights(self) -> None:
+        self._worker.close_weights()
+
 
 class TrainerPool:
-    """Build with `start`. One call at a time, except `ping`, which answers during a step."""
+    """Build with `start`. One call at a time, except `ping` and `interrupt_weights`, which answer during any other."""
 
-    def __init__(self, spec: TrainerSpec, actors: Sequence[Any], start_timeout_s: float) -> None:
+    def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
         self._spec = spec
         self._actors = list(actors)
-        self._start_timeout_s = start_timeout_s
 
     @classmethod
     async def start(
@@ -99,7 +102,7 @@ class TrainerPool:
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1"}}
         actor_class: Any = ray.remote(**options)(TrainerActor)
         fetch = QueueFetch(queue_handle)
-        pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)], timeout_s)
+        pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)])
         deadline = time.monotonic() + timeout_s
         try:
             rendezvous = pool._actors[0].open_rendezvous.remote()
@@ -118,11 +121,20 @@ class TrainerPool:
         refs = [actor.call.remote("train_step", plan) for actor, plan in zip(self._actors, plans, strict=True)]
         return (await self._together(refs, "train_step", self._spec.trainer.step_timeout_s))[0]
 
-    async def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return await self._on(0, "weight_specs", timeout_s=self._start_timeout_s)
+    async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
+        return await self._on(0, "weight_specs", timeout_s=timeout_s)
 
-    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        return await self._on(0, "open_weights", config, num_receivers, timeout_s=self._start_timeout_s)
+    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
+        return await self._on(0, "open_weights", config, num_receivers, timeout_s=timeout_s)
+
+    async def interrupt_weights(self, timeout_s: float) -> None:
+        """Closes the sending end, which ends a send in progress; `open_weights` opens it again. Does not raise."""
+        if not self._actors:
+            return
+        try:
+            await self._named(self._actors[0].close_weights.remote(), "close_weights", 0, timeout_s)
+        except (DeadlineExceeded, ProcessDied) as error:
+            logger.warning("a send in progress was not ended: %s", error)
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """Raises WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank)."""
@@ -143,6 +155,7 @@ class TrainerPool:
 
     async def stop(self) -> None:
         """Ends every rank, with force after a few seconds. Idempotent; does not raise over ranks that are gone."""
+        await self.interrupt_weights(STOP_TIMEOUT_S)
         refs = [actor.call.remote("stop") for actor in self._actors]
         waits = [self._named(ref, "stop", rank, STOP_TIMEOUT_S) for rank, ref in enumerate(refs)]
         for rank, outcome in enumerate(await asyncio.gather(*waits, return_exceptions=True)):

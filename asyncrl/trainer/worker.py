@@ -5,7 +5,8 @@ Produces: optimizer steps, and the tensors of a publish (rank 0 sends, the other
 Waits for: its peers, at most `collective_timeout_s` per collective; `fetch`, which has a deadline of its own.
 Stops when: `stop` is called, or a peer is gone; then the collective in progress raises.
 
-All methods but `ping` must be called from one thread: torch's thread count and the order of collectives hang on it.
+All methods but `ping` and `close_weights` must be called from one thread: torch's thread count and the order of
+collectives hang on it.
 """
 
 from __future__ import annotations
@@ -128,6 +129,11 @@ class TrainerWorker:
             for _ in weights:  # every rank must walk to the end, also when sending failed: gathering is collective
                 pass
 
+    def close_weights(self) -> None:
+        """Closes the sending end, which ends a send in progress. May be called from another thread. Idempotent."""
+        if (sender := self._sender) is not None:
+            sender.close()
+
     def save(self, directory: Path) -> None:
         self._backend.save(directory)
 
@@ -141,9 +147,8 @@ class TrainerWorker:
 
     def stop(self) -> None:
         """Frees the sending end and leaves the group. Idempotent."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        self.close_weights()
+        self._sender = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

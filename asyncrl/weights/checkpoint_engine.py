@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import (
-    AsyncRLError,
     DeadlineExceeded,
     GenerationError,
     ProcessDied,
@@ -41,11 +40,15 @@ PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "kee
 class PublishingTrainer(Protocol):
     """The sending side: the trainer pool."""
 
-    async def weight_specs(self) -> tuple[TensorSpec, ...]: ...
+    async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]: ...
 
-    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource: ...
+    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource: ...
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None: ...
+
+    async def interrupt_weights(self, timeout_s: float) -> None:
+        """Closes the sending end, which ends a send in progress with WeightTransferError. Does not raise."""
+        ...
 
 
 class PublishedReplica(Protocol):
@@ -79,8 +82,8 @@ class Fleet(Protocol):
         """Returns when at least one is up. Raises RunFailed, DeadlineExceeded."""
         ...
 
-    async def committed(self, replica_ids: Iterable[int]) -> None:
-        """These serve committed weights from now on."""
+    async def committed(self, controls: Mapping[int, Any]) -> int:
+        """These serve committed weights from now on; returns how many of them are still up."""
         ...
 
     async def stats(self) -> Any:
@@ -89,6 +92,9 @@ class Fleet(Protocol):
 
 
 Replicas = dict[int, PublishedReplica]
+
+BLAME_S = 5.0
+"""How long a sender may go on by itself when a receiver has failed: it may hear of it, or end first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ class _Publish:
     attempts: int = 0
     transfer_s: float = 0.0
     paused_at: float | None = None
+    late: int = 0
+    """Transfers that nobody was to blame for, and that came too late."""
     strikes: dict[int, int] = field(default_factory=dict)
     """Times that a replica got its weights wrong in this publish."""
 
@@ -129,6 +137,7 @@ class CheckpointEngine:
     """Args:
     interrupt: what a publish does to generations in flight.
     receivers_per_replica: processes of one replica that each take the weights (tensor-parallel workers).
+    blame_s: how long a sender may go on by itself when a receiver has failed.
     """
 
     def __init__(
@@ -139,12 +148,14 @@ class CheckpointEngine:
         *,
         interrupt: Interrupt,
         receivers_per_replica: int = 1,
+        blame_s: float = BLAME_S,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._fleet = fleet
         self._pause_mode: PauseMode = PAUSE_MODES[interrupt]
         self._receivers_per_replica = receivers_per_replica
+        self._blame_s = blame_s
         self._lock = asyncio.Lock()
         self._publishes = 0
         self._transfers = 0
@@ -169,9 +180,10 @@ class CheckpointEngine:
 
     async def _publish(self, version: int | None, newcomers_only: bool) -> PublishReport | None:
         started = time.monotonic()
-        publish = _Publish(version, self._verifies(), started + self._config.publish_timeout_s)
         done: Replicas = {}
         pending: Replicas = dict(self._fleet.newcomers if newcomers_only else self._fleet.members)
+        verify = self._is_verified(scheduled=not newcomers_only)
+        publish = _Publish(version, verify, started + self._config.publish_timeout_s)
         while pending or not done:
             if not pending:
                 if newcomers_only:
@@ -192,8 +204,9 @@ class CheckpointEngine:
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
-        await self._fleet.committed(done)
-        self._distrusted -= done.keys()
+        replicas = await self._fleet.committed(done)
+        if publish.verify:
+            self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
         assert publish.paused_at is not None, "a replica that is done was paused"
         return PublishReport(
@@ -204,13 +217,17 @@ class CheckpointEngine:
             nbytes=self._template.nbytes,
             verified=publish.verify,
             attempts=publish.attempts,
-            replicas=len(done),
+            replicas=replicas,
         )
 
-    def _verifies(self) -> bool:
+    def _is_verified(self, *, scheduled: bool) -> bool:
+        """Whether this publish carries digests. Besides the schedule of the recipe, one to a replica that has no
+        weights yet always does, unless verify is off."""
         config, number = self._config, self._publishes
-        self._publishes += 1
-        return config.verify == "always" or (config.verify == "first" and number % config.verify_every == 0)
+        self._publishes += scheduled
+        if config.verify != "first":
+            return config.verify == "always"
+        return bool(self._fleet.newcomers) or (scheduled and number % config.verify_every == 0)
 
     async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """Those that are paused now; those that are gone are handed to the fleet."""
@@ -222,7 +239,7 @@ class CheckpointEngine:
     async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """One transfer, and the commit of those that took it; returns these."""
         publish.attempts += 1
-        await self._form_group(replicas)
+        await self._form_group(replicas, publish)
         assert self._template is not None, "a group has a plan"
         self._transfers += 1
         manifest = replace(self._template, publish_id=self._transfers, version=publish.version, verify=publish.verify)
@@ -235,25 +252,41 @@ class CheckpointEngine:
         )
         return self._without_failed(good, outcomes)
 
-    async def _form_group(self, replicas: Replicas) -> None:
+    async def _form_group(self, replicas: Replicas, publish: _Publish) -> None:
         """Opens the sending end for exactly these replicas, unless it is."""
         if self._group == replicas:
             return
         config, per_replica = self._config, self._receivers_per_replica
         if self._template is None:
-            specs = await self._trainer.weight_specs()
+            specs = await self._trainer.weight_specs(publish.left())
             self._template = Manifest(0, None, specs, plan_buckets(specs, config.bucket_bytes))
         self._group = {}
-        source = await self._trainer.open_weights(config, len(replicas) * per_replica)
+        source = await self._trainer.open_weights(config, len(replicas) * per_replica, publish.left())
         self._sources = {r: replace(source, receiver=i * per_replica) for i, r in enumerate(replicas)}
         self._group = dict(replicas)
 
     async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
-        """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica."""
-        receiving = [r.receive_weights(manifest, self._sources[i], timeout_s) for i, r in self._group.items()]
-        sending = self._trainer.send_weights(manifest, timeout_s)
-        sent, *received = await asyncio.gather(sending, *receiving, return_exceptions=True)
-        return sent, dict(zip(self._group, received, strict=True))
+        """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica.
+
+        A receiver that fails before the sender knows it would keep the sender waiting for its whole deadline.
+        """
+        sources = self._sources
+        receiving = {
+            asyncio.ensure_future(r.receive_weights(manifest, sources[i], timeout_s)): i for i, r in self._group.items()
+        }
+        sending = asyncio.ensure_future(self._trainer.send_weights(manifest, timeout_s))
+        try:
+            await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
+            if not sending.done() and any(t.done() and t.exception() for t in receiving):
+                await asyncio.wait((sending,), timeout=self._blame_s)
+                if not sending.done():
+                    self._group = {}
+                    await self._trainer.interrupt_weights(self._blame_s)
+            sent, *received = await asyncio.gather(sending, *receiving, return_exceptions=True)
+        finally:
+            for task in (sending, *receiving):
+                task.cancel()
+        return sent, dict(zip(receiving.values(), received, strict=True))
 
     async def _judge(self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas) -> Replicas:
         """The replicas that have the weights that were sent. Raises what is the trainer's own failure."""
@@ -270,9 +303,10 @@ class CheckpointEngine:
             self._strike(publish, replica_id, replicas[replica_id], why)
         if isinstance(sent, BaseException):
             logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
-            again = isinstance(sent, DeadlineExceeded) and publish.attempts <= self._config.max_retries
-            if not wrong and len(alive) == len(before) and not again:
-                raise sent
+            if not wrong and len(alive) == len(before):
+                publish.late += isinstance(sent, DeadlineExceeded)
+                if not 0 < publish.late <= self._config.max_retries:
+                    raise sent
             return {}
         return {i: r for i, r in alive.items() if i not in wrong and not isinstance(received[i], BaseException)}
 
@@ -305,16 +339,16 @@ class CheckpointEngine:
         self._fleet.fail(replica_id, control, WeightTransferError(found))
 
     def _without_failed(self, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
-        """Those of `replicas` whose outcome is no error; the fleet replaces the others. Raises DeadlineExceeded as it
-        is: a replica that is slow, not gone."""
-        kept = dict(replicas)
-        for replica_id, outcome in outcomes.items():
-            if not isinstance(outcome, BaseException):
-                continue
-            if isinstance(outcome, DeadlineExceeded) or not isinstance(outcome, AsyncRLError):
-                raise outcome
-            self._fleet.fail(replica_id, kept.pop(replica_id), outcome)
-        return kept
+        """Those of `replicas` whose outcome is no error; the fleet replaces the others.
+
+        Raises DeadlineExceeded when all of them are late: then it is the deadline that is too short.
+        """
+        failed = {i: o for i, o in outcomes.items() if isinstance(o, BaseException)}
+        if failed and len(failed) == len(replicas) and all(isinstance(o, DeadlineExceeded) for o in failed.values()):
+            raise next(iter(failed.values()))
+        for replica_id, outcome in failed.items():
+            self._fleet.fail(replica_id, replicas[replica_id], outcome)
+        return {i: r for i, r in replicas.items() if i not in failed}
 
 
 def _is_gone(outcome: Any) -> bool:

@@ -82,11 +82,15 @@ async def fleet(cluster, model_path):
     async def announce(replica_id, control):
         pass
 
+    async def retire(replica_id):
+        pass
+
     pool = ReplicaPool(
         lambda i: spawn_replica(rollout, ModelConfig(path=str(model_path)), i, num_gpus=0, environment={}),
         2,
         PoolSettings(max_restarts=5, start_timeout_s=START_S, health_interval_s=0.2, health_timeout_s=2.0),
         announce=announce,
+        retire=retire,
         on_event=lambda event, **fields: None,
     )
     await pool.start()
@@ -110,26 +114,35 @@ class Publishing:
         self._trainer = trainer
         self.pool = pool
         self.under_way = asyncio.Event()
-        settings = {"bucket_bytes": 16384, "transfer_timeout_s": 30.0, "publish_timeout_s": 60.0, **weights}
+        settings = {"bucket_bytes": 4096, "transfer_timeout_s": 30.0, "publish_timeout_s": 60.0, **weights}
         self.engine = CheckpointEngine(WeightsConfig(**settings), self, pool, interrupt="abort_resume")
 
-    async def weight_specs(self):
-        return await self._trainer.weight_specs()
+    async def weight_specs(self, timeout_s):
+        return await self._trainer.weight_specs(timeout_s)
 
-    async def open_weights(self, config, num_receivers):
-        return await self._trainer.open_weights(config, num_receivers)
+    async def open_weights(self, config, num_receivers, timeout_s):
+        return await self._trainer.open_weights(config, num_receivers, timeout_s)
+
+    async def interrupt_weights(self, timeout_s):
+        await self._trainer.interrupt_weights(timeout_s)
 
     async def send_weights(self, manifest, timeout_s):
         self.under_way.set()
         return await self._trainer.send_weights(manifest, timeout_s)
 
-    async def publish_hit_by(self, version, strike):
-        """A publish during whose transfer `strike` is called."""
+    async def publish_hit_by(self, version, *, held, struck, blow):
+        """A publish in whose middle the process `struck` gets the signal `blow`. `held`, one of its replicas, stands
+        still when it comes, so that there is no end before it."""
         self.under_way.clear()
         publishing = asyncio.create_task(self.engine.publish(version))
         await asyncio.wait_for(self.under_way.wait(), 30)
-        await asyncio.sleep(0.15)
-        strike()
+        await asyncio.sleep(0.1)
+        os.kill(held, signal.SIGSTOP)
+        await asyncio.sleep(0.05)
+        assert not publishing.done(), "make the buckets smaller: the publish is over"
+        os.kill(struck, blow)
+        if held != struck:
+            os.kill(held, signal.SIGCONT)
         return await asyncio.wait_for(publishing, 45)
 
     async def pid(self, replica_id):
@@ -161,9 +174,9 @@ def trainer_pids():
     return {p.pid for p in tree if "ray::TrainerActor" in " ".join(p.cmdline())}
 
 
-def left_behind():
-    names = [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*")]
-    return [name for name in names if not psutil.pid_exists(int(name.split("-")[2]))]
+def weight_files(pids):
+    """Segments and sockets of these processes."""
+    return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*") if int(p.name.split("-")[2]) in pids]
 
 
 async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_the_other_nor_requests(
@@ -180,7 +193,7 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
     prompt = np.array(PROMPT, np.int32)
     running = [asyncio.create_task(client.generate(prompt, sampling, seed=i)) for i in range(16)]
     victim = await publishing.pid(1)
-    report = await publishing.publish_hit_by(1, lambda: os.kill(victim, signal.SIGKILL))
+    report = await publishing.publish_hit_by(1, held=victim, struck=victim, blow=signal.SIGKILL)
     assert report.replicas == 1
     assert await ask(fleet.controls[0]) == expected
     for generation in await asyncio.wait_for(asyncio.gather(*running), 60):
@@ -199,7 +212,7 @@ async def test_a_stopped_replica_is_found_out_and_the_publish_goes_on_without_it
     await publishing.engine.publish(3)
     victim = await publishing.pid(0)
     started = time.monotonic()
-    report = await publishing.publish_hit_by(4, lambda: os.kill(victim, signal.SIGSTOP))
+    report = await publishing.publish_hit_by(4, held=victim, struck=victim, blow=signal.SIGSTOP)
     assert report.replicas == 1
     assert time.monotonic() - started < 30
     assert await ask(fleet.controls[1]) == expected
@@ -217,7 +230,7 @@ async def test_a_trainer_killed_in_the_middle_ends_the_publish_and_nothing_half_
     publishing = Publishing(second, fleet)
     await publishing.engine.publish(6)
     with pytest.raises(ProcessDied, match="trainer rank 0"):
-        await publishing.publish_hit_by(7, lambda: os.kill(rank, signal.SIGKILL))
+        await publishing.publish_hit_by(7, held=await publishing.pid(0), struck=rank, blow=signal.SIGKILL)
     for answer in (await publishing.answers()).values():
         assert "a publish of weights is in progress" in answer
     second.kill()
@@ -229,17 +242,18 @@ async def test_a_trainer_killed_in_the_middle_ends_the_publish_and_nothing_half_
 async def test_a_shutdown_in_the_middle_of_a_publish_ends_in_time_and_leaves_nothing(fleet, trainer):
     publishing = Publishing(trainer, fleet)
     await publishing.engine.publish(9)
-    pids = [await publishing.pid(i) for i in range(2)]
+    pids = [*trainer_pids(), *[await publishing.pid(i) for i in range(2)]]
     publishing.under_way.clear()
     task = asyncio.create_task(publishing.engine.publish(10))
     await asyncio.wait_for(publishing.under_way.wait(), 30)
+    assert weight_files(pids), "the ring of the trainer"
     task.cancel()
     started = time.monotonic()
     await asyncio.gather(task, return_exceptions=True)
-    await fleet.stop(3.0)
+    await asyncio.gather(fleet.stop(3.0), trainer.stop())
     assert time.monotonic() - started < 15
+    assert not weight_files(pids), "the sender has closed before its process was killed"
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    assert not left_behind()

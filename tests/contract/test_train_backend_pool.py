@@ -145,8 +145,8 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     await pool.load(tmp_path / "trainer")
     assert await pool.train_step(plans) == first
 
-    specs = await pool.weight_specs()
-    source = await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1)
+    specs = await pool.weight_specs(START_S)
+    source = await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     manifest = Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES))
     received = {}
 
@@ -167,8 +167,8 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
 
 
 async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks_in_step(pool, lease):
-    specs = await pool.weight_specs()
-    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1)
+    specs = await pool.weight_specs(START_S)
+    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     manifest = Manifest(2, 5, specs, plan_buckets(specs, BUCKET_BYTES))
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):

@@ -19,6 +19,7 @@ from asyncrl.testing.random_model import greedy_continuation, random_qwen3, writ
 from asyncrl.types import TensorSpec
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module")]
@@ -63,12 +64,12 @@ def link():
         yield sender, sender.open()
 
 
-async def publish(engine, link, weights, version, *, manifest_of=None, mode="keep", timeout_s=30.0):
+async def publish(engine, link, weights, version, *, mode="keep", timeout_s=30.0, verify=True):
     """One publish as the checkpoint engine does it; returns the sender's and the engine's digest."""
     sender, source = link
     weights = list(weights)
-    tensors = [spec_of(name, tensor) for name, tensor in weights] if manifest_of is None else manifest_of
-    manifest = make_manifest(next(numbers), version, tensors, BUCKET_BYTES)
+    tensors = [spec_of(name, tensor) for name, tensor in weights]
+    manifest = make_manifest(next(numbers), version, tensors, BUCKET_BYTES, verify=verify)
     await within(engine.pause(mode))
     sending = asyncio.create_task(asyncio.to_thread(sender.send, manifest, weights, timeout_s))
     receiving = asyncio.create_task(engine.load_weights(manifest, source, timeout_s))
@@ -199,3 +200,37 @@ async def test_another_sender_takes_over(engine):
     with closing(build_sender("collective", BUCKET_BYTES, 1)) as sender:
         await publish(engine, (sender, sender.open()), model.named_parameters(), 70)
         await assert_serves(engine, model, 70)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a vLLM without CUDA")
+async def test_vllms_own_backend_without_cuda_is_refused_by_name(engine, link):
+    """Whether or not somebody sends, before anything is received."""
+    model = random_qwen3(seed=43)
+    source = TransferSource("vllm_nccl", "tcp://127.0.0.1:9", "127.0.0.1", BUCKET_BYTES, 1, 0, 1)
+    tensors = [spec_of(name, tensor) for name, tensor in model.named_parameters()]
+    manifest = make_manifest(next(numbers), 80, tensors, BUCKET_BYTES, verify=False)
+    await within(engine.pause("keep"))
+    for _ in range(2):  # the second time it is still paused, or it would say that it samples
+        started_s = time.monotonic()
+        with pytest.raises(WeightTransferError, match=r"vllm_nccl into a vLLM worker on cpu(?s:.)*CUDA"):
+            await within(engine.load_weights(manifest, source, 20.0))
+        assert time.monotonic() - started_s < 5.0
+    await publish(engine, link, model.named_parameters(), 81)
+    await assert_serves(engine, model, 81)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL joins no two processes on one")
+async def test_vllms_own_backend_between_two_gpus(engine):
+    """vLLM takes the first GPU, the trainer of this test the second."""
+    model = random_qwen3(seed=44)
+    weights = [(name, tensor.detach().to("cuda:1")) for name, tensor in model.named_parameters()]
+    with closing(build_sender("vllm_nccl", BUCKET_BYTES, 1, device="cuda:1")) as sender:
+        link = sender, sender.open()
+        for version in (90, 91):
+            await publish(engine, link, weights, version, verify=False)
+        await assert_serves(engine, model, 91)
+        with pytest.raises(WeightTransferError, match="no tensor of that name"):
+            await publish(engine, link, [*weights, ("extra", weights[0][1])], 92, verify=False)
+        await publish(engine, link, weights, 93, verify=False)
+        await assert_serves(engine, model, 93)

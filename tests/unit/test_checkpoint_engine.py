@@ -12,10 +12,17 @@ from asyncrl.weights.checkpoint_engine import CheckpointEngine
 pytestmark = pytest.mark.unit
 
 
-def engine(*replicas, trainer=None, interrupt="abort_resume", respawn=None, receivers_per_replica=1, **config):
+def engine(
+    *replicas, trainer=None, interrupt="abort_resume", respawn=None, receivers_per_replica=1, blame_s=0.01, **config
+):
     trainer, fleet = trainer or FakeTrainer(), FakeFleet(*replicas, respawn=respawn)
     made = CheckpointEngine(
-        WeightsConfig(**config), trainer, fleet, interrupt=interrupt, receivers_per_replica=receivers_per_replica
+        WeightsConfig(**config),
+        trainer,
+        fleet,
+        interrupt=interrupt,
+        receivers_per_replica=receivers_per_replica,
+        blame_s=blame_s,
     )
     return made, trainer, fleet
 
@@ -197,3 +204,155 @@ async def test_replicas_are_paused_by_the_mode_of_the_recipe():
         made, _, _ = engine(replica, interrupt=interrupt)
         await asyncio.wait_for(made.publish(None), 5)
         assert replica.calls[0] == ("pause", mode)
+
+
+async def test_a_replica_that_dies_after_its_commit_serves_no_more_and_neither_does_its_replacement():
+    early, fresh = FakeReplica(), FakeReplica()
+
+    class Twice(FakeReplica):
+        """Needs a second transfer; in that one the other replica dies, which has committed."""
+
+        async def receive_weights(self, manifest, source, timeout_s):
+            if early.committed:
+                fleet.fail(0, early, "killed")
+            return await super().receive_weights(manifest, source, timeout_s)
+
+    made, _, fleet = engine(early, Twice(WRONG), respawn=lambda i: fresh)
+    report = await made.publish(6)
+    assert (early.committed, fleet.members[1].committed, fresh.committed) == ([6], [6], [])
+    assert (report.replicas, report.attempts, fleet.newcomers) == (1, 2, {0: fresh})
+    assert (await made.publish(6, newcomers_only=True)).replicas == 1
+    assert (fresh.committed, fleet.newcomers) == ([6], {})
+
+
+@pytest.mark.parametrize("newcomers_only", [False, True])
+async def test_the_replacement_of_a_replica_with_wrong_bytes_is_verified_whatever_the_schedule(newcomers_only):
+    spare = [FakeReplica(WRONG), FakeReplica()]
+    bad = FakeReplica()
+    made, trainer, fleet = engine(
+        FakeReplica(), bad, max_retries=0, verify="first", verify_every=2, respawn=lambda i: spare.pop()
+    )
+    await made.publish(0)
+    await made.publish(1)
+    bad.outcomes.append(WRONG)
+    await made.publish(2)
+    assert [m.verify for m in trainer.sent] == [True, False, True]
+    version = 2 if newcomers_only else 3
+    report = await made.publish(version, newcomers_only=newcomers_only)
+    assert (report.verified, trainer.sent[-1].verify, fleet.members[1].committed) == (True, True, [version])
+    fleet.members[1].outcomes.append(WRONG)
+    while len(fleet.failures) < 2:  # it is trusted again: the next verified publish replaces it once more
+        await made.publish(4)
+    with pytest.raises(WeightTransferError, match=r"(?s)replica 1 .*norm\.weight"):
+        await made.publish(5, newcomers_only=newcomers_only)
+    assert (len(fleet.failures), fleet.members[1].committed) == (2, [])
+
+
+async def test_good_bytes_that_nobody_compared_do_not_restore_trust():
+    made, _, fleet = engine(
+        FakeReplica(), FakeReplica(WRONG), max_retries=0, verify="first", respawn=lambda i: FakeReplica()
+    )
+    await made.publish(0)
+    made._config = WeightsConfig(verify="off", max_retries=0)
+    await made.publish(1)
+    made._config = WeightsConfig(verify="always", max_retries=0)
+    fleet.members[1].outcomes.append(WRONG)
+    with pytest.raises(WeightTransferError, match="replica 1"):
+        await made.publish(2)
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("no answer within 1 s"), ValueError("what is this?")])
+@pytest.mark.parametrize("where", ["pause_error", "commit_error"])
+async def test_one_replica_that_is_late_or_raises_something_foreign_is_replaced(where, error):
+    good, bad, fresh = FakeReplica(), FakeReplica(**{where: error}), FakeReplica()
+    made, _, fleet = engine(good, bad, respawn=lambda i: fresh)
+    report = await made.publish(5)
+    assert (good.committed, bad.committed, report.replicas) == ([5], [], 1)
+    assert fleet.failures == [(1, str(error))]
+    assert fleet.newcomers == {1: fresh}
+
+
+@pytest.mark.parametrize("where", ["pause_error", "commit_error"])
+async def test_when_all_replicas_are_late_the_deadline_is_told_and_none_is_replaced(where):
+    late = DeadlineExceeded("no answer within 1 s")
+    made, _, fleet = engine(FakeReplica(**{where: late}), FakeReplica(**{where: late}))
+    with pytest.raises(DeadlineExceeded, match="within 1 s"):
+        await made.publish(5)
+    assert (fleet.failures, len(fleet.members)) == ([], 2)
+
+
+async def test_lateness_without_a_culprit_is_counted_apart_from_attempts_that_had_one():
+    ended, late = TransferEnded("the sender ended it"), DeadlineExceeded("receiver 0 did not take bucket 3")
+    good, dead = FakeReplica(ended, late), FakeReplica(ProcessDied("gone"))
+    made, trainer, fleet = engine(
+        good, dead, trainer=FakeTrainer([WeightTransferError("receiver 1 is gone"), late]), max_retries=1
+    )
+    assert (await made.publish(1)).attempts == 3
+    assert (good.committed, [i for i, _ in fleet.failures]) == ([1], [1])
+    good.outcomes += [late, late]
+    trainer.outcomes += [late, late]
+    with pytest.raises(DeadlineExceeded, match="bucket 3"):
+        await made.publish(2)
+    assert len(trainer.sent) == 5
+
+
+async def test_catching_up_does_not_use_up_the_schedule_of_digests():
+    made, trainer, fleet = engine(
+        FakeReplica(), FakeReplica(), verify="first", verify_every=3, respawn=lambda i: FakeReplica()
+    )
+    await made.publish(0)
+    assert await made.publish(0, newcomers_only=True) is None
+    fleet.fail(1, fleet.members[1], "killed")
+    assert (await made.publish(0, newcomers_only=True)).verified
+    verified = [(await made.publish(version)).verified for version in (1, 2, 3, 4)]
+    assert verified == [False, False, True, False]
+    assert len(trainer.sent) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "opened", "attempts", "served"),
+    [
+        (ProcessDied("gone"), [2, 1], 2, 1),
+        (GenerationError("the engine is dead"), [2, 1], 2, 1),
+        (WeightTransferError("tensor 'norm.weight' is refused"), [2, 2], 2, 2),
+        (ValueError("what is this?"), [2, 2], 2, 2),
+    ],
+)
+async def test_a_receiver_that_fails_before_the_sender_knows_interrupts_it(error, opened, attempts, served):
+    good, bad = FakeReplica(TransferEnded("the sender ended it")), FakeReplica(error)
+    made, trainer, fleet = engine(good, bad, trainer=FakeTrainer(waits=True), max_retries=1, transfer_timeout_s=5)
+    report = await asyncio.wait_for(made.publish(4), 4)
+    assert trainer.interrupted.is_set()
+    assert trainer.opened == opened, "a sending end that was closed cannot be sent from again"
+    assert (report.attempts, report.replicas, good.committed) == (attempts, served, [4])
+    assert [i for i, _ in fleet.failures] == [1] * (2 - served)
+
+
+async def test_a_sender_that_hears_of_the_failure_is_not_interrupted():
+    heard = asyncio.Event()
+
+    class Hearing(FakeTrainer):
+        async def send_weights(self, manifest, timeout_s):
+            if not self.sent:
+                self.outcomes.append(WeightTransferError("receiver 1 is gone"))
+                asyncio.get_running_loop().call_later(0.01, heard.set)
+                await heard.wait()
+            return await super().send_weights(manifest, timeout_s)
+
+    good = FakeReplica(TransferEnded("the sender ended it"))
+    made, trainer, _ = engine(good, FakeReplica(ProcessDied("gone")), trainer=Hearing(), blame_s=4)
+    await asyncio.wait_for(made.publish(4), 3)
+    assert (good.committed, trainer.interrupted.is_set(), trainer.opened) == ([4], False, [2, 1])
+
+
+async def test_getting_ready_to_send_has_what_is_left_of_the_publish():
+    class Slow(FakeTrainer):
+        async def weight_specs(self, timeout_s):
+            await asyncio.sleep(0.02)
+            return await super().weight_specs(timeout_s)
+
+    made, trainer, _ = engine(FakeReplica(), FakeReplica(WRONG), trainer=Slow(), publish_timeout_s=40)
+    await made.publish(1)
+    assert [name for name, _ in trainer.timeouts] == ["weight_specs", "open_weights", "open_weights"]
+    specs_s, first_s, second_s = (timeout_s for _, timeout_s in trainer.timeouts)
+    assert 30 < second_s < first_s <= specs_s - 0.02 < 40

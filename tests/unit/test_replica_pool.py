@@ -39,7 +39,7 @@ class Control:
 
 class Rig:
     def __init__(self, num=2, max_restarts=2, prepare=lambda c: None):
-        self.made, self.announced, self.events = [], [], []
+        self.made, self.announced, self.retired, self.events = [], [], [], []
 
         def spawn(replica_id):
             control = Control(replica_id)
@@ -51,11 +51,17 @@ class Rig:
         async def announce(replica_id, control):
             self.announced.append((replica_id, control))
 
+        async def retire(replica_id):
+            self.retired.append(replica_id)
+
         self.pool = ReplicaPool(
             spawn,
             num,
-            PoolSettings(max_restarts, start_timeout_s=5, health_interval_s=0.01, health_timeout_s=1),
+            PoolSettings(
+                max_restarts, start_timeout_s=5, health_interval_s=0.01, health_timeout_s=1, restart_delay_s=0
+            ),
             announce=announce,
+            retire=retire,
             on_event=lambda event, **fields: self.events.append((event, fields)),
         )
 
@@ -71,14 +77,14 @@ async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_ar
     await rig.pool.start()
     assert rig.pool.members == rig.pool.newcomers == dict(enumerate(rig.made))
     assert not rig.pool.serving
-    await rig.pool.committed([0, 1])
+    await rig.pool.committed(rig.pool.members)
     assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({}, True, [])
 
 
 async def test_a_failed_replica_is_killed_and_replaced_and_announced_after_its_first_commit():
     rig = Rig()
     await rig.pool.start()
-    await rig.pool.committed([0, 1])
+    await rig.pool.committed(rig.pool.members)
     first = rig.made[0]
     rig.pool.fail(0, first, ProcessDied("gone"))
     assert first.killed == 1
@@ -86,9 +92,9 @@ async def test_a_failed_replica_is_killed_and_replaced_and_announced_after_its_f
     rig.pool.fail(0, first, ProcessDied("told twice"))
     await settled()
     assert (len(rig.made), rig.pool.newcomers, rig.announced) == (3, {0: rig.made[2]}, [])
-    await rig.pool.committed([0, 1])
+    await rig.pool.committed(rig.pool.members)
     assert rig.announced == [(0, rig.made[2])]
-    await rig.pool.committed([0, 1])
+    await rig.pool.committed(rig.pool.members)
     assert len(rig.announced) == 1
     assert [e for e, _ in rig.events] == ["replica_failed", "replica_started", "replica_serving"]
 

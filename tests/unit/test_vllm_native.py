@@ -1,13 +1,15 @@
 """vLLM's own NCCL backend as a transport: everything but NCCL itself.
 
-In the place of NCCL stands vLLM's rendezvous store, through which small tensors can be broadcast on a CPU: ports, ranks,
-packing and the control channel are the real ones.
+In the place of NCCL stands vLLM's rendezvous store, through which small tensors can be broadcast on a CPU: ports,
+ranks, packing and the control channel are the real ones.
 """
 
 import importlib.util
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +17,14 @@ import pytest
 import torch
 
 from asyncrl.config.load import load_recipe
-from asyncrl.errors import ConfigError, WeightTransferError
+from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.native import NativeReceiver, init_info, update_info
-from asyncrl.types import TensorSpec
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_receiver, build_sender
+from asyncrl.weights.transports.guard import GuardedSender
 from asyncrl.weights.transports.vllm_native import VllmNcclSender, checked_walk, require_nccl, reserve_port
 
 pytestmark = pytest.mark.unit
@@ -65,7 +67,7 @@ def test_a_recipe_for_gpus_can_choose_it():
 )
 def test_what_it_needs_is_said_at_load(override, names):
     with pytest.raises(ConfigError, match=f"weights.transport=vllm_nccl with {names}"):
-        load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [*VLLM_NCCL, override])
+        load_recipe(ROOT / "recipes" / "quickstart.yaml", [*VLLM_NCCL, override])
 
 
 def test_a_trainer_on_a_cpu_is_refused_by_name():
@@ -190,6 +192,7 @@ class StoreEndpoint:
         from vllm.distributed.utils import StatelessProcessGroup
 
         self.group = StatelessProcessGroup.create(host, port, rank=0, world_size=world_size)
+        self.closed = False
 
     def broadcast(self, weights, bucket_bytes):
         from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
@@ -198,97 +201,237 @@ class StoreEndpoint:
             self.group.broadcast(chunk.packed_tensor, 0)
 
     def close(self):
+        self.closed = True
+
+
+class StoreGroup:
+    """The worker's communicator, over the store."""
+
+    available, disabled = True, False
+
+    def __init__(self, info):
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        rank, self.limit = info.rank_offset, info.packed_buffer_size_bytes
+        self.store = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
+
+    def chunks(self, update_info):
+        """Lists of (name, tensor), cut as vLLM's consumer cuts."""
+        from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+        columns = zip(update_info.names, update_info.shapes, update_info.dtype_names, strict=True)
+        pending = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in columns]
+        while pending:
+            chunk, sizes = [], []
+            while pending and sum(sizes) <= self.limit:
+                chunk.append(pending.pop(0))
+                sizes.append(torch.empty(chunk[-1][1], dtype=chunk[-1][2], device="meta").nbytes)
+            packed = self.store.broadcast(torch.empty(sum(sizes), dtype=torch.uint8), 0)
+            yield unpack_tensor(packed, *(list(column) for column in zip(*chunk, strict=True)), sizes)
+
+
+class StoreBackend:
+    """Makes vLLM's NCCL engines with the store in the place of NCCL."""
+
+    def __init__(self, stuck=None):
+        """`stuck`: an event for which they wait instead of receiving."""
+        self.stuck = stuck
+        self.made = 0
+
+    def require(self):
         pass
 
+    def make(self, model):
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-def store_engine(model, *, stuck=None):
-    """vLLM's NCCL engine with the store in the place of NCCL; `stuck`: an event for which it waits in vain."""
-    from vllm.distributed.utils import StatelessProcessGroup
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+        stuck, self.made = self.stuck, self.made + 1
 
-    class StoreGroup:
-        available, disabled = True, False
+        class Engine(NCCLWeightTransferEngine):
+            def __init__(self):
+                self.model_update_group = None
 
-        def __init__(self, info):
-            self.world = (info.rank_offset, info.world_size)
-            self.store = StatelessProcessGroup.create(info.master_address, info.master_port, *self.world)
-            self.limit = info.packed_buffer_size_bytes
+            def init_transfer_engine(self, init_info):
+                self.model_update_group = StoreGroup(init_info)
 
-    class StoreEngine(NCCLWeightTransferEngine):
-        def __init__(self):
-            self.model, self.model_update_group = model, None
+            def receive_weights(self, update_info):
+                if stuck is not None:
+                    stuck.wait(30)
+                for tensors in self.model_update_group.chunks(update_info):
+                    model.load_weights(tensors)
 
-        def init_transfer_engine(self, init_info):
-            self.model_update_group = StoreGroup(init_info)
+            def shutdown(self):
+                pass
 
-        def receive_weights(self, update_info):
-            if stuck is not None:
-                stuck.wait(30)
-                return
-            chunk, size = [], 0
-            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
-                nbytes = torch.empty(shape, dtype=getattr(torch, dtype), device="meta").nbytes
-                chunk.append((name, shape, getattr(torch, dtype), nbytes))
-                size += nbytes
-                if size > self.model_update_group.limit or len(self.received) + len(chunk) == len(update_info.names):
-                    packed = self.model_update_group.store.broadcast(torch.empty(0), 0)
-                    assert packed.numel() == size, "both sides cut alike"
-                    model.load_weights(unpack_tensor(packed, *(list(column) for column in zip(*chunk, strict=True))))
-                    self.received += [c[0] for c in chunk]
-                    chunk, size = [], 0
-
-        def shutdown(self):
-            self.model_update_group = None
-
-        @property
-        def received(self):
-            return self.__dict__.setdefault("_received", [])
-
-        @received.setter
-        def received(self, names):
-            self.__dict__["_received"] = [] if len(names) == TOTAL else names
-
-    TOTAL = len(weights())
-    return StoreEngine()
+        return Engine()
 
 
 class Expected:
     """In the place of a model's `ExpectedTensors`."""
 
-    def check(self, spec: TensorSpec) -> None:
+    def check(self, spec):
         if spec.name == "foreign":
             raise WeightTransferError("the model has no tensor 'foreign'")
 
 
 class Worker:
-    """One vLLM worker's side: the receiver in a thread, the loader in another."""
+    """The worker's side of a publish: the receiver in a thread, the loader in this one."""
 
-    def __init__(self, source, receiver, **settings):
-        # `meta` stands for a device that is no CPU.
-        self.receiver = NativeReceiver(
-            replace(source, receiver=receiver), FAKE_GPU, Expected(), 0, lambda model: store_engine(model, **settings)
-        )
-        self.pool = ThreadPoolExecutor(1)
+    def __init__(self, source, receiver=0, backend=None):
+        self.backend = backend or StoreBackend()
+        self.receiver = NativeReceiver(replace(source, receiver=receiver), Expected(), 0, self.backend)
+        self.thread = ThreadPoolExecutor(1)
 
     def receive(self, manifest, timeout_s=10.0):
         feed = Feed(len(manifest.tensors), timeout_s + 1)
-        received = self.pool.submit(self.receiver.receive, manifest, feed, timeout_s)
-        try:
-            loaded = {name: tensor.clone() for name, tensor in feed}
-            feed.finish()
-        finally:
-            received.exception(timeout_s + 5)
-        received.result()
+        received = self.thread.submit(self.receiver.receive, manifest, feed, timeout_s)
+        loaded = {name: tensor.clone() for name, tensor in feed}
+        feed.finish()
+        received.result(timeout_s)
         return loaded
 
     def close(self):
-        self.pool.submit(self.receiver.close).result(5)
-        self.pool.shutdown()
+        self.thread.submit(self.receiver.close).result(5)
+        self.thread.shutdown()
 
 
-class FakeGpu:
-    type = "cuda"
+class Transfer:
+    """A sender and its workers."""
+
+    def __init__(self, sender, workers, pool, endpoints):
+        self.sender, self.workers, self._pool, self.endpoints = sender, workers, pool, endpoints
+        self.received = []
+        """What each worker loaded in the last publish, or raised."""
+
+    def publish(self, tensors, publish_id, timeout_s=10.0, given=None):
+        """`given`: what the sender gets in place of what the manifest says. Raises the sender's error."""
+        manifest = manifest_of(tensors, publish_id)
+        receiving = [self._pool.submit(worker.receive, manifest, timeout_s) for worker in self.workers]
+        try:
+            assert self.sender.send(manifest, tensors if given is None else given, timeout_s) is None
+        finally:
+            self.received = [f.exception(timeout_s + 5) or f.result() for f in receiving]
+
+    def assert_received(self, tensors):
+        for loaded in self.received:
+            assert list(loaded) == [name for name, _ in tensors]
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors)
+
+    @property
+    def groups_made(self):
+        return [worker.backend.made for worker in self.workers]
 
 
-FAKE_GPU = FakeGpu()
+@contextmanager
+def connected(num_workers, backends=None):
+    endpoints = []
+
+    def open_endpoint(*where):
+        endpoints.append(StoreEndpoint(*where))
+        return endpoints[-1]
+
+    sender = GuardedSender(VllmNcclSender(BUCKET_BYTES, num_workers, open_endpoint=open_endpoint))
+    with closing(sender), ThreadPoolExecutor(num_workers) as pool, ExitStack() as stack:
+        source = sender.open()
+        workers = [Worker(source, i, (backends or {}).get(i)) for i in range(num_workers)]
+        for worker in workers:
+            stack.callback(worker.close)
+        yield Transfer(sender, workers, pool, endpoints)
+
+
+@needs_vllm
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_worker_gets_every_tensor(num_workers):
+    with connected(num_workers) as transfer:
+        for publish_id in (1, 2, 3):
+            transfer.publish(weights(publish_id), publish_id)
+            transfer.assert_received(weights(publish_id))
+        assert transfer.groups_made == [1] * num_workers, "the group stays"
+
+
+@needs_vllm
+def test_the_group_is_formed_anew_for_a_worker_that_came_back():
+    with connected(2) as transfer:
+        transfer.publish(weights(1), 1)
+        transfer.workers[1].thread.submit(transfer.workers[1].receiver.close).result(5)
+        transfer.publish(weights(2), 2)
+        transfer.assert_received(weights(2))
+        assert transfer.groups_made == [2, 2]
+        assert [endpoint.closed for endpoint in transfer.endpoints] == [True, False]
+
+
+@needs_vllm
+def test_weights_that_contradict_the_manifest_end_both_sides_and_the_next_publish_works():
+    with connected(2) as transfer:
+        with pytest.raises(WeightTransferError, match="ended before it"):
+            transfer.publish(weights(1), 1, given=weights(1)[:-1])
+        assert [type(error) for error in transfer.received] == [TransferEnded] * 2
+        assert all("ended before it" in str(error) for error in transfer.received)
+        assert [endpoint.closed for endpoint in transfer.endpoints] == [True], "NCCL would block for ever"
+        transfer.publish(weights(2), 2)
+        transfer.assert_received(weights(2))
+        assert transfer.groups_made == [2, 2], "a group that failed is not used again"
+
+
+@needs_vllm
+def test_a_worker_that_refuses_a_tensor_says_so_before_a_group_is_formed():
+    with connected(2) as transfer:
+        started = time.monotonic()
+        with pytest.raises(WeightTransferError, match="no tensor 'foreign'"):
+            transfer.publish([*weights(1), ("foreign", torch.zeros(3))], 1)
+        assert time.monotonic() - started < 5.0
+        assert transfer.groups_made == [0, 0]
+        transfer.publish(weights(2), 2)
+        transfer.assert_received(weights(2))
+
+
+@needs_vllm
+def test_a_worker_that_hangs_costs_the_deadline_and_is_named():
+    stuck = threading.Event()
+    with connected(2, {1: StoreBackend(stuck)}) as transfer:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="receiver 1"):
+            transfer.publish(weights(1), 1, timeout_s=2.0)
+        assert time.monotonic() - started < 6.0
+        transfer.workers[1].backend.stuck = None
+        stuck.set()
+        transfer.publish(weights(2), 2)
+        transfer.assert_received(weights(2))
+
+
+@needs_vllm
+def test_a_group_that_does_not_form_costs_the_deadline_and_is_named():
+    """NCCL's own way to form a group waits for minutes, and nothing can interrupt it."""
+    forever = threading.Event()
+
+    def never(*_):
+        forever.wait(30)
+        raise WeightTransferError("too late")
+
+    sender = GuardedSender(VllmNcclSender(BUCKET_BYTES, 1, open_endpoint=never))
+    with closing(sender), ThreadPoolExecutor(1) as pool, closing(Worker(sender.open())) as worker:
+        manifest = manifest_of(weights(1))
+        receiving = pool.submit(worker.receive, manifest, 5.0)
+        with pytest.raises(DeadlineExceeded, match=r"form vLLM's NCCL group at 127\.0\.0\.1:\d+ with 1 receiver"):
+            sender.send(manifest, weights(1), 1.0)
+        assert isinstance(receiving.exception(5), TransferEnded)
+        forever.set()
+
+
+def test_a_worker_that_never_comes_costs_the_deadline_and_is_named():
+    with closing(VllmNcclSender(BUCKET_BYTES, 2, open_endpoint=StoreEndpoint)) as sender:
+        sender.open()
+        with pytest.raises(DeadlineExceeded, match="receiver 0 did not; receiver 1 did not"):
+            sender.send(manifest_of(weights()), weights(), 0.5)
+
+
+@needs_vllm
+def test_closing_the_sender_ends_a_publish():
+    stuck = threading.Event()
+    with connected(1, {0: StoreBackend(stuck)}) as transfer, ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(transfer.publish, weights(1), 1, 20.0)
+        while not transfer.groups_made[0]:
+            assert not publishing.done()
+            time.sleep(0.01)
+        transfer.sender.close()
+        assert isinstance(publishing.exception(10), WeightTransferError)
+        stuck.set()

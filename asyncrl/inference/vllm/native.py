@@ -6,8 +6,9 @@ left at a deadline: the engine is given a model whose `load_weights` hands the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -29,8 +30,17 @@ from asyncrl.weights.transports.vllm_native import (
 if TYPE_CHECKING:
     from asyncrl.inference.vllm.expected import ExpectedTensors
 
-MakeEngine = Callable[["FedModel"], Any]
-"""vLLM's NCCLWeightTransferEngine around a model."""
+
+class Backend(Protocol):
+    """Where the group's engines come from; `VllmNccl` is the one."""
+
+    def require(self) -> None:
+        """Raises WeightTransferError: it cannot work here."""
+        ...
+
+    def make(self, model: FedModel) -> Any:
+        """A WeightTransferEngine of vLLM around `model`. Called in the thread that will use it."""
+        ...
 
 
 def init_info(source: TransferSource, port: int, worker_rank: int) -> dict[str, Any]:
@@ -76,19 +86,12 @@ class FedModel:
 class NativeReceiver:
     """Rank `source.receiver + 1` of the group. All calls from one thread."""
 
-    def __init__(
-        self,
-        source: TransferSource,
-        device: torch.device,
-        expected: ExpectedTensors,
-        worker_rank: int,
-        make: MakeEngine,
-    ) -> None:
+    def __init__(self, source: TransferSource, expected: ExpectedTensors, worker_rank: int, backend: Backend) -> None:
+        """`source`, `worker_rank`: as `init_info`."""
         self._source = source
-        self._device = device
         self._expected = expected
         self._worker_rank = worker_rank
-        self._make = make
+        self._backend = backend
         self._model = FedModel()
         self._engine: Any = None
         self._port = 0
@@ -107,7 +110,7 @@ class NativeReceiver:
         channel, deadline = self._channel, Deadline(timeout_s)
         try:
             channel.join(manifest, self._port)
-            require_gpu(self._device)
+            self._backend.require()
             require_unverified(manifest)
             port = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
             for spec in manifest.tensors:
@@ -143,19 +146,23 @@ class NativeReceiver:
     def _join(self, channel: ReceiverChannel, port: int, deadline: Deadline) -> None:
         """Forms the group that meets at `port`, in place of an earlier one."""
         self._drop_group()
-        self._model = FedModel()
-        self._engine, self._port, self._calls = self._make(self._model), port, BlockingCalls("vllm-nccl-receiver")
-        engine, device = self._engine, self._device
-        info = engine.parse_init_info(init_info(self._source, port, self._worker_rank))
-        what = f"join vLLM's NCCL group at {self._source.segment}:{port}"
+        self._model = model = FedModel()
+        self._calls, self._port = BlockingCalls("vllm-nccl-receiver"), port
+        backend, info = self._backend, init_info(self._source, port, self._worker_rank)
 
-        def join() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
-            engine.init_transfer_engine(info)
+        def join() -> Any:
+            engine = backend.make(model)
+            engine.init_transfer_engine(engine.parse_init_info(info))
             require_nccl(engine.model_update_group)
+            return engine
 
-        wait_for(self._calls.submit(join), deadline, what, lambda: channel.check(what))
+        what = f"join vLLM's NCCL group at {self._source.segment}:{port}"
+        joining = self._calls.submit(join)
+        try:
+            self._engine = wait_for(joining, deadline, what, lambda: channel.check(what))
+        finally:
+            if self._engine is None:
+                joining.add_done_callback(_shut_down_late)
 
     def _drop_group(self) -> None:
         engine, self._engine, self._port = self._engine, None, 0
@@ -166,15 +173,27 @@ class NativeReceiver:
             engine.shutdown()
 
 
-def make_nccl_engine(config: Any, vllm_config: Any, device: torch.device) -> MakeEngine:
-    """Makes vLLM's own engine, as its factory would."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+class VllmNccl:
+    """The `Backend` of a worker on `device`."""
 
-    return lambda model: NCCLWeightTransferEngine(config, vllm_config, device, model)  # pyright: ignore[reportArgumentType]
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device) -> None:
+        """What vLLM's factory gives to its engines."""
+        self._config, self._vllm_config, self._device = config, vllm_config, device
+
+    def require(self) -> None:
+        if self._device.type != "cuda":
+            asked = f"weights.transport={VLLM_NCCL} into a vLLM worker on {self._device}"
+            do = "serve on CUDA, or set weights.transport to ipc or collective"
+            raise WeightTransferError(explain(asked, "NCCL needs a CUDA device", do))
+
+    def make(self, model: FedModel) -> Any:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        torch.cuda.set_device(self._device)  # each thread has its own
+        return NCCLWeightTransferEngine(self._config, self._vllm_config, self._device, cast("torch.nn.Module", model))
 
 
-def require_gpu(device: torch.device) -> None:
-    if device.type != "cuda":
-        asked = f"weights.transport={VLLM_NCCL} into a vLLM worker on {device}"
-        do = "serve on CUDA, or set weights.transport to ipc or collective"
-        raise WeightTransferError(explain(asked, "NCCL needs a CUDA device", do))
+def _shut_down_late(joining: Future[Any]) -> None:
+    """A group that forms after everybody has left."""
+    if joining.exception() is None:
+        joining.result().shutdown()

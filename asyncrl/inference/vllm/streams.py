@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,26 @@ Fate = Literal["abort", "requeue"]
 """What a request that was taken out of vLLM becomes: ended with the tokens so far, or sent again from the start."""
 
 
+class Mailbox:
+    """What waits for the one consumer of a request. asyncio.Queue, made for many, costs twice as much per token."""
+
+    def __init__(self) -> None:
+        self._items: deque[TokenChunk | GenerationError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, item: TokenChunk | GenerationError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> TokenChunk | GenerationError:
+        """The oldest item; one consumer at a time. Cancelled, it has taken nothing."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
 class Stream:
     """What the adapter knows of one request.
 
@@ -26,7 +47,7 @@ class Stream:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.chunks: asyncio.Queue[TokenChunk | GenerationError] = asyncio.Queue()
+        self.chunks = Mailbox()
         self.num_tokens = 0
         self.fate: Fate | None = None
         self.entered = asyncio.Event()
@@ -73,9 +94,12 @@ class Stream:
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-        spans = list(spans_of(starts, self.num_tokens, len(ids)))
+        spans = spans_of(starts, self.num_tokens, len(ids))
         self.num_tokens += len(ids)
-        chunks = [TokenChunk(self.request.request_id, ids[a:b], logprobs[a:b], v) for v, a, b in spans]
+        if len(spans) == 1:
+            chunks = [TokenChunk(self.request.request_id, ids, logprobs, spans[0][0])]
+        else:
+            chunks = [TokenChunk(self.request.request_id, ids[a:b], logprobs[a:b], v) for v, a, b in spans]
         if not output.finished:
             return chunks
         last = chunks.pop() if chunks else empty_chunk(self.request, version)
@@ -97,20 +121,24 @@ def empty_chunk(request: GenerationRequest, version: int | None, reason: FinishR
     return TokenChunk(request.request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), stamp, reason)
 
 
-def spans_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> Iterator[tuple[int, int, int]]:
+def spans_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> list[tuple[int, int, int]]:
     """Cuts response tokens `[first, first + count)` where the version changes.
 
     Args:
         starts: (version, index of its first response token), ascending: vLLM's tags of the whole response.
 
-    Yields: (version, start, stop), the latter two relative to `first`.
+    Returns: (version, start, stop), the latter two relative to `first`.
     """
+    if count and starts and starts[-1][1] <= first:  # nearly always: no publish since the last output
+        return [(int(starts[-1][0]), 0, count)]
     stop = first + count
     ends = [*(index for _, index in starts[1:]), stop]
+    spans: list[tuple[int, int, int]] = []
     for (label, start), end in zip(starts, ends, strict=False):  # without tokens there is no start
         a, b = max(start, first), min(end, stop)
         if a < b:
-            yield int(label), a - first, b - first
+            spans.append((int(label), a - first, b - first))
+    return spans
 
 
 def _finish_reason(request: GenerationRequest, reason: str) -> FinishReason:

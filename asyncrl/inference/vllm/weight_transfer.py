@@ -22,7 +22,7 @@ from asyncrl.inference.vllm.expected import ExpectedTensors
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.guard import die_with
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
-from asyncrl.inference.vllm.native import NativeReceiver, make_nccl_engine
+from asyncrl.inference.vllm.native import NativeReceiver, VllmNccl
 from asyncrl.inference.vllm.reload import Reload
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.sinks import AssemblingSink
@@ -155,8 +155,8 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             return build_receiver(self._source, device=self.device)
         parallel = self.parallel_config
         worker_rank = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM's engine counts
-        make = make_nccl_engine(self.config, self.vllm_config, self.device)
-        return NativeReceiver(self._source, self.device, self._reload.expected, worker_rank, make)
+        backend = VllmNccl(self.config, self.vllm_config, self.device)
+        return NativeReceiver(self._source, self._reload.expected, worker_rank, backend)
 
     def _close_receiver(self) -> None:
         receiver, self._receiver = self._receiver, None

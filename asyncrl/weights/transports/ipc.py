@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 
-from asyncrl.errors import ConfigError, WeightTransferError, explain
+from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
@@ -50,12 +51,13 @@ class Offer:
     """What `TransferSource.segment` says: the ring in shared memory and, where there is one, that in device memory.
 
     `proof`: hexadecimal digits of the bytes at the end of the device's ring, so that a receiver knows that it has
-    mapped that memory and no other.
+    mapped that memory and no other. `host`: of the sender.
     """
 
     path: str
     device: str = ""
     proof: str = ""
+    host: str = ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -172,9 +174,9 @@ class IpcSender:
             else:
                 self._medium.data[self._ring_bytes :].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
                 self._medium.synchronize()
-                return Offer(path, self._medium.describe(), proof.hex())
+                return Offer(path, self._medium.describe(), proof.hex(), platform.node())
         segment.reserve(self._ring_bytes)
-        return Offer(path)
+        return Offer(path, host=platform.node())
 
     def _choose(self, values: tuple[int, ...], notes: dict[int, str], segment: Segment) -> tuple[int, Mapping]:
         """Device memory if all receivers have mapped it, else shared memory for all."""
@@ -246,9 +248,16 @@ class IpcReceiver:
         self._mapped = self._shared = None
 
     def _attach(self) -> ReceiverChannel:
-        """Joins the sender, once. Raises TransferEnded: it is gone."""
+        """Joins the sender, once. Raises TransferEnded: it is gone. WeightTransferError: it is on another machine."""
         if self._channel is None:
-            self._shared = HostMapping(attach(self._offer.path))
+            try:
+                self._shared = HostMapping(attach(self._offer.path))
+            except TransferEnded as error:
+                if self._offer.host in ("", platform.node()):
+                    raise
+                found = f"the trainer is on {self._offer.host}, this replica on {platform.node()}"
+                do = "set weights.transport=collective: ipc serves one machine"
+                raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
             if self._offer.device:
                 try:
                     self._mapped, self._note = self._map_device(), ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,10 @@ def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]
 def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
     """The files whose owner is dead. While one is yielded nobody else takes it for abandoned; the caller removes it,
     after what belongs to it."""
+    ours = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}" + re.escape(suffix))
     for path in directory.glob(f"{prefix}*{suffix}"):
+        if not ours.fullmatch(path.name):
+            continue  # a longer prefix
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):

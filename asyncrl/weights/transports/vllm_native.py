@@ -340,5 +340,5 @@ def _on_this_stream(items: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _close_late(joining: Future[Any]) -> None:
     """A group that forms after everybody has left."""
-    if not joining.cancelled() and joining.exception() is None:
+    if joining.exception() is None:
         joining.result().close()
