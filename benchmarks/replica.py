@@ -44,6 +44,7 @@ from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.inference.channel import ReplicaControl, spawn_replica
 from asyncrl.inference.vllm.launch import Launcher
 from asyncrl.inference.vllm.requests import sampling_params
+from asyncrl.remote import reply
 from asyncrl.rollout.channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks
@@ -129,6 +130,24 @@ def model_config(path: Path) -> ModelConfig:
     return ModelConfig(path=str(path), inference_dtype="float32")
 
 
+def conditions(llm) -> dict[str, object]:
+    """What could put one engine ahead of another. Asked for in AsyncLLM's process: EngineCore's title hides its own."""
+    cores = llm.engine_core.resources.engine_manager.processes
+    return {
+        "niceness": [os.nice(0), *(psutil.Process(core.pid).nice() for core in cores)],
+        "start": [type(core).__name__ for core in cores],
+        "variables": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "LD_PRELOAD")},
+    }
+
+
+async def check_equal(bare: dict[str, object], control: ReplicaControl) -> None:
+    """Raises SystemExit: the two run under different conditions, and no ratio of them means anything."""
+    call = control.handle.__ray_call__.remote(lambda replica: conditions(replica._engine._llm))
+    replica = await reply(call, timeout_s=30.0, what="conditions of the replica")
+    if bare != replica or os.nice(0) != NICENESS:
+        raise SystemExit(f"bare vLLM runs as {bare}, the replica as {replica}, the client with {os.nice(0)}")
+
+
 # -- bare vLLM ---------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +162,7 @@ def bare_process(pipe: Connection, path: Path) -> None:
 
 
 async def answer_loads(pipe: Connection, llm) -> None:
-    pipe.send(llm.vllm_config.cache_config.block_size)
+    pipe.send((conditions(llm), llm.vllm_config.cache_config.block_size))
     for number in itertools.count():
         load = await asyncio.to_thread(pipe.recv)
         if load is None:
@@ -185,10 +204,6 @@ class Bare:
             raise SystemExit(f"bare vLLM did not answer within {timeout_s} s")
         return self._pipe.recv()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
     async def run(self, load: Load) -> Run:
         self._pipe.send(load)
         return await self.answer(RUN_S)
@@ -199,25 +214,6 @@ class Bare:
             self._process.join(40.0)
         if self._process.is_alive():
             self._process.kill()
-
-
-def standing(pid: int) -> set[tuple[int, str | None, str | None]]:
-    """What could let one engine go ahead of another: niceness, threads of OpenMP and what is loaded first, of `pid`'s
-    EngineCore."""
-    found = set()
-    for process in psutil.Process(pid).children(recursive=True):
-        if "EngineCore" in " ".join(process.cmdline()):
-            variables = process.environ()
-            found.add((process.nice(), variables.get("OMP_NUM_THREADS"), variables.get("LD_PRELOAD")))
-    return found
-
-
-def check_equal(bare: int, replica: int) -> None:
-    """Raises SystemExit: the two do not run under the same conditions, and no ratio of them means anything."""
-    nices = psutil.Process(bare).nice(), psutil.Process(replica).nice(), os.nice(0)
-    cores = standing(bare), standing(replica)
-    if len(set(nices)) != 1 or cores[0] != cores[1] or len(cores[0]) != 1:
-        raise SystemExit(f"bare vLLM and the replica differ: niceness {nices} (with the client's), EngineCore {cores}")
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -268,14 +264,17 @@ class Compared:
     def ratio(self) -> float:
         return statistics.median(self.speeds(self.replica)) / statistics.median(self.speeds(self.bare))
 
+    @property
+    def pairs(self) -> list[float]:
+        return [b / a for a, b in zip(self.speeds(self.bare), self.speeds(self.replica), strict=True)]
+
     def cpu_us(self, runs: list[Run]) -> list[float]:
         """Per token: of EngineCore, of AsyncLLM's process, of the client."""
         columns = zip(*((run.core_s, run.front_s, run.client_s) for run in runs), strict=True)
         return [statistics.median(column) / (self.requests * self.tokens) * 1e6 for column in columns]
 
     def lines(self) -> list[str]:
-        pairs = [b / a for a, b in zip(self.speeds(self.bare), self.speeds(self.replica), strict=True)]
-        lines = []
+        pairs, lines = self.pairs, []
         for name, runs in (("bare", self.bare), ("replica", self.replica)):
             speeds, cpu = self.speeds(runs), self.cpu_us(runs)
             ratio = "" if name == "bare" else f"{self.ratio:.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
@@ -468,8 +467,8 @@ async def measure_size(
     replicas = {i: spawn(path, i) for i in range(2 if cache_rounds else 1)}
     try:
         started = await asyncio.gather(*(control.start(START_S) for control in replicas.values()))
-        block_tokens = await bare.answer(START_S)
-        check_equal(bare.pid, started[0].pid)
+        of_bare, block_tokens = await bare.answer(START_S)
+        await check_equal(of_bare, replicas[0])
         compared = await compare(size, bare, replicas[0], started[0].pid, repeats)
         bare.close()
         routed = await route(replicas, block_tokens, cache_rounds) if cache_rounds else {}
@@ -514,12 +513,15 @@ async def measure(directory: Path, *, quick: bool) -> list[str]:
 def conclusions(compared: list[Compared], decided: list[Decision], routed: dict[str, Cached]) -> list[str]:
     worst = min(compared, key=lambda c: c.ratio)
     ratios = ", ".join(f"{c.ratio:.2f} ({c.model}, {c.requests})" for c in compared)
+    pairs = [pair for c in compared for pair in c.pairs]
     own = sum(worst.cpu_us(worst.bare))
     slowest = max(decided, key=lambda d: d.median_us)
     hits = ", ".join(f"{c.cached_tokens / c.prompt_tokens:.0%} by {name}" for name, c in routed.items())
     return [
-        f"A replica and its client reach these shares of bare vLLM's tokens per second: {ratios}; where it is least, "
-        f"a token costs {sum(worst.cpu_us(worst.replica)) - own:.0f} us of CPU on top of vLLM's {own:.0f}.",
+        f"A replica and its client reach these shares of bare vLLM's tokens per second: {ratios}; single pairs "
+        f"range from {min(pairs):.2f} to {max(pairs):.2f}, and what lies above 1 is the error of this measurement, "
+        f"not a gain; where the share is least, a token costs {sum(worst.cpu_us(worst.replica)) - own:.0f} us of CPU "
+        f"on top of vLLM's {own:.0f}.",
         f"The slowest decision ({slowest.name}) takes {slowest.median_us:.0f} us; a session or the least loaded one "
         f"{max(d.median_us for d in decided[:2]):.1f} us.",
         f"Of the prompt tokens, {hits} were in the cache.",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
+import pytest
 
 from asyncrl.types import Segment, Trajectory, TrajectoryGroup
 
@@ -29,3 +32,12 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
 def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> TrajectoryGroup:
     members = [trajectory(reward=r, versions=versions, seed=ordinal * 100 + i) for i, r in enumerate(rewards)]
     return TrajectoryGroup(ordinal, attempt, tuple(members))
+
+
+def require_vllm() -> None:
+    """Skips the test where vLLM is not installed; fails where it is and cannot be used."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs the package vllm: make install-vllm")
+    from asyncrl.inference.vllm import check_vllm
+
+    check_vllm()

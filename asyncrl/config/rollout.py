@@ -21,7 +21,12 @@ class SamplingConfig:
     """Texts, each a single token of the vocabulary, that end a response besides the end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
-        require_at_least("rollout.sampling.temperature", self.temperature, 0)
+        require(
+            self.temperature == 0 or 0.01 <= self.temperature <= 2,
+            asked=f"rollout.sampling.temperature={self.temperature}",
+            found="engines sample at 0 (greedy) or from 0.01 to 2",
+            do="set rollout.sampling.temperature within these",
+        )
         require_at_least("rollout.sampling.max_response_tokens", self.max_response_tokens, 1)
         require_at_least("rollout.sampling.top_k", self.top_k, 0)
         require(

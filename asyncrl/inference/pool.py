@@ -65,7 +65,8 @@ class _Member:
     control: Control
     up: bool = False
     serving: bool = False
-    replacement: bool = False
+    routed: bool = False
+    """Whether the rollout side sends requests to it, or is being told to."""
     failures: int = 0
     """Incarnations before this one that failed in a row without having served."""
 
@@ -94,7 +95,7 @@ class ReplicaPool:
         self._retire = retire
         self._retiring: set[asyncio.Task[None]] = set()
         self._on_event = on_event
-        self._members = {i: _Member(spawn(i)) for i in range(num_replicas)}
+        self._members = {i: _Member(spawn(i), routed=True) for i in range(num_replicas)}
         self._restarts = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -141,7 +142,7 @@ class ReplicaPool:
         logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._restarts)
         control.kill()
-        if member.serving or not member.replacement:
+        if member.routed:
             self._retiring.add(asyncio.create_task(self._retire(replica_id), name=f"retire replica {replica_id}"))
         if self._restarts >= self._settings.max_restarts:
             member.up = False
@@ -156,7 +157,7 @@ class ReplicaPool:
             return
         self._restarts += 1
         failures = 0 if member.serving else member.failures + 1
-        replacement = _Member(self._spawn(replica_id), replacement=True, failures=failures)
+        replacement = _Member(self._spawn(replica_id), failures=failures)
         self._members[replica_id] = replacement
         task = asyncio.create_task(self._start(replica_id, replacement), name=f"replace replica {replica_id}")
         self._tasks.add(task)
@@ -179,17 +180,25 @@ class ReplicaPool:
         When it returns the rollout side knows who serves, and sends nothing to those that failed. Raises what the
         rollout side raises.
         """
+        await self._retired()
+        for replica_id, control in controls.items():
+            member = self._members[replica_id]
+            if member.control is not control or member.serving:
+                continue
+            if not member.routed:
+                member.routed = True  # before: one that fails meanwhile has to be retired
+                await self._announce(replica_id, control)
+                if self._members[replica_id] is not member:
+                    continue
+                self._on_event("replica_serving", replica=replica_id)
+            member.serving = True
+        await self._retired()
+        return sum(self._members[i].control is control for i, control in controls.items())
+
+    async def _retired(self) -> None:
         while self._retiring:
             await asyncio.gather(*self._retiring)
             self._retiring = {task for task in self._retiring if not task.done()}
-        for replica_id, control in controls.items():
-            member = self._members[replica_id]
-            if member.control is control and not member.serving:
-                if member.replacement:
-                    await self._announce(replica_id, control)
-                    self._on_event("replica_serving", replica=replica_id)
-                member.serving = True
-        return sum(self._members[i].control is control for i, control in controls.items())
 
     async def reconcile(self, known: Collection[int]) -> None:
         """Announces again what serves and the rollout side has lost: a connection may break that no process died of.

@@ -6,6 +6,12 @@ import numpy as np
 
 from asyncrl.types import GenerationRequest
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""What vLLM serves: it takes less for 0.01 and refuses more."""
+MIN_TOP_P = 1e-6
+"""Below it float32 keeps no token at all."""
+MAX_TOP_K = 2**31 - 1
+
 
 def misfit(request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
     """What is wrong with a request and what to do about it; None when it can be served. `engine`: its name in a
@@ -26,8 +32,11 @@ def misfit(request: GenerationRequest, *, engine: str, max_model_len: int, vocab
         return f"min_tokens={sampling.min_tokens}, max_tokens={sampling.max_tokens}", "0 <= min_tokens <= max_tokens"
     if sampling.min_tokens and len(samplable_stops(request, vocab_size)) >= vocab_size:
         return "min_tokens with every token of the vocabulary a stop token", "leave a token that can be sampled"
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        return str(sampling), "temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+    if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        return f"temperature={sampling.temperature}", f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+    if not MIN_TOP_P <= sampling.top_p <= 1 or not 0 <= sampling.top_k <= MAX_TOP_K:
+        found = f"top_p={sampling.top_p}, top_k={sampling.top_k}"
+        return found, f"top_p from {MIN_TOP_P} to 1, top_k from 0 (off) to {MAX_TOP_K}"
     return None
 
 

@@ -92,6 +92,7 @@ class GenerationClient:
         poll_interval_s: shortest time between two collections from one replica.
         waits_for_replacements: without any replica requests wait, within their deadline, for `add_replica`; else they
             fail, and `watch` ends.
+        max_lost: replicas that are lost under one response before it is suspected of killing them, and fails.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class GenerationClient:
         request_timeout_s: float,
         poll_interval_s: float,
         waits_for_replacements: bool = False,
+        max_lost: int = 3,
     ) -> None:
         self._name = name
         self._waits_for_replacements = waits_for_replacements
+        self._max_lost = max_lost
         self._added = asyncio.Event()
         self._last_loss = "there is no replica"
         self._links: dict[int, _Link] = {}
@@ -163,7 +166,7 @@ class GenerationClient:
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
         chunks: list[tuple[TokenChunk, int]] = []
-        interruptions = 0
+        interruptions = lost = 0
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 while True:
@@ -183,6 +186,10 @@ class GenerationClient:
                     if complete is not None:
                         return _assemble(chunks, complete, interruptions)
                     interruptions += 1
+                    lost += attempt.link.lost
+                    if lost >= self._max_lost:
+                        found = f"{lost} replicas were lost while they worked on it"
+                        raise GenerationError(f"a response is not tried on another replica: {found}")
         except AsyncRLError:
             raise
         except TimeoutError as e:

@@ -62,6 +62,33 @@ class SamplingConformance:
         assert without_b.ids == [a]
         assert without_b.logprobs[0] == pytest.approx(math.log(p_a / (1 - p_b)), abs=1e-3)
 
+    @pytest.mark.parametrize(
+        "extreme",
+        [
+            {"temperature": 1e-40},
+            {"temperature": math.inf},
+            {"temperature": math.nan},
+            {"top_p": 1e-300},
+            {"top_k": 10**21},
+        ],
+        ids=str,
+    )
+    async def test_values_that_no_arithmetic_bears_are_refused_and_harm_nobody(
+        self, engine: InferenceEngine, extreme: dict[str, float]
+    ) -> None:
+        other = Client(engine, make_request(max_tokens=40))
+        with pytest.raises(GenerationError, match=next(iter(extreme))):
+            await complete(engine, **extreme)
+        assert len((await other.done()).ids) == 40
+
+    @pytest.mark.parametrize(
+        "bound", [{"temperature": 0.01}, {"temperature": 2.0}, {"top_p": 1e-6}, {"top_k": 2**31 - 1}], ids=str
+    )
+    async def test_values_at_their_bounds_are_served(self, engine: InferenceEngine, bound: dict[str, float]) -> None:
+        client = await complete(engine, max_tokens=8, **bound)
+        assert len(client.ids) == 8
+        assert all(math.isfinite(x) for x in client.logprobs)
+
     async def test_one_candidate_is_greedy(self, engine: InferenceEngine) -> None:
         greedy = await complete(engine, temperature=0.0)
         for filters in ({"top_k": 1}, {"top_p": 1e-6}):

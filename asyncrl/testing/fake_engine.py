@@ -11,11 +11,15 @@ import numpy as np
 
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engine import EngineHealth, PauseMode
+from asyncrl.inference.requests import misfit
 from asyncrl.types import FinishReason, GenerationRequest, Manifest, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
 
 LoadHook = Callable[[Manifest, TransferSource, float], Awaitable[Digest | None]]
 ResponseLength = Callable[[GenerationRequest], int]
+
+_VOCAB_SIZE = 10**9
+"""`fake_token` writes three times three digits."""
 
 
 def fake_token(version: int, prompt_id: int, index: int) -> int:
@@ -245,17 +249,13 @@ class FakeEngine:
             raise GenerationError(explain("the fake engine", self._dead, "start a new one"))
 
     def _check(self, request: GenerationRequest) -> None:
-        tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        found = misfit(request, engine="fake", max_model_len=self.script.max_model_len, vocab_size=_VOCAB_SIZE)
         if self._refusals:
             self._refusals -= 1
-            raise GenerationError(explain(f"generate {request.request_id!r}", "told to refuse", "send it again"))
-        if tokens > self.script.max_model_len:
-            found = f"{tokens} tokens, max_model_len={self.script.max_model_len}"
-            raise GenerationError(explain(f"generate {request.request_id!r}", found, "ask for fewer tokens"))
-        if not 0 <= request.sampling.min_tokens <= request.sampling.max_tokens:
-            found = f"min_tokens={request.sampling.min_tokens}, max_tokens={request.sampling.max_tokens}"
-            raise GenerationError(explain(f"generate {request.request_id!r}", found, "0 <= min_tokens <= max_tokens"))
+            found = "told to refuse", "send it again"
         if request.request_id in self._running or any(
             request.request_id == s.request.request_id for s in self._waiting
         ):
-            raise GenerationError(explain(f"generate {request.request_id!r}", "it is in flight", "use a new id"))
+            found = "it is in flight", "use a new id"
+        if found is not None:
+            raise GenerationError(explain(f"generate {request.request_id!r}", *found))

@@ -116,7 +116,7 @@ class BoundarySuite:
     ) -> None:
         """Without a client that resumes: what is aborted ends with the old version, what comes later has the new."""
         old = await self._publish_next(publisher, marked, mode)
-        clients = [Client(publisher.engine, make_request(max_tokens=180, seed=i)) for i in range(3)]
+        clients = [Client(publisher.engine, make_request(max_tokens=400, seed=i)) for i in range(3)]
         for client in clients:
             await client.first_tokens()
         await publisher.sampled(20)  # chunks end together: the publish comes in the middle of one
@@ -128,16 +128,16 @@ class BoundarySuite:
             assert [self.mark_of(t) for t in client.ids] == [v % NUM_MARKS for v in client.versions]
         for client in clients:
             kept = client.versions.count(old)
-            assert 0 < kept <= 180
+            assert 0 < kept <= 400
             assert client.versions == [old] * kept + [new] * (len(client.ids) - kept)
             assert client.finish_reasons == (["abort"] if mode == "abort" else ["length"])
-            assert (kept < 180) == (mode != "drain")
-            assert (len(client.ids) == 180) == (mode != "abort")
+            assert (kept < 400) == (mode != "drain")
+            assert (len(client.ids) == 400) == (mode != "abort")
         assert publisher.engine.health().version == new
 
     async def test_a_publish_without_a_version_leaves_the_stamps(self, publisher: Publisher, marked: list[Any]) -> None:
         version = await self._publish_next(publisher, marked, "keep")
-        client = Client(publisher.engine, make_request(max_tokens=180))
+        client = Client(publisher.engine, make_request(max_tokens=400))
         await client.first_tokens()
         await publisher.sampled(5)
         other = (version + 3) % NUM_MARKS
@@ -145,9 +145,9 @@ class BoundarySuite:
         assert publisher.engine.health().version == version
         await client.done()
         kept = [self.mark_of(t) for t in client.ids].count(version % NUM_MARKS)
-        assert 0 < kept < 180
-        assert [self.mark_of(t) for t in client.ids] == [version % NUM_MARKS] * kept + [other] * (180 - kept)
-        assert client.versions == [version] * 180
+        assert 0 < kept < 400
+        assert [self.mark_of(t) for t in client.ids] == [version % NUM_MARKS] * kept + [other] * (400 - kept)
+        assert client.versions == [version] * 400
 
     @pytest.mark.parametrize("mode", ["abort", "keep"])
     async def test_after_a_failed_publish_nothing_is_sampled_until_a_good_one(

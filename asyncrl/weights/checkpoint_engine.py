@@ -124,6 +124,8 @@ class _Publish:
     attempts: int = 0
     transfer_s: float = 0.0
     paused_at: float | None = None
+    served: bool = False
+    """Whether others serve already: then one that is late is replaced, also when it is the only one left."""
     late: int = 0
     """Transfers that nobody was to blame for, and that came too late."""
     strikes: dict[int, int] = field(default_factory=dict)
@@ -184,12 +186,14 @@ class CheckpointEngine:
         pending: Replicas = dict(self._fleet.newcomers if newcomers_only else self._fleet.members)
         verify = self._is_verified(scheduled=not newcomers_only)
         publish = _Publish(version, verify, started + self._config.publish_timeout_s)
+        publish.served = len(pending) < len(self._fleet.members)
         while pending or not done:
             if not pending:
                 if newcomers_only:
                     return None
                 await self._fleet.wait_member(publish.left())
                 pending = dict(self._fleet.members)
+                publish.verify = publish.verify or self._is_verified(scheduled=False)
             if time.monotonic() > publish.deadline:
                 raise DeadlineExceeded(
                     explain(
@@ -201,11 +205,12 @@ class CheckpointEngine:
             paused = await self._pause(publish, pending)
             if paused:
                 done |= await self._attempt(publish, paused)
+                publish.served = publish.served or bool(done)
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
         replicas = await self._fleet.committed(done)
-        if publish.verify:
+        if publish.verify or self._config.verify == "off":
             self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
         assert publish.paused_at is not None, "a replica that is done was paused"
@@ -234,7 +239,7 @@ class CheckpointEngine:
         outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, publish.left()))
         if publish.paused_at is None:
             publish.paused_at = time.monotonic()
-        return self._without_failed(replicas, outcomes)
+        return self._without_failed(publish, replicas, outcomes)
 
     async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """One transfer, and the commit of those that took it; returns these."""
@@ -250,7 +255,7 @@ class CheckpointEngine:
         outcomes = await _on_each(
             good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), publish.left())
         )
-        return self._without_failed(good, outcomes)
+        return self._without_failed(publish, good, outcomes)
 
     async def _form_group(self, replicas: Replicas, publish: _Publish) -> None:
         """Opens the sending end for exactly these replicas, unless it is."""
@@ -293,7 +298,7 @@ class CheckpointEngine:
         if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
             raise sent
         before = dict(replicas)
-        alive = self._without_failed(replicas, {i: o for i, o in received.items() if _is_gone(o)})
+        alive = self._without_failed(publish, replicas, {i: o for i, o in received.items() if _is_gone(o)})
         late = [o for o in (sent, *received.values()) if isinstance(o, DeadlineExceeded)]
         if late:  # who did not answer at all is the cause, the others waited for it
             await self._fleet.stats()
@@ -304,8 +309,8 @@ class CheckpointEngine:
         if isinstance(sent, BaseException):
             logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
             if not wrong and len(alive) == len(before):
-                publish.late += isinstance(sent, DeadlineExceeded)
-                if not 0 < publish.late <= self._config.max_retries:
+                publish.late += bool(late)
+                if not late or publish.late > self._config.max_retries:
                     raise sent
             return {}
         return {i: r for i, r in alive.items() if i not in wrong and not isinstance(received[i], BaseException)}
@@ -338,14 +343,15 @@ class CheckpointEngine:
         self._distrusted.add(replica_id)
         self._fleet.fail(replica_id, control, WeightTransferError(found))
 
-    def _without_failed(self, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
+    def _without_failed(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
         """Those of `replicas` whose outcome is no error; the fleet replaces the others.
 
-        Raises DeadlineExceeded when all of them are late: then it is the deadline that is too short.
+        Raises DeadlineExceeded when all of them are late and none serves: then it is the deadline that is too short.
         """
         failed = {i: o for i, o in outcomes.items() if isinstance(o, BaseException)}
-        if failed and len(failed) == len(replicas) and all(isinstance(o, DeadlineExceeded) for o in failed.values()):
-            raise next(iter(failed.values()))
+        late = [o for o in failed.values() if isinstance(o, DeadlineExceeded)]
+        if late and len(late) == len(replicas) and not publish.served:
+            raise late[0]
         for replica_id, outcome in failed.items():
             self._fleet.fail(replica_id, replicas[replica_id], outcome)
         return {i: r for i, r in replicas.items() if i not in failed}

@@ -7,11 +7,12 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.errors import GenerationError
+from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import Client, make_request, within
 from asyncrl.testing.engine_suite import EngineConformance
 from asyncrl.testing.random_model import write_random_qwen3
+from tests.make import require_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -20,10 +21,7 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def make_vllm_engine(tmp_path_factory):
-    try:
-        check_vllm()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_vllm()
     path = write_random_qwen3(tmp_path_factory.mktemp("model"))
     settings = VllmEngineConfig(max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
 

@@ -19,14 +19,15 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
-from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.errors import GenerationError, WeightTransferError
+from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import Client, complete, make_request, within
 from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
+from tests.make import require_vllm
 
 pytestmark = pytest.mark.contract
 
@@ -36,10 +37,7 @@ PROMPT = (5, 6, 7, 8)
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    try:
-        check_vllm()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_vllm()
     return write_random_qwen3(tmp_path_factory.mktemp("model"), **SHAPE)
 
 

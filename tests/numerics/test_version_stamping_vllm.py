@@ -6,11 +6,11 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import ConfigError
-from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import within
 from asyncrl.testing.random_model import write_random_qwen3
 from asyncrl.testing.stamping_suite import StampingSuite
+from tests.make import require_vllm
 
 pytestmark = pytest.mark.numerics
 
@@ -30,10 +30,7 @@ class VllmCase(StampingSuite):
     @pytest_asyncio.fixture(loop_scope="class", scope="class")
     @classmethod
     async def engine(cls, tmp_path_factory):
-        try:
-            check_vllm()
-        except ConfigError as error:
-            pytest.skip(str(error))
+        require_vllm()
         path = write_random_qwen3(tmp_path_factory.mktemp("model"), tie_word_embeddings=cls.tied)
         settings = VllmEngineConfig(
             max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True

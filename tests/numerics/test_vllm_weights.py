@@ -12,8 +12,8 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError
-from asyncrl.inference.vllm import VllmEngine, check_vllm
+from asyncrl.errors import DeadlineExceeded, WeightTransferError
+from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import Client, make_request, within
 from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from asyncrl.types import TensorSpec
@@ -21,6 +21,7 @@ from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
+from tests.make import require_vllm
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module")]
 
@@ -35,10 +36,7 @@ numbers = itertools.count(1)
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_works():
-    try:
-        check_vllm()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_vllm()
 
 
 async def started(path, **settings):

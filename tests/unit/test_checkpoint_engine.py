@@ -13,9 +13,16 @@ pytestmark = pytest.mark.unit
 
 
 def engine(
-    *replicas, trainer=None, interrupt="abort_resume", respawn=None, receivers_per_replica=1, blame_s=0.01, **config
+    *replicas,
+    trainer=None,
+    fleet=None,
+    interrupt="abort_resume",
+    respawn=None,
+    receivers_per_replica=1,
+    blame_s=0.01,
+    **config,
 ):
-    trainer, fleet = trainer or FakeTrainer(), FakeFleet(*replicas, respawn=respawn)
+    trainer, fleet = trainer or FakeTrainer(), fleet or FakeFleet(*replicas, respawn=respawn)
     made = CheckpointEngine(
         WeightsConfig(**config),
         trainer,
@@ -227,38 +234,24 @@ async def test_a_replica_that_dies_after_its_commit_serves_no_more_and_neither_d
 
 @pytest.mark.parametrize("newcomers_only", [False, True])
 async def test_the_replacement_of_a_replica_with_wrong_bytes_is_verified_whatever_the_schedule(newcomers_only):
-    spare = [FakeReplica(WRONG), FakeReplica()]
-    bad = FakeReplica()
-    made, trainer, fleet = engine(
-        FakeReplica(), bad, max_retries=0, verify="first", verify_every=2, respawn=lambda i: spare.pop()
-    )
-    await made.publish(0)
-    await made.publish(1)
-    bad.outcomes.append(WRONG)
-    await made.publish(2)
-    assert [m.verify for m in trainer.sent] == [True, False, True]
     version = 2 if newcomers_only else 3
-    report = await made.publish(version, newcomers_only=newcomers_only)
-    assert (report.verified, trainer.sent[-1].verify, fleet.members[1].committed) == (True, True, [version])
-    fleet.members[1].outcomes.append(WRONG)
-    while len(fleet.failures) < 2:  # it is trusted again: the next verified publish replaces it once more
-        await made.publish(4)
-    with pytest.raises(WeightTransferError, match=r"(?s)replica 1 .*norm\.weight"):
-        await made.publish(5, newcomers_only=newcomers_only)
-    assert (len(fleet.failures), fleet.members[1].committed) == (2, [])
-
-
-async def test_good_bytes_that_nobody_compared_do_not_restore_trust():
-    made, _, fleet = engine(
-        FakeReplica(), FakeReplica(WRONG), max_retries=0, verify="first", respawn=lambda i: FakeReplica()
-    )
-    await made.publish(0)
-    made._config = WeightsConfig(verify="off", max_retries=0)
-    await made.publish(1)
-    made._config = WeightsConfig(verify="always", max_retries=0)
-    fleet.members[1].outcomes.append(WRONG)
-    with pytest.raises(WeightTransferError, match="replica 1"):
+    for outcomes in ([], [WRONG]):
+        bad, fresh = FakeReplica(), FakeReplica(*outcomes)
+        made, trainer, fleet = engine(
+            FakeReplica(), bad, max_retries=0, verify="first", verify_every=2, respawn=lambda i, made=fresh: made
+        )
+        await made.publish(0)
+        await made.publish(1)
+        bad.outcomes.append(WRONG)
         await made.publish(2)
+        assert [m.verify for m in trainer.sent] == [True, False, True]
+        if outcomes:
+            with pytest.raises(WeightTransferError, match=r"(?s)replica 1,.*norm\.weight"):
+                await made.publish(version, newcomers_only=newcomers_only)
+        else:
+            assert (await made.publish(version, newcomers_only=newcomers_only)).verified
+        assert trainer.sent[-1].verify
+        assert (len(fleet.failures), fresh.committed) == (1, [] if outcomes else [version])
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("no answer within 1 s"), ValueError("what is this?")])
@@ -356,3 +349,45 @@ async def test_getting_ready_to_send_has_what_is_left_of_the_publish():
     assert [name for name, _ in trainer.timeouts] == ["weight_specs", "open_weights", "open_weights"]
     specs_s, first_s, second_s = (timeout_s for _, timeout_s in trainer.timeouts)
     assert 30 < second_s < first_s <= specs_s - 0.02 < 40
+
+
+async def test_the_trainers_own_error_after_a_late_transfer_ends_the_publish():
+    late, ended = DeadlineExceeded("late"), TransferEnded("the sender ended it")
+    own = WeightTransferError("publish tensor 3: the weights ended before it")
+    made, trainer, _ = engine(FakeReplica(late, ended, ended), trainer=FakeTrainer([late, own, own]), max_retries=1)
+    with pytest.raises(WeightTransferError, match="tensor 3"):
+        await made.publish(1)
+    assert len(trainer.sent) == 2
+
+
+async def test_a_replacement_that_a_publish_waited_for_is_verified():
+    class Later(FakeFleet):
+        async def wait_member(self, timeout_s):
+            self._replicas[0] = FakeReplica()
+
+    first = FakeReplica()
+    fleet = Later(first)
+    made, _, _ = engine(fleet=fleet, verify="first", verify_every=100)
+    await made.publish(0)
+    first.pause_error = ProcessDied("gone")
+    report = await made.publish(1)
+    assert (report.verified, fleet.members[0].committed) == (True, [1])
+
+
+async def test_one_that_is_late_alone_while_the_others_serve_is_replaced():
+    class LateTwice(FakeReplica):
+        async def pause(self, mode, timeout_s):
+            if self.calls:
+                raise DeadlineExceeded("no answer")
+            await super().pause(mode, timeout_s)
+
+    made, _, fleet = engine(FakeReplica(), LateTwice(WRONG))
+    report = await made.publish(1)
+    assert report.replicas == 1
+    assert [i for i, _ in fleet.failures] == [1]
+
+
+async def test_a_late_receiver_and_a_sender_interrupted_for_it_are_tried_again():
+    late = DeadlineExceeded("no bucket within 1 s")
+    made, _, _ = engine(FakeReplica(late), trainer=FakeTrainer(waits=True), max_retries=1)
+    assert (await made.publish(1)).attempts == 2

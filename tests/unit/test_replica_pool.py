@@ -38,8 +38,14 @@ class Control:
 
 
 class Rig:
-    def __init__(self, num=2, max_restarts=2, prepare=lambda c: None):
+    """`may_retire`: retiring ends only when it is set."""
+
+    def __init__(self, num=2, max_restarts=2, prepare=lambda c: None, restart_delay_s=0):
         self.made, self.announced, self.retired, self.events = [], [], [], []
+        self.may_retire = asyncio.Event()
+        self.may_retire.set()
+        self.retire_error = None
+        self.on_announce = lambda replica_id, control: None
 
         def spawn(replica_id):
             control = Control(replica_id)
@@ -50,20 +56,34 @@ class Rig:
 
         async def announce(replica_id, control):
             self.announced.append((replica_id, control))
+            self.on_announce(replica_id, control)
 
         async def retire(replica_id):
+            await self.may_retire.wait()
+            if self.retire_error:
+                raise self.retire_error
             self.retired.append(replica_id)
 
         self.pool = ReplicaPool(
             spawn,
             num,
             PoolSettings(
-                max_restarts, start_timeout_s=5, health_interval_s=0.01, health_timeout_s=1, restart_delay_s=0
+                max_restarts,
+                start_timeout_s=5,
+                health_interval_s=0.01,
+                health_timeout_s=1,
+                restart_delay_s=restart_delay_s,
             ),
             announce=announce,
             retire=retire,
             on_event=lambda event, **fields: self.events.append((event, fields)),
         )
+
+    async def begin(self):
+        """All of them serve."""
+        await self.pool.start()
+        assert await self.pool.committed(self.pool.members) == len(self.made)
+        return self.pool
 
 
 async def settled():
@@ -168,3 +188,143 @@ async def test_waiting_for_a_member_has_a_deadline():
     rig.made[1].may_start.set()
     await asyncio.wait_for(waiting, 5)
     await rig.pool.stop(1)
+
+
+async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replacement_serve():
+    rig = Rig()
+    await rig.pool.start()
+    before = rig.pool.members
+    rig.pool.fail(0, rig.made[0], "killed after its commit")
+    await settled()
+    assert await rig.pool.committed(before) == 1
+    assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({0: rig.made[2]}, True, [])
+    assert "replica_serving" not in [event for event, _ in rig.events]
+    assert await rig.pool.committed(rig.pool.members) == 2
+    assert (rig.pool.newcomers, rig.announced) == ({}, [(0, rig.made[2])])
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned(served):
+    """From the start requests wait at the gates of the first incarnations, so those are retired too."""
+    rig = Rig()
+    await rig.pool.start()
+    if served:
+        await rig.pool.committed(rig.pool.members)
+    rig.may_retire.clear()
+    rig.pool.fail(0, rig.made[0], "killed")
+    committing = asyncio.create_task(rig.pool.committed({1: rig.made[1]}))
+    await settled()
+    assert (committing.done(), rig.retired) == (False, [])
+    rig.may_retire.set()
+    assert await asyncio.wait_for(committing, 5) == 1
+    assert rig.retired == [0]
+
+
+async def test_only_what_requests_were_sent_to_is_retired():
+    rig = Rig(max_restarts=2)
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], "killed")
+    await settled()
+    pool.fail(0, rig.made[2], "killed before its first commit")
+    await settled()
+    assert rig.retired == [0]
+    await pool.committed(pool.members)
+    pool.fail(0, rig.made[3], "killed when it served, and may not be replaced")
+    await settled()
+    assert rig.retired == [0, 0]
+    assert [i for i, _ in rig.announced] == [0]
+
+
+async def test_a_failure_to_retire_ends_the_publish():
+    rig = Rig()
+    pool = await rig.begin()
+    rig.retire_error = ProcessDied("the rollouter is gone")
+    pool.fail(0, rig.made[0], "killed")
+    with pytest.raises(ProcessDied, match="rollouter"):
+        await pool.committed({1: rig.made[1]})
+    await pool.stop(1)
+
+
+async def test_what_the_rollout_side_has_lost_is_announced_again_and_nothing_else():
+    rig = Rig(num=3)
+    pool = await rig.begin()
+    pool.fail(2, rig.made[2], "killed")
+    await settled()
+    assert list(pool.newcomers) == [2]
+    await pool.reconcile((0, 1))
+    assert rig.announced == []
+    await pool.reconcile((1,))
+    assert rig.announced == [(0, rig.made[0])]
+    await pool.reconcile(())
+    assert rig.announced[1:] == [(0, rig.made[0]), (1, rig.made[1])]
+
+
+async def test_a_replica_that_is_not_up_is_never_announced_again():
+    rig = Rig(num=2, max_restarts=0)
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], "killed")
+    await pool.reconcile(())
+    assert rig.announced == [(1, rig.made[1])]
+
+
+async def test_after_the_last_failure_nothing_changes_any_more():
+    rig = Rig(max_restarts=0)
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], "the first reason")
+    for _ in range(2):
+        pool.fail(0, rig.made[0], "told twice")
+        pool.fail(1, rig.made[1], "another one")
+    await settled()
+    with pytest.raises(RunFailed, match="the first reason"):
+        await asyncio.wait_for(pool.watch(), 5)
+    assert [c.killed for c in rig.made] == [1, 0]
+    assert [(e, f["error"]) for e, f in rig.events] == [("replica_failed", "the first reason")]
+    assert (list(pool.members), rig.retired) == ([1], [0])
+
+
+async def test_failures_in_a_row_are_restarted_later_and_later_and_the_first_one_at_once(monkeypatch):
+    delays, sleep = [], asyncio.sleep
+
+    async def at_once(delay_s, *result):
+        if delay_s:
+            delays.append(delay_s)
+        await sleep(0, *result)
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    rig = Rig(num=1, max_restarts=9, restart_delay_s=3)
+    pool = await rig.begin()
+    for expected in ([], [3], [3, 6], [3, 6, 12]):
+        pool.fail(0, rig.made[-1], "killed")
+        await settled()
+        assert (list(pool.members), delays) == ([0], expected)
+    await pool.committed(pool.members)
+    pool.fail(0, rig.made[-1], "killed after it had served again")
+    await settled()
+    assert (list(pool.members), len(delays)) == ([0], 3)
+    pool.fail(0, rig.made[-1], "killed")
+    await settled()
+    assert delays == [3, 6, 12, 3]
+    await pool.stop(1)
+
+
+async def test_a_pool_that_stops_does_not_wait_for_a_late_restart():
+    rig = Rig(num=1, restart_delay_s=3600)
+    await rig.pool.start()
+    rig.pool.fail(0, rig.made[0], "killed before it served")
+    await settled()
+    assert rig.pool.members == {}
+    await asyncio.wait_for(rig.pool.stop(1), 5)
+    assert [c.killed for c in rig.made] == [1, 1]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_replica_that_fails_while_it_is_announced_is_retired():
+    rig = Rig()
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], "killed")
+    await settled()
+    rig.on_announce = lambda replica_id, control: pool.fail(replica_id, control, "killed meanwhile")
+    assert await pool.committed(pool.members) == 1
+    await settled()
+    assert rig.retired == [0, 0]
+    assert "replica_serving" not in [e for e, _ in rig.events]

@@ -117,7 +117,11 @@ def test_seeds_of_requests_and_of_their_resumptions_are_all_different():
         (make_request(min_tokens=1, stop=tuple(range(50))), "every token"),
         (make_request(temperature=-1.0), "temperature"),
         (make_request(top_p=0.0), "top_p"),
+        (make_request(temperature=1e-40), "temperature"),
+        (make_request(temperature=float("nan")), "temperature"),
+        (make_request(top_p=1e-300), "top_p"),
         (make_request(top_k=-1), "top_k"),
+        (make_request(top_k=2**31), "top_k"),
     ],
 )
 def test_requests_that_do_not_fit_are_told_why(request_, names):
@@ -237,8 +241,8 @@ def test_what_vllm_is_started_with():
 
 
 def test_a_missing_vllm_is_named_without_an_import(monkeypatch):
-    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(support.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(support, "import_module", lambda name: pytest.fail(f"imported {name}"))
     with pytest.raises(ConfigError, match=r"not installed(.|\n)*>=0\.32,<0\.33"):
         support.check_vllm()
 
@@ -246,7 +250,7 @@ def test_a_missing_vllm_is_named_without_an_import(monkeypatch):
 def test_what_an_installed_vllm_lacks_is_named(monkeypatch):
     needed = {"json:JSONDecoder.decode": ("s", "weight_version"), "json:Pause": (), "vllm.no_such_module:x": ()}
     monkeypatch.setattr(support, "NEEDED", needed)
-    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(support, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"lacks JSONDecoder.decode\(weight_version\), json.Pause, vllm.no_such_mod"):
         support.check_vllm()
 
@@ -255,7 +259,7 @@ def test_the_torchvision_of_another_torch_is_recognised(monkeypatch):
     def broken(name):
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(support.importlib, "import_module", broken)
+    monkeypatch.setattr(support, "find_spec", lambda name: object())
+    monkeypatch.setattr(support, "import_module", broken)
     with pytest.raises(ConfigError, match="pip uninstall torchvision"):
         support.check_vllm()

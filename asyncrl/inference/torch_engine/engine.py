@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import EngineHealth, PauseMode
-from asyncrl.inference.requests import misfit
+from asyncrl.inference.requests import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
@@ -76,7 +77,7 @@ class TorchEngine:
         self._check(request)
         stream: asyncio.Queue[TokenChunk | GenerationError] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._commands.put(Submit(request))
+        self._commands.put(Submit(self._bounded(request)))
         try:
             while True:
                 item = await stream.get()  # its end is owed by the thread, which fails every stream when it dies
@@ -168,6 +169,14 @@ class TorchEngine:
             found = ("a request of that id is in flight", "use a new id per attempt")
         if found is not None:
             raise GenerationError(explain(f"generate {request.request_id!r}", *found))
+
+    def _bounded(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with only those stop tokens that can be sampled: a table of them is kept for all slots."""
+        assert self._runner is not None
+        sampling, stops = request.sampling, tuple(samplable_stops(request, self._runner.vocab_size))
+        if len(stops) == len(sampling.stop_token_ids):
+            return request
+        return replace(request, sampling=replace(sampling, stop_token_ids=stops))
 
     async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
         """Sends a command and waits until the thread has answered or died."""

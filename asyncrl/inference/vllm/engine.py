@@ -72,8 +72,12 @@ class VllmEngine:
         self._ended = asyncio.get_running_loop().create_future()
         self._launcher.start()
         try:
-            self._llm = await asyncio.wrap_future(self._launcher.started)
-        except ConfigError:
+            started = asyncio.wrap_future(self._launcher.started)
+            await asyncio.wait((started, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                raise GenerationError(explain("start", f"the engine was stopped: {self._ended.result()}", "start anew"))
+            self._llm = started.result()
+        except (ConfigError, GenerationError):
             self._end("it could not be started")
             raise
         except Exception as error:
@@ -274,8 +278,8 @@ class VllmEngine:
             for stream in list(self._admission.running):
                 await stream.entered.wait()  # else it would enter behind the pause
             if not self._paused:
+                self._paused = True  # a resume too many is harmless, one too few is not
                 await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
-                self._paused = True
             await self._settle()
             unborn = [s for s in self._admission.running if s.num_tokens == 0 and s.fate is None]
             for stream in unborn:  # they begin anew with the weights that come

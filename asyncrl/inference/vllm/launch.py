@@ -82,7 +82,8 @@ class Launcher:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        self.started = Future()  # vLLM complains when the interpreter has to delete its objects
+        if self.started.done():
+            self.started = Future()  # vLLM complains when the interpreter has to delete its objects
         return not self._thread.is_alive()
 
     def _main(self) -> None:

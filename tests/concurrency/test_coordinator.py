@@ -1,0 +1,400 @@
+"""The coordinator over scripted parts: who is published to while it waits, and what ends a wait.
+
+The checkpoint engine, the logs and the checkpoint store are real; trainer, replicas, queue and rollouter are scripted.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl import coordinator
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.config.load import load_recipe
+from asyncrl.coordinator import Coordinator, Parts
+from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.progress import ProgressView
+from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.queue.message_queue import LeaseWait
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
+from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from asyncrl.weights.checkpoint_engine import CheckpointEngine
+
+pytestmark = pytest.mark.concurrency
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), 0, 0, 0, 4, 2, 0)
+TRAINED = TrainMetrics(0.1, 1.0, 1e-3, 0.0, 1.0, 1.0, 0.0, 0.5, 4, 10)
+
+
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch):
+    monkeypatch.setattr(coordinator, "POLL_S", 0.005)
+
+
+async def until(condition):
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def _set_within(event, wait_s):
+    try:
+        await asyncio.wait_for(event.wait(), wait_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+class Part:
+    async def save(self, where): ...
+
+    async def ping(self, timeout_s):
+        return 0.25
+
+
+class Queue(Part):
+    """Has the groups of a step at once, or when it was held and `ready[step]` is set; none runs while `idle` is set."""
+
+    def __init__(self):
+        self.ready, self.idle = {}, asyncio.Event()
+        self.idle.set()
+        self.published_versions, self.committed, self.leases, self.waits = [], [], 0, 0
+
+    def hold(self, step):
+        self.ready[step] = asyncio.Event()
+
+    async def lease(self, step, wait_s):
+        self.leases += 1
+        if step in self.ready and not await _set_within(self.ready[step], wait_s):
+            return LeaseWait(1, 0, 0.0, LedgerCounts())
+        return LeaseManifest(step, (GROUP,))
+
+    async def commit(self, step):
+        self.committed.append(step)
+        return LedgerCounts()
+
+    async def published(self, version):
+        self.published_versions.append(version)
+        return LedgerCounts()
+
+    async def wait_idle(self, wait_s):
+        self.waits += 1
+        return await _set_within(self.idle, wait_s)
+
+
+class Trainers(Part):
+    """`on_step[i]`: awaited within step i."""
+
+    def __init__(self):
+        self.on_step = {}
+
+    async def train_step(self, plans):
+        if hook := self.on_step.get(plans[0].step):
+            await hook()
+        return TRAINED
+
+
+class Rollouter:
+    """`on_evaluate`: awaited by the evaluations, by turn. `routed`: the replicas that it says it sends requests to."""
+
+    def __init__(self):
+        self.on_evaluate, self.evaluations, self.routed = [], 0, (0, 1)
+
+    async def run(self):
+        await asyncio.Event().wait()
+
+    async def evaluate(self, name, seed, timeout_s):
+        self.evaluations += 1
+        if self.on_evaluate:
+            await self.on_evaluate.pop(0)()
+        return EvalResult(name, 0.5, 0.5, 4.0, 10, 0)
+
+    async def stats(self, timeout_s):
+        return RolloutStats(1, 0, 0, self.routed, 10, 0, 0.75)
+
+
+class Fleet(FakeFleet):
+    """`looks`: how often it was asked for newcomers. `lost`: a result makes the watch raise it."""
+
+    def __init__(self, count):
+        super().__init__(*(FakeReplica() for _ in range(count)), respawn=lambda i: FakeReplica())
+        self.looks, self.reconciled = 0, []
+        self.lost = asyncio.get_running_loop().create_future()
+
+    @property
+    def newcomers(self):
+        self.looks += 1
+        return super().newcomers
+
+    @property
+    def serving(self):
+        return any(self._serving.get(i) is r for i, r in self.members.items())
+
+    def kill(self, *replica_ids):
+        for i in replica_ids:
+            self.fail(i, self.members[i], "killed")
+
+    async def looked(self, times=3):
+        """Returns when it was asked for newcomers so many times more: so many polls have passed."""
+        wanted = self.looks + times
+        await until(lambda: self.looks >= wanted)
+
+    def versions(self):
+        return {i: replica.committed for i, replica in self.members.items()}
+
+    async def reconcile(self, known):
+        self.reconciled.append(tuple(known))
+
+    async def stats(self):
+        await super().stats()
+        return []
+
+    async def watch(self):
+        raise await asyncio.shield(self.lost)
+
+
+class Rig:
+    """A run of two replicas, without evaluations unless asked for."""
+
+    def __init__(self, tmp_path, *overrides, max_steps=1):
+        self.path = tmp_path
+        fixed = f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"
+        self.recipe = load_recipe(QUICKSTART, ["eval.every_steps=0", *fixed, *overrides])
+        self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Rollouter()
+        self.trainer, self.fleet = FakeTrainer(), Fleet(2)
+        self.checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=2)
+        parts = Parts(
+            queue=self.queue,
+            trainers=self.trainers,
+            rollouter=self.rollouter,
+            replicas=self.fleet,
+            weights=CheckpointEngine(self.recipe.weights, self.trainer, self.fleet, interrupt="abort_resume"),
+            checkpoints=self.checkpoints,
+            metrics=MetricsLog(tmp_path / "metrics.jsonl"),
+            events=EventLog(tmp_path / "events.jsonl"),
+            progress=ProgressView(Console(quiet=True), max_steps=max_steps, live=False),
+            prompts_digest="digest",
+        )
+        self.coordinator = Coordinator(self.recipe, parts, None)
+
+    def run(self):
+        return asyncio.create_task(asyncio.wait_for(self.coordinator.run(), 20))
+
+    def sent(self):
+        """The version of every publish, catch-ups among them."""
+        return [m.version for m in self.trainer.sent]
+
+    def saved(self):
+        return [path.name for path in self.checkpoints.all()]
+
+    def events(self, kind):
+        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
+        return [event for event in events if event["event"] == kind]
+
+
+async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path):
+    rig = Rig(tmp_path, max_steps=3)
+    await rig.run()
+    assert rig.sent() == rig.queue.published_versions == [0, 1, 2, 3]
+    assert rig.fleet.versions() == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    assert (rig.queue.committed, rig.saved()) == ([0, 1, 2], ["step_3"])
+
+
+async def test_while_it_waits_for_groups_a_newcomer_alone_gets_the_published_version(tmp_path):
+    rig = Rig(tmp_path)
+    rig.queue.hold(0)
+    running = rig.run()
+    await until(lambda: rig.queue.leases > 1)
+    rig.fleet.kill(0)
+    await until(lambda: rig.fleet.versions()[0] == [0])
+    await rig.fleet.looked()
+    assert rig.fleet.versions() == {0: [0], 1: [0]}
+    assert (rig.sent(), rig.queue.published_versions) == ([0, 0], [0])
+    rig.queue.ready[0].set()
+    await running
+    assert rig.fleet.versions() == {0: [0, 1], 1: [0, 1]}
+    assert [(e["version"], e["replicas"]) for e in rig.events("publish")] == [(0, 2), (0, 1), (1, 2)]
+
+
+async def test_while_it_waits_with_an_unpublished_step_everybody_gets_the_newer_version(tmp_path):
+    rig = Rig(tmp_path, "staleness.publish_every_steps=2", max_steps=3)
+    rig.queue.hold(1)
+    running = rig.run()
+    await until(lambda: rig.coordinator.step == 1 and rig.queue.leases > 2)
+    assert rig.sent() == [0]
+    rig.fleet.kill(0)
+    await until(lambda: rig.queue.published_versions == [0, 1])
+    await rig.fleet.looked()
+    assert rig.fleet.versions() == {0: [1], 1: [0, 1]}
+    rig.queue.ready[1].set()
+    await running
+    assert rig.sent() == rig.queue.published_versions == [0, 1, 2, 3]
+
+
+async def test_a_drain_that_nobody_can_end_publishes_once(tmp_path):
+    rig = Rig(tmp_path, "mode=one_step_off", max_steps=2)
+
+    async def all_die():
+        rig.queue.idle.clear()
+        rig.fleet.kill(0, 1)
+
+    rig.trainers.on_step[0] = all_die
+    rig.queue.hold(1)
+    running = rig.run()
+    await until(lambda: rig.queue.leases > 2)
+    assert rig.sent() == rig.queue.published_versions == [0, 1]
+    assert rig.fleet.versions() == {0: [1], 1: [1]}
+    rig.queue.idle.set()
+    rig.queue.ready[1].set()
+    await running
+    assert rig.sent() == rig.queue.published_versions == [0, 1, 2]
+
+
+async def test_a_drain_that_the_others_can_end_waits_for_them(tmp_path):
+    rig = Rig(tmp_path, "mode=one_step_off")
+
+    async def one_dies():
+        rig.queue.idle.clear()
+        rig.fleet.kill(0)
+
+    rig.trainers.on_step[0] = one_dies
+    running = rig.run()
+    await until(lambda: rig.queue.waits)
+    await rig.fleet.looked()
+    assert rig.sent() == [0]
+    rig.queue.idle.set()
+    await running
+    assert rig.fleet.versions() == {0: [1], 1: [0, 1]}
+
+
+EVALUATED = ("eval.every_steps=1", "staleness.publish_every_steps=2")
+
+
+async def _nothing(): ...
+
+
+async def test_an_evaluation_that_nobody_can_answer_gets_the_weights_that_there_are(tmp_path):
+    rig = Rig(tmp_path, *EVALUATED, max_steps=2)
+
+    async def all_die():
+        assert rig.sent() == [0], "step 1 is not published"
+        rig.fleet.kill(0, 1)
+        await until(lambda: rig.fleet.serving)
+
+    rig.rollouter.on_evaluate = [_nothing, all_die]
+    await rig.run()
+    assert rig.sent() == rig.queue.published_versions == [0, 1, 2]
+    assert [(e["step"], e["version"]) for e in rig.events("evaluation")] == [(0, 0), (1, 1), (2, 2)]
+
+
+async def test_an_evaluation_that_others_answer_sees_one_version(tmp_path):
+    rig = Rig(tmp_path, *EVALUATED, max_steps=2)
+    seen = []
+
+    async def one_dies():
+        rig.fleet.kill(0)
+        await rig.fleet.looked()
+        seen.append(rig.fleet.versions())
+
+    rig.rollouter.on_evaluate = [_nothing, one_dies]
+    await rig.run()
+    assert seen == [{0: [], 1: [0]}]
+    assert rig.fleet.versions() == {0: [2], 1: [0, 2]}
+
+
+async def test_during_an_evaluation_of_the_published_version_a_newcomer_gets_it(tmp_path):
+    rig = Rig(tmp_path, *EVALUATED)
+
+    async def one_dies():
+        rig.fleet.kill(0)
+        await until(lambda: rig.fleet.versions()[0])
+
+    rig.rollouter.on_evaluate = [one_dies]
+    await rig.run()
+    assert rig.fleet.versions() == {0: [0, 1], 1: [0, 1]}
+    assert [(e["version"], e["replicas"]) for e in rig.events("publish")] == [(0, 2), (0, 1), (1, 2)]
+
+
+async def test_the_replicas_are_told_what_the_rollouter_sends_to(tmp_path):
+    rig = Rig(tmp_path)
+    rig.queue.hold(0)
+    rig.rollouter.routed = (1,)
+    running = rig.run()
+    await until(lambda: (1,) in rig.fleet.reconciled)
+    rig.rollouter.routed = (0, 1)
+    await until(lambda: rig.fleet.reconciled[-1] == (0, 1))
+    rig.queue.ready[0].set()
+    await running
+    assert set(rig.fleet.reconciled) == {(1,), (0, 1)}
+
+
+@pytest.mark.parametrize("where", ["groups", "drain", "evaluation", "training"])
+async def test_replicas_that_cannot_be_replaced_end_the_run_with_their_error(tmp_path, where):
+    rig = await _waiting(tmp_path, where)
+    rig.fleet.lost.set_result(RunFailed("replica 1 failed after 3 replacement(s)"))
+    with pytest.raises(RunFailed, match="after 3 replacement"):
+        await rig.running
+
+
+@pytest.mark.parametrize("part", ["queue", "trainers", "rollouter"])
+async def test_a_part_that_answers_no_health_check_ends_the_run_with_its_error(tmp_path, part):
+    rig = await _waiting(tmp_path, "groups")
+
+    async def dead(timeout_s):
+        raise ProcessDied(f"{part} is gone")
+
+    setattr(getattr(rig, part), "stats" if part == "rollouter" else "ping", dead)
+    with pytest.raises(ProcessDied, match=part):
+        await rig.running
+
+
+@pytest.mark.parametrize("where", ["groups", "first evaluation", "drain", "evaluation"])
+async def test_a_stop_ends_every_wait_and_leaves_a_checkpoint(tmp_path, where):
+    rig = await _waiting(tmp_path, where)
+    rig.coordinator.stop()
+    await rig.running
+    assert rig.saved() == ["step_1" if where in ("drain", "evaluation") else "step_0"]
+    assert rig.sent() == ([0, 1] if where == "evaluation" else [0])
+
+
+async def test_a_step_that_does_not_end_after_a_stop_is_told(tmp_path):
+    rig = await _waiting(tmp_path, "training")
+    rig.coordinator.stop()
+    with pytest.raises(DeadlineExceeded, match="stop after step 1"):
+        await rig.running
+    assert rig.saved() == []
+
+
+async def _waiting(tmp_path, where):
+    """A run of one step that waits there, and would for ever."""
+    evaluated = "evaluation" in where
+    rig = Rig(
+        tmp_path,
+        "mode=one_step_off",
+        f"eval.every_steps={int(evaluated)}",
+        f"run.shutdown_timeout_s={0.05 if where == 'training' else 15}",
+    )
+    reached = asyncio.Event()
+
+    async def endless():
+        reached.set()
+        await asyncio.Event().wait()
+
+    if where == "training":
+        rig.trainers.on_step[0] = endless
+    elif where == "groups":
+        rig.queue.hold(0)
+    elif where == "drain":
+        rig.queue.idle.clear()
+    else:
+        rig.rollouter.on_evaluate = [endless] if where == "first evaluation" else [_nothing, endless]
+    rig.running = rig.run()
+    await until(lambda: reached.is_set() or (rig.queue.leases > 1 if where == "groups" else rig.queue.waits > 1))
+    return rig
