@@ -35,10 +35,12 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, explain
 from asyncrl.preflight import check_packages
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from asyncrl.inference.channel import ReplicaControl
     from asyncrl.serving.model_text import ModelText
 
@@ -47,6 +49,8 @@ logger = logging.getLogger("asyncrl.serve")
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL_BASE = 128
+BACKLOG = 128
+"""Connections that may wait until the fleet serves."""
 STOP_TIMEOUT_S = 3.0
 """Longest that one replica may take to stop before its process is killed."""
 
@@ -130,7 +134,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
 
     from asyncrl.serving.model_text import ModelText
 
-    text = ModelText(load_tokenizer(model), model, facts.vocab_size)
+    text = ModelText(load_tokenizer(model), model, facts.vocab_size, max_model_len=rollout.max_model_len)
     log_file = config.log_file or Path(tempfile.gettempdir()) / f"asyncrl-serve-{os.getpid()}.log"
     return Service(config, model, rollout, text, _bind(config.host, config.port), log_file.absolute())
 
@@ -185,7 +189,7 @@ async def _run(service: Service) -> int:
 async def _serve(
     service: Service, replicas: Mapping[int, ReplicaControl], *, nodes: Mapping[int, str], stop: asyncio.Task[Any]
 ) -> None:
-    """Serves until `stop` is done. Raises GenerationError when every replica is lost."""
+    """Serves until `stop` is done. Raises what ended the fleet or the HTTP server before."""
     import uvicorn
 
     from asyncrl.rollout.channels import ReplicaActorChannel
@@ -220,8 +224,14 @@ async def _serve(
         on_lost=lambda i: replicas[i].kill(),
         on_refresh=lambda: discovery.write(fleet.states) if discovery else None,
     )
-    model = ServedModel(service.name, service.text, rollout.max_model_len, address.started_at)
-    api = Api(model, fleet, ServingMetrics(), api_key=config.api_key, request_timeout_s=config.request_timeout_s)
+    api = Api(
+        ServedModel(service.name, service.text, address.started_at),
+        fleet,
+        ServingMetrics(),
+        api_key=config.api_key,
+        request_timeout_s=config.request_timeout_s,
+        max_requests=config.max_requests,
+    )
     grace_s = math.ceil(config.stop_timeout_s)
     settings = uvicorn.Config(
         api.app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
@@ -232,35 +242,52 @@ async def _serve(
         watching = asyncio.create_task(fleet.watch(), name="fleet")
         serving = asyncio.create_task(server.serve(sockets=[service.listener]), name="http")
         logger.info("serving %s at %s/v1", service.name, service.address)
-        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        if stop.done():
-            logger.info("stopping: requests in flight may take %d s", grace_s)
-        server.should_exit = True
-        await asyncio.wait([serving], timeout=grace_s + STOP_TIMEOUT_S)
-        serving.cancel()
-        if watching.done():
-            await watching
-        watching.cancel()
-        await asyncio.gather(watching, serving, return_exceptions=True)
+        await serve_until(stop, server, serving, watching)
     finally:
         if discovery is not None:
             discovery.remove()
         await client.close()
 
 
+async def serve_until(
+    stop: asyncio.Future[Any], server: uvicorn.Server, serving: asyncio.Task[None], watching: asyncio.Task[None]
+) -> None:
+    """Lets the HTTP server and the watch over the fleet run until `stop` is done, then ends both.
+
+    Raises what ended one of them before `stop`; RunFailed where the server ended without saying why.
+    """
+    grace_s = server.config.timeout_graceful_shutdown or 0
+    try:
+        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not stop.done() and not watching.done():
+            await serving
+            raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
+        if stop.done():
+            logger.info("stopping: requests in flight may take %d s", grace_s)
+        server.should_exit = True
+        await asyncio.wait([serving], timeout=grace_s + STOP_TIMEOUT_S)
+        if watching.done():
+            await watching
+    finally:
+        serving.cancel()
+        watching.cancel()
+        await asyncio.gather(watching, serving, return_exceptions=True)
+
+
 def _spawn(service: Service) -> dict[int, ReplicaControl]:
-    """A process for every replica, with the model's own weights."""
+    """A process for every replica, with the model's own weights. Raises ConfigError: too few GPUs for them."""
     import ray
 
-    from asyncrl.inference.channel import spawn_replica
+    from asyncrl.inference.channel import require_gpus, spawn_replica
 
     rollout = service.rollout
     total = ray.cluster_resources().get("GPU", 0)
     gpus = 0.0
     if rollout.engine == "vllm":
         gpus = rollout.vllm.tensor_parallel_size if total else 0
-    elif rollout.torch.device != "cpu":
-        gpus = min(1.0, int(100 * total / rollout.num_replicas) / 100)
+    elif rollout.torch.device != "cpu" and total:  # equal parts of a GPU, so that each lies on one
+        gpus = math.floor(100 / math.ceil(rollout.num_replicas / total)) / 100
+    require_gpus(gpus, rollout.num_replicas)
     spawn = functools.partial(
         spawn_replica,
         rollout,
@@ -298,7 +325,8 @@ async def _end(replicas: Mapping[int, ReplicaControl]) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket on that address, not listening yet. Raises ConfigError: it is taken, or not of this machine."""
+    """A socket on that address, where clients may already queue. Raises ConfigError: it is taken, or not of this
+    machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -306,7 +334,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(0)  # a port that another process listens on is refused only here
+        listener.listen(BACKLOG)  # a port that another process listens on is refused only here
     except OSError as e:
         do = "choose another --port (0 takes a free one) or --host"
         raise ConfigError(explain(f"--host {host} --port {port}", str(e), do)) from e
@@ -326,13 +354,18 @@ def _parser() -> argparse.ArgumentParser:
     add("overrides", nargs="*", metavar="key=value", help="override a key, for example torch.max_model_len=256")
     add("--engine", default="torch", choices=["torch", "vllm"])
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and compute (default float32)")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of weights and compute (default float32, also on a GPU)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     add("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     add("--api-key", metavar="KEY", help="clients must send `Authorization: Bearer KEY`; or set ASYNCRL_API_KEY")
     add("--served-model-name", default="", metavar="NAME", help="what clients call the model (default MODEL)")
     add("--discovery-file", type=Path, metavar="PATH", help="JSON that says where the fleet is, while it serves")
     add("--log-file", type=Path, metavar="PATH", help="logs of all processes (default in the temporary directory)")
+    add("--max-requests", type=int, default=1024, metavar="N", help="in flight; more get 429 (default %(default)s)")
     add("--request-timeout-s", type=float, default=600.0, metavar="S", help="longest time of a request (%(default)s)")
     add("--stop-timeout-s", type=float, default=10.0, metavar="S", help="for requests after a signal (%(default)s)")
     return parser
@@ -342,10 +375,11 @@ def _config(arguments: argparse.Namespace) -> ServingConfig:
     return ServingConfig(
         host=arguments.host,
         port=arguments.port,
-        api_key=arguments.api_key or serving_api_key(),
+        api_key=serving_api_key() if arguments.api_key is None else arguments.api_key,
         model_name=arguments.served_model_name,
         discovery_file=arguments.discovery_file,
         log_file=arguments.log_file,
+        max_requests=arguments.max_requests,
         request_timeout_s=arguments.request_timeout_s,
         stop_timeout_s=arguments.stop_timeout_s,
     )

@@ -63,7 +63,7 @@ def environment_defaults() -> dict[str, str]:
 
 def serving_api_key() -> str | None:
     """ASYNCRL_API_KEY: the key of `asyncrl-serve` where the command line, which others can read, has none."""
-    return os.environ.get("ASYNCRL_API_KEY") or None
+    return os.environ.get("ASYNCRL_API_KEY")
 
 
 def engine_environment(engine: str) -> dict[str, str]:

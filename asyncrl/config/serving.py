@@ -22,6 +22,8 @@ class ServingConfig:
     """JSON that says where the fleet is; removed when it stops."""
     log_file: Path | None = None
     """Logs of all processes; None takes a file in the directory for temporary files."""
+    max_requests: int = 1024
+    """Requests that are answered at the same time; more get status 429."""
     request_timeout_s: float = 600.0
     """Longest that one request may take."""
     stop_timeout_s: float = 10.0
@@ -35,11 +37,12 @@ class ServingConfig:
         require_at_least("--port", self.port, 0)
         require(self.port < 2**16, asked=f"--port {self.port}", found="ports end at 65535", do="choose a smaller one")
         require(
-            self.api_key is None or (bool(self.api_key) and self.api_key.isascii()),
-            asked="--api-key",
-            found="the key is empty or not ASCII",
-            do="choose a key of ASCII characters, or leave it out",
+            self.api_key is None or (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""),
+            asked="--api-key, or ASYNCRL_API_KEY",
+            found="the key is empty, not ASCII, or has blanks around it",
+            do="choose a key of ASCII characters; to let everybody in leave out the option and unset the variable",
         )
+        require_at_least("--max-requests", self.max_requests, 1)
         for name in ("request_timeout_s", "stop_timeout_s", "start_timeout_s", "refresh_s"):
             require_positive(f"--{name.replace('_', '-')}", getattr(self, name))
 

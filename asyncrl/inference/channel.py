@@ -10,6 +10,7 @@ import ray
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference import build_engine
 from asyncrl.inference.replica import Replica, ReplicaStats
 from asyncrl.remote import reply
@@ -18,6 +19,28 @@ from asyncrl.weights.transport import Digest, TransferSource
 
 GRACE_S = 5.0
 """What a call may take beyond the deadline that the replica itself keeps, so that its own error arrives."""
+
+
+def require_gpus(per_replica: float, num_replicas: int, *, others: float = 0) -> None:
+    """Returns when the cluster that Ray has joined can hold these replicas; actors beyond that would wait forever.
+
+    Args:
+        per_replica: GPUs of one replica, all on one node; 0 asks for none.
+        others: GPUs of all other actors of the run.
+
+    Raises ConfigError: there are fewer GPUs, or no node has enough for one replica.
+    """
+    asked = f"{num_replicas} replicas with {per_replica:g} GPUs each"
+    asked += f" beside {others:g} GPUs for other processes" if others else ""
+    total = ray.cluster_resources().get("GPU", 0)
+    needed = per_replica * num_replicas + others
+    if needed > total + 1e-6:
+        do = "ask for fewer replicas or smaller ones, or add nodes to the cluster"
+        raise ConfigError(explain(asked, f"that is {needed:g} GPUs, Ray's cluster has {total:g}", do))
+    largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    if per_replica > largest:
+        found = f"a replica lives on one node, and the largest has {largest:g} GPUs"
+        raise ConfigError(explain(asked, found, f"set rollout.vllm.tensor_parallel_size to {largest:g} or less"))
 
 
 def spawn_replica(

@@ -8,6 +8,7 @@ Stops when: every choice has ended, one has failed, or the caller closes it; wha
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
 from asyncrl.types import SamplingParams, TokenChunk
+
+logger = logging.getLogger(__name__)
 
 Event = Delta | Finished
 
@@ -42,12 +45,12 @@ class Question:
         return len(self.prompts) * self.options.n
 
 
-def sampling_of(options: Options, prompt_tokens: int, text: ModelText, max_model_len: int) -> SamplingParams:
+def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> SamplingParams:
     """Raises ApiError: prompt and answer do not fit the model."""
-    room = max_model_len - prompt_tokens
+    room = text.max_model_len - prompt_tokens
     if room < 1 or (options.max_tokens or 1) > room:
         asked = f" and max_tokens={options.max_tokens}" if options.max_tokens is not None else ""
-        found = f"the prompt has {prompt_tokens} tokens{asked}, the model's context holds {max_model_len}"
+        found = f"the prompt has {prompt_tokens} tokens{asked}, the model's context holds {text.max_model_len}"
         do = "shorten the prompt" if room < 1 else f"shorten the prompt or ask for at most {room} tokens"
         raise ApiError(400, f"{found}; {do}", param="max_tokens" if room > 0 else None, code="context_length_exceeded")
     eos = () if options.ignore_eos else text.stop_token_ids
@@ -61,25 +64,28 @@ def sampling_of(options: Options, prompt_tokens: int, text: ModelText, max_model
     )
 
 
-async def answer(
-    question: Question, fleet: Fleet, text: ModelText, *, max_model_len: int, timeout_s: float
-) -> AsyncGenerator[Event, None]:
+async def answer(question: Question, fleet: Fleet, text: ModelText, *, timeout_s: float) -> AsyncGenerator[Event, None]:
     """Raises ApiError: the question does not fit, a replica refused it, none serves, or the deadline passed."""
     options, loop = question.options, asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    samplings = [sampling_of(options, len(p), text, max_model_len) for p in question.prompts]
+    samplings = [sampling_of(options, len(p), text) for p in question.prompts]
     seed = secrets.randbits(63) if options.seed is None else options.seed
     events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
     async def run(index: int) -> None:
         prompt_ids, sampling = question.prompts[index // options.n], samplings[index // options.n]
-        choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids)
+        choice: Choice
 
         def on_chunk(chunk: TokenChunk, replica_id: int) -> bool:
-            events.put_nowait(choice.feed(chunk, replica_id))
+            try:
+                events.put_nowait(choice.feed(chunk, replica_id))
+            except Exception as e:  # noqa: BLE001 - task boundary: else it would end the collection for all requests
+                events.put_nowait(e)
+                return True
             return choice.stopped
 
         try:
+            choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids)
             done = await fleet.generate(
                 prompt_ids,
                 sampling,
@@ -120,6 +126,7 @@ def _explained(error: BaseException, fleet: Fleet) -> ApiError:
         reason = fleet.not_serving
         message = f"{error}; {reason}" if reason is not None and reason not in str(error) else str(error)
         return ApiError(503, message, code="not_serving")
+    logger.error("an answer failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 

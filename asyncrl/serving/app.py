@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,15 @@ from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies
 from asyncrl.serving.choice import Delta, Finished
 from asyncrl.serving.errors import ApiError, bad_field
 from asyncrl.serving.fleet import Fleet
-from asyncrl.serving.http import ClientLeft, EventStream, error_response, read_json, require_key, unless_client_leaves
+from asyncrl.serving.http import (
+    BODY_TIMEOUT_S,
+    ClientLeft,
+    EventStream,
+    error_response,
+    read_json,
+    require_key,
+    unless_client_leaves,
+)
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options, parse_chat, parse_completion
@@ -40,11 +48,10 @@ STATUS_CLIENT_LEFT = 499
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name`: what clients ask for. `max_model_len`: prompt plus answer, in tokens."""
+    """`name`: what clients ask for. `started_at`: seconds since the epoch."""
 
     name: str
     text: ModelText
-    max_model_len: int
     started_at: float
 
 
@@ -54,6 +61,7 @@ class Api:
     Args:
         api_key: None lets everybody in.
         request_timeout_s: longest that one request may take.
+        max_requests: answered at the same time; more are refused.
     """
 
     def __init__(
@@ -64,19 +72,22 @@ class Api:
         *,
         api_key: str | None,
         request_timeout_s: float,
+        max_requests: int,
     ) -> None:
         self._model = model
         self._fleet = fleet
         self._metrics = metrics
         self._api_key = api_key
         self._request_timeout_s = request_timeout_s
+        self._max_requests = max_requests
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._completion),
+            ("POST", "/v1/chat/completions", self._limited(self._chat)),
+            ("POST", "/v1/completions", self._limited(self._completion)),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{id:path}", self._one_model),
             ("GET", "/metrics", self._metrics_page),
             ("GET", "/health", self._health),
         )
@@ -108,30 +119,57 @@ class Api:
 
         return run
 
+    def _limited(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """`handler` for at most `max_requests` at the same time; a stream counts until its end."""
+
+        async def run(request: Request) -> Response:
+            if self._metrics.in_flight >= self._max_requests:
+                found = f"{self._max_requests} requests are in flight"
+                raise ApiError(429, f"{found}; send this one later", code="too_many_requests")
+            self._metrics.in_flight += 1
+            with ExitStack() as place:
+                place.callback(self._leave)
+                response = await handler(request)
+                if isinstance(response, EventStream):
+                    response.on_end = place.pop_all().close
+                return response
+
+        return run
+
+    def _leave(self) -> None:
+        self._metrics.in_flight -= 1
+
     # -- routes --------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse_chat(await read_json(request))
+        asked = parse_chat(await self._body(request))
         self._require_model(asked.options.model)
-        question = self._question(request, (self._model.text.chat(asked.messages),), asked.options)
+        prompt = await asyncio.to_thread(self._model.text.chat, asked.messages)
+        question = self._question(request, (prompt,), asked.options)
         return await self._respond(request, question, ChatBodies(question, self._model.name, "chatcmpl"))
 
     async def _completion(self, request: Request) -> Response:
-        asked = parse_completion(await read_json(request))
+        asked = parse_completion(await self._body(request))
         self._require_model(asked.options.model)
-        prompts = tuple(self._model.text.prompt(p) for p in asked.prompts)
-        question = self._question(request, prompts, asked.options)
+        prompts = await asyncio.to_thread(lambda: [self._model.text.prompt(p) for p in asked.prompts])
+        question = self._question(request, tuple(prompts), asked.options)
         return await self._respond(request, question, CompletionBodies(question, self._model.name, "cmpl"))
 
     async def _models(self, _request: Request) -> Response:
-        model = {
+        return JSONResponse({"object": "list", "data": [self._model_body()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._require_model(request.path_params["id"])
+        return JSONResponse(self._model_body())
+
+    def _model_body(self) -> dict[str, Any]:
+        return {
             "id": self._model.name,
             "object": "model",
             "created": int(self._model.started_at),
             "owned_by": "asyncrl",
-            "max_model_len": self._model.max_model_len,
+            "max_model_len": self._model.text.max_model_len,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def _health(self, _request: Request) -> Response:
         states = self._fleet.states
@@ -144,6 +182,9 @@ class Api:
 
     async def _metrics_page(self, _request: Request) -> Response:
         return PlainTextResponse(self._metrics.render(self._fleet), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request) -> object:
+        return await read_json(request, timeout_s=min(BODY_TIMEOUT_S, self._request_timeout_s))
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -190,11 +231,8 @@ class Api:
         """The answer, counted on its way."""
         metrics, started = self._metrics, time.monotonic()
         model = self._model
-        source = answer(
-            question, self._fleet, model.text, max_model_len=model.max_model_len, timeout_s=self._request_timeout_s
-        )
+        source = answer(question, self._fleet, model.text, timeout_s=self._request_timeout_s)
         waiting = True
-        metrics.in_flight += 1
         try:
             async with aclosing(source):
                 async for event in source:
@@ -205,7 +243,6 @@ class Api:
                         metrics.count_choice(len(question.prompts[event.index // question.options.n]), event)
                     yield event
         finally:
-            metrics.in_flight -= 1
             metrics.request_s.observe(time.monotonic() - started)
 
     async def _stream(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.serving.fleet import ReplicaState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +30,35 @@ class DiscoveryFile:
 
     def __init__(self, path: Path, fleet: FleetAddress) -> None:
         self._path = path
+        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._fleet = fleet
+        self._written = self._failing = False
 
     def write(self, states: list[ReplicaState]) -> None:
+        """Raises OSError the first time; after that the fleet serves on while the file cannot be written."""
+        try:
+            self._write(states)
+        except OSError as e:
+            if not self._written:
+                raise
+            if not self._failing:
+                logger.warning("the discovery file %s cannot be written and grows old: %s", self._path, e)
+            self._failing = True
+        else:
+            self._written, self._failing = True, False
+
+    def remove(self) -> None:
+        for path in (self._path, self._part):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as e:
+                logger.warning("%s cannot be removed: %s", path, e)
+
+    def _write(self, states: list[ReplicaState]) -> None:
         replicas: list[dict[str, Any]] = []
         for state in states:
             fields = asdict(state)
             replicas.append({"id": fields.pop("replica_id"), **fields})
         content = json.dumps({**asdict(self._fleet), "replicas": replicas}, indent=1)
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-        part.write_text(content + "\n", encoding="utf-8")
-        part.replace(self._path)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self._part.write_text(content + "\n", encoding="utf-8")
+        self._part.replace(self._path)

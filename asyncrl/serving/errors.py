@@ -18,7 +18,7 @@ class ApiError(AsyncRLError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status)
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

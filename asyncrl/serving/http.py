@@ -5,35 +5,57 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.serving.errors import ApiError
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 4 * 2**20
+BODY_TIMEOUT_S = 60.0
+"""Longest that a body may take to arrive."""
+SEND_TIMEOUT_S = 60.0
+RETRY_AFTER_S = 1
 
 
 class ClientLeft(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-async def read_json(request: Request) -> object:
-    """The body of `request`. Raises ApiError: not JSON, or too large."""
+async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> object:
+    """The body of `request`. Raises ApiError: not JSON, not Unicode, too large or too slow; ClientLeft."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less at once")
     try:
-        return json.loads(bytes(body))
-    except ValueError as e:
-        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from e
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less at once")
+    except ClientDisconnect:
+        raise ClientLeft from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s; send it at once") from None
+    try:
+        text = body.decode("utf-8-sig")
+        value = json.loads(text)
+        if re.search(r"\\u[dD]", text):  # a half of a surrogate pair stands for no character: no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as e:
+        raise ApiError(400, f"the body is not JSON: {_reason(e)}", code="invalid_json") from e
+    return value
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return "it holds a lone surrogate, which is no character"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def require_key(request: Request, key: str | None) -> None:
@@ -47,8 +69,8 @@ def require_key(request: Request, key: str | None) -> None:
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-    return JSONResponse(error.body(), error.status, headers)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(RETRY_AFTER_S)}}
+    return JSONResponse(error.body(), error.status, headers.get(error.status))
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -77,17 +99,27 @@ class EventStream(Response):
     Args:
         events: the data of each event.
         source: what `events` is made from. Both are closed when the response ends, however that is.
+        send_timeout_s: a client that takes nothing for this long is taken for gone.
+
+    `on_end` is called after that.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[str, None],
+        source: AsyncGenerator[Any, None],
+        headers: Mapping[str, str],
+        *,
+        send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._send_timeout_s = send_timeout_s
+        self.on_end: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -95,11 +127,15 @@ class EventStream(Response):
         except (ClientLeft, OSError):
             pass  # nobody is there to be told
         finally:
-            await self._events.aclose()
-            await self._source.aclose()
+            try:
+                await self._events.aclose()
+                await self._source.aclose()
+            finally:
+                self.on_end()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            async with asyncio.timeout(self._send_timeout_s):
+                await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

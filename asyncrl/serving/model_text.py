@@ -17,20 +17,33 @@ if TYPE_CHECKING:
 
 
 class ModelText:
-    """The tokenizer and chat template of the served model.
+    """The tokenizer and chat template of the served model. `chat` and `prompt` take long for long texts and may be
+    called from any thread.
 
     Args:
         vocab_size: of the model, which may have more ids than its tokenizer; None takes the tokenizer's.
+        max_model_len: prompt plus answer, in tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: ModelConfig,
+        vocab_size: int | None = None,
+        *,
+        max_model_len: int,
+    ) -> None:
         self._tokenizer = tokenizer
         self._renderer = PromptRenderer(tokenizer, model)
         self._vocab_size = vocab_size or len(tokenizer)
+        self.max_model_len = max_model_len
+        self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.stop_token_ids = stop_token_ids(tokenizer, model, ())
+        tokenizer.encode("a")  # undoes a truncation that is saved with it, which no two threads may do at once
 
     def chat(self, messages: tuple[ChatMessage, ...]) -> np.ndarray:
-        """[P] int32: the messages through the chat template. Raises ApiError: the template refuses them."""
+        """[P] int32: the messages through the chat template. Raises ApiError: too long, or refused by it."""
+        self._require_short("messages", sum(len(m.content) for m in messages))
         try:
             return self._renderer.prompt_ids(PromptRow(messages, "", "", (), "this request"))
         except DataError as e:
@@ -39,7 +52,7 @@ class ModelText:
     def prompt(self, prompt: str | tuple[int, ...]) -> np.ndarray:
         """[P] int32: a text with the special tokens that the tokenizer puts around it, or the given ids.
 
-        Raises ApiError: an id that the model does not have, or a text without tokens.
+        Raises ApiError: an id that the model does not have, a text without tokens, or one that is far too long.
         """
         if not isinstance(prompt, str):
             if (worst := max(prompt)) >= self._vocab_size:
@@ -48,10 +61,18 @@ class ModelText:
                     400, f"{found}; send ids of this model's tokenizer", param="prompt", code="invalid_value"
                 )
             return np.asarray(prompt, np.int32)
+        self._require_short("prompt", len(prompt))
         ids = self._tokenizer.encode(prompt)
         if not ids:
             raise ApiError(400, "prompt: the text has no token; send another", param="prompt", code="invalid_value")
         return np.asarray(ids, np.int32)
+
+    def _require_short(self, param: str, num_characters: int) -> None:
+        """Refuses before it is tokenized what cannot fit even if every token were the longest of the vocabulary."""
+        if num_characters > self._max_characters:
+            found = f"{param}: {num_characters} characters, the model's context holds {self.max_model_len} tokens"
+            found += f", at most {self._max_characters} characters"
+            raise ApiError(400, f"{found}; shorten the text", param=param, code="context_length_exceeded")
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

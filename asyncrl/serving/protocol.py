@@ -6,15 +6,18 @@ default, null, or an empty list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.data.rows import ChatMessage
+from asyncrl.inference.requests import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 from asyncrl.serving.errors import ApiError, bad_field, unsupported
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = 1024
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -38,7 +41,6 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (0,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
@@ -97,8 +99,10 @@ def parse_chat(body: object) -> ChatRequest:
         raise bad_field("messages", "it is missing or empty", 'send [{"role": "user", "content": "..."}]')
     messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(raw))
     limit = fields.integer("max_completion_tokens", None, least=1)
-    options = _options(fields, default_max_tokens=None, given_max_tokens=limit)
-    return ChatRequest(messages, options)
+    logprobs = fields.values.get("logprobs", False)
+    if not isinstance(logprobs, bool):
+        raise unsupported("logprobs", f"{_short(logprobs)} is neither true nor false; alternatives are not known")
+    return ChatRequest(messages, _options(fields, default_max_tokens=None, given_max_tokens=limit))
 
 
 def parse_completion(body: object) -> CompletionRequest:
@@ -135,15 +139,17 @@ class _Fields:
         value = self.take(name, int, default)
         if value is not None and (value < least or (most is not None and value > most)):
             limits = f"{least} to {most}" if most is not None else f"{least} or more"
-            raise bad_field(name, f"{value} is out of range", f"choose {limits}")
+            raise bad_field(name, f"{_short(value)} is out of range", f"choose {limits}")
         return value
 
-    def number(self, name: str, default: float, *, least: float, most: float | None = None) -> float:
+    def number(self, name: str, default: float, *, least: float, most: float, besides: float | None = None) -> float:
+        """`besides`: a value outside the range that is taken, too."""
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise bad_field(name, f"{_short(value)} is not a number", "correct its type")
-        if value < least or (most is not None and value > most):
-            raise bad_field(name, f"{value} is out of range", f"choose {least:g} to {'any' if most is None else most}")
+        if value != besides and not least <= value <= most:
+            limits = f"{least:g} to {most:g}" if besides is None else f"{besides:g}, or {least:g} to {most:g}"
+            raise bad_field(name, f"{_short(value)} is out of range", f"choose {limits}")
         return float(value)
 
 
@@ -161,21 +167,18 @@ def _options(fields: _Fields, *, default_max_tokens: int | None, given_max_token
     min_tokens = fields.integer("min_tokens", 0, least=0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise bad_field("min_tokens", f"{min_tokens} is more than max_tokens={max_tokens}", "lower min_tokens")
-    top_p = fields.number("top_p", 1.0, least=0, most=1)
-    if top_p == 0:
-        raise bad_field("top_p", "0 leaves no token to draw", "choose a value above 0, or temperature=0")
     return Options(
         model=fields.take("model", str, None),
         n=fields.integer("n", 1, least=1, most=MAX_CHOICES),
         stream=stream,
         include_usage=bool((stream_options or {}).get("include_usage")),
-        temperature=fields.number("temperature", 1.0, least=0),
-        top_p=top_p,
-        top_k=max(0, fields.integer("top_k", 0, least=-1)),
+        temperature=fields.number("temperature", 1.0, least=MIN_TEMPERATURE, most=MAX_TEMPERATURE, besides=0),
+        top_p=fields.number("top_p", 1.0, least=MIN_TOP_P, most=1),
+        top_k=max(0, fields.integer("top_k", 0, least=-1, most=MAX_TOP_K)),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=_stop(fields.values.get("stop", [])),
-        stop_token_ids=_token_ids("stop_token_ids", fields.values.get("stop_token_ids", [])),
+        stop_token_ids=_stop_token_ids(fields.values.get("stop_token_ids", [])),
         seed=fields.take("seed", int, None),
         logprobs=_logprobs(fields.values.get("logprobs")),
         return_token_ids=fields.take("return_token_ids", bool, False),
@@ -203,6 +206,13 @@ def _stop(value: object) -> tuple[str, ...]:
     if len(strings) > MAX_STOP_STRINGS:
         raise bad_field("stop", f"{len(strings)} strings", f"send at most {MAX_STOP_STRINGS}")
     return tuple(strings)
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    ids = _token_ids("stop_token_ids", value)
+    if len(ids) > MAX_STOP_TOKENS:
+        raise bad_field("stop_token_ids", f"{len(ids)} ids", f"send at most {MAX_STOP_TOKENS}")
+    return ids
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -233,8 +243,8 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 def _message(value: object, where: str) -> ChatMessage:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise bad_field("messages", f"{where} has no role", 'send {"role": "user", "content": "..."}')
-    for name in value.keys() - {"role", "content", "name"}:
-        if value[name]:
+    for name, extra in value.items():
+        if extra and name not in ("role", "content"):
             raise unsupported(f"{where}.{name}")
     return ChatMessage(value["role"], _content(value.get("content"), f"{where}.content"))
 
@@ -243,11 +253,13 @@ def _content(value: object, where: str) -> str:
     """Text as one string, or as OpenAI's list of text parts."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        return "".join(str(part.get("text", "")) for part in value)
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        texts = [part.get("text") for part in value]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
     raise bad_field("messages", f"{where} is {_short(value)}", "send text: images and audio are not supported")
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # looks at the beginning of large and deep values only
     return text if len(text) <= 60 else text[:57] + "..."

@@ -3,24 +3,29 @@
 import asyncio
 import json
 import socket
+import threading
 from contextlib import asynccontextmanager
 
 import httpx
 import numpy as np
 import openai
 import pytest
+import ray
 import uvicorn
+from ray.cluster_utils import Cluster
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.inference.channel import require_gpus
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
 from asyncrl.serving.app import Api, ServedModel
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.http import MAX_BODY_BYTES, SEND_TIMEOUT_S, EventStream
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.testing.fake_engine import FakeEngine, FakeScript
@@ -36,7 +41,7 @@ TEMPLATE = (
 REPLY = "Straße — 12€ and a 😀. The end of it."
 
 
-def byte_tokenizer():
+def byte_tokenizer(kind=PreTrainedTokenizerFast):
     """A token is a byte, `ids[b]` of byte b is b; special tokens follow."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = {bytes_of(letter): letter for letter in alphabet}
@@ -45,7 +50,7 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
+    return kind(tokenizer_object=tokenizer, eos_token="<end>", chat_template=TEMPLATE)
 
 
 def bytes_of(letter):
@@ -54,6 +59,26 @@ def bytes_of(letter):
     others = [b for b in range(256) if b not in plain]
     table = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
     return table[letter]
+
+
+class GatedTokenizer(PreTrainedTokenizerFast):
+    """Takes as long as its `gate` is closed, and cannot decode byte 1 where special tokens are shown."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.encoded = []
+
+    def encode(self, text, **options):
+        self.encoded.append(text)
+        assert self.gate.wait(10)
+        return super().encode(text, **options)
+
+    def decode(self, ids, *, skip_special_tokens, **options):
+        if 1 in ids and not skip_special_tokens:
+            raise LookupError("byte 1")
+        return super().decode(ids, skip_special_tokens=skip_special_tokens, **options)
 
 
 class ScriptedEngine(FakeEngine):
@@ -116,7 +141,19 @@ class LocalStatus:
 
 
 @asynccontextmanager
-async def serving(count=1, *, reply=REPLY, at_once=True, gate_timeout_s=5.0, api_key=None, timeout_s=20.0, **script):
+async def serving(
+    count=1,
+    *,
+    reply=REPLY,
+    at_once=True,
+    gate_timeout_s=5.0,
+    api_key=None,
+    timeout_s=20.0,
+    max_requests=100,
+    name="tiny",
+    tokenizer=None,
+    **script,
+):
     script = {"tick_s": 0.0, "chunk_tokens": 3, "max_model_len": 512, **script}
     engines = [ScriptedEngine(FakeScript(start_version=0 if at_once else None, **script), reply) for _ in range(count)]
     replicas = [
@@ -129,8 +166,9 @@ async def serving(count=1, *, reply=REPLY, at_once=True, gate_timeout_s=5.0, api
     statuses = {i: LocalStatus(r, channels[i]) for i, r in enumerate(replicas)}
     fleet = Fleet(client, statuses, refresh_s=0.05)
     metrics = ServingMetrics()
-    text = ModelText(byte_tokenizer(), ModelConfig(path="none-there"), None)
-    api = Api(ServedModel("tiny", text, 512, 0.0), fleet, metrics, api_key=api_key, request_timeout_s=timeout_s)
+    text = ModelText(tokenizer or byte_tokenizer(), ModelConfig(path="none-there"), None, max_model_len=512)
+    limits = {"request_timeout_s": timeout_s, "max_requests": max_requests}
+    api = Api(ServedModel(name, text, 0.0), fleet, metrics, api_key=api_key, **limits)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(api.app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -204,6 +242,16 @@ async def test_a_streamed_chat_is_the_same_text_in_whole_characters(chunk_tokens
         assert pieces[0].choices[0].delta.role == "assistant"
         assert pieces[-1].choices == []
         assert pieces[-1].usage.completion_tokens == len(REPLY.encode()) + 1
+
+
+async def test_a_model_is_found_by_its_name_also_with_slashes():
+    async with serving(name="runs/tiny") as served:
+        (listed,) = (await served.openai.models.list()).data
+        assert await served.openai.models.retrieve("runs/tiny") == listed
+        for path in ("/v1/models/runs/tiny", "/v1/models/runs%2Ftiny"):
+            assert (await served.get(path)).json()["max_model_len"] == 512
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            await served.openai.models.retrieve("gpt-9")
 
 
 async def test_completions_of_texts_and_token_ids_in_any_shape():
@@ -396,6 +444,153 @@ async def test_what_is_no_request():
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"prompt": "a\ud800b"}',
+        rb'{"prompt": ["a", "\uDFFF\uD83D"]}',
+        rb'{"a\ud800b": 1, "prompt": "a"}',
+        b'{"prompt": "a\xed\xa0\x80b"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"seed": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=["text", "list", "key", "raw", "no UTF-8", "deep", "long number"],
+)
+async def test_bodies_that_are_no_unicode_or_no_json(body):
+    async with serving() as served, httpx.AsyncClient(base_url=served.url) as http:
+        response = await http.post("/v1/completions", content=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+        pair = await http.post("/v1/completions", content=rb'{"prompt": "\ud83d\ude00", "max_tokens": 1}')
+        assert pair.status_code == 200
+        assert bytes(served.engines[0].requests[-1].prompt_ids.tolist()).decode() == "😀"
+
+
+async def test_numbers_beyond_all_bounds_name_their_field():
+    async with serving() as served, httpx.AsyncClient(base_url=served.url) as http:
+        for number in (b"Infinity", b"NaN", b"1e999", b"1" + b"0" * 400):
+            for field in ("temperature", "top_p", "max_tokens"):
+                content = b'{"prompt": "a", "%s": %s}' % (field.encode(), number)
+                response = await http.post("/v1/completions", content=content)
+                assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+async def test_a_body_that_does_not_arrive_or_is_too_large():
+    async with serving(timeout_s=0.2) as served:
+        reader, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        large = await served.post("/v1/completions", {"prompt": "a" * MAX_BODY_BYTES})
+        assert large.status_code == 413
+        assert served.metrics.in_flight == 0
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_error():
+    async with serving() as served:
+        _, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        await until(lambda: served.metrics.in_flight == 1, "it has not begun")
+        writer.close()
+        await until(lambda: served.metrics.in_flight == 0, "it still waits for the body")
+        assert served.metrics.disconnects == 1
+        assert dict(served.metrics.requests) == {("/v1/completions", 499): 1}
+
+
+async def test_a_long_text_is_refused_before_it_is_tokenized():
+    tokenizer = byte_tokenizer(GatedTokenizer)
+    async with serving(tokenizer=tokenizer) as served:
+        tokenizer.encoded.clear()
+        longest = 512 * len("<assistant>")
+        for path, body, param in (
+            ("completions", {"prompt": ["a", "x" * (longest + 1)]}, "prompt"),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * longest}] * 2}, "messages"),
+        ):
+            response = await served.post(f"/v1/{path}", body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            assert "512 tokens" in error["message"]
+        assert tokenizer.encoded == ["a"]
+        fitting = await served.post("/v1/completions", {"prompt": "<assistant>" * 500, "max_tokens": 1})
+        assert fitting.json()["usage"]["prompt_tokens"] == 500
+
+
+async def test_others_are_answered_while_a_prompt_is_tokenized():
+    tokenizer = byte_tokenizer(GatedTokenizer)
+    async with serving(tokenizer=tokenizer) as served:
+        tokenizer.gate.clear()
+        slow = asyncio.create_task(served.post("/v1/completions", {"prompt": "slow", "max_tokens": 2}))
+        try:
+            await until(lambda: "slow" in tokenizer.encoded, "it is not tokenized")
+            assert (await asyncio.wait_for(served.get("/health"), 5)).status_code == 200
+            quick = served.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 2})
+            assert (await asyncio.wait_for(quick, 5)).status_code == 200
+            assert not slow.done()
+        finally:
+            tokenizer.gate.set()
+        assert (await slow).json()["choices"][0]["text"] == "St"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[[2, 1, 2]], "abc"], ids=["in the prompt", "in the answer"])
+async def test_a_tokenizer_that_fails_ends_one_request_only(prompt, stream):
+    tokenizer = byte_tokenizer(GatedTokenizer)
+    async with serving(tokenizer=tokenizer, reply="ab\x01cd" * 20, tick_s=0.002) as served:
+        body = {"prompt": prompt, "max_tokens": 60, "stream": stream}
+        others = [asyncio.create_task(served.post("/v1/completions", body)) for _ in range(3)]
+        failed = await served.post("/v1/completions", {**body, "skip_special_tokens": False})
+        assert "LookupError: byte 1" in failed.text
+        assert '"internal_error"' in failed.text
+        assert [other.status_code for other in await asyncio.gather(*others)] == [200] * 3
+        await until(lambda: served.engines[0].health().running == 0, "it still generates")
+        assert (await served.post("/v1/completions", body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_requests_than_are_served_at_once_are_sent_away(stream):
+    async with serving(max_requests=2, tick_s=0.005) as served:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": stream}
+        async with httpx.AsyncClient(base_url=served.url, timeout=20) as http:
+            running = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+            await until(lambda: served.engines[0].health().generated_tokens > 4, "they do not generate")
+            assert served.metrics.in_flight == 2
+            refused = await served.post("/v1/chat/completions", ASK)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            with pytest.raises(openai.RateLimitError, match="2 requests are in flight"):
+                await served.openai.chat.completions.create(model="tiny", **ASK)
+            for path in ("/health", "/metrics", "/v1/models"):
+                assert (await served.get(path)).status_code == 200
+            running[0].cancel()
+            await until(lambda: served.metrics.in_flight == 1, "the place is not given back")
+            assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
+            assert (await running[1]).status_code == 200
+        await until(lambda: served.metrics.in_flight == 0, "a place is lost")
+        for bad in ({"prompt": ""}, {"prompt": "x" * 600}):
+            assert (await served.post("/v1/completions", bad)).status_code == 400
+        assert served.metrics.in_flight == 0
+
+
+async def test_a_client_that_does_not_read_its_stream_is_given_up():
+    async def events():
+        yield "one"
+
+    async def forever(*_):
+        await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await forever()
+
+    source, ended = events(), []
+    stream = EventStream(events(), source, {}, send_timeout_s=0.05)
+    stream.on_end = lambda: ended.append(True)
+    await asyncio.wait_for(stream({"type": "http"}, forever, send), 5)
+    assert ended == [True]
+    assert SEND_TIMEOUT_S > 1
+
+
 async def test_a_key_is_asked_for():
     async with serving(api_key="secret") as served:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
@@ -523,3 +718,30 @@ async def test_many_requests_at_once_are_each_answered_once():
         page = (await served.get("/metrics")).text
         assert value(page, 'asyncrl_requests_total{endpoint="/v1/completions",status="200"}') == 60
         assert value(page, "asyncrl_generated_tokens_total") == 1200
+
+
+# -- room for the replicas ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes_with_two_and_one_gpu():
+    cluster = Cluster()
+    for num_gpus in (2, 1):
+        cluster.add_node(num_cpus=1, num_gpus=num_gpus, object_store_memory=80 * 2**20, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_replicas_that_no_gpu_is_left_for_are_refused_at_once(nodes_with_two_and_one_gpu):
+    for fits in ((0, 100, 0), (1, 3, 0), (1, 1, 2), (2, 1, 1), (0.33, 9, 0), (0.04, 70, 0.2)):
+        require_gpus(fits[0], fits[1], others=fits[2])
+    for per_replica, count, others, found in (
+        (1, 4, 0, "that is 4 GPUs, Ray's cluster has 3"),
+        (1, 2, 2, "that is 4 GPUs, Ray's cluster has 3"),
+        (2, 2, 0, "that is 4 GPUs, Ray's cluster has 3"),
+        (3, 1, 0, "the largest has 2 GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            require_gpus(per_replica, count, others=others)

@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 
+from asyncrl.inference.requests import misfit
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.protocol import parse_chat, parse_completion
+from asyncrl.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -32,6 +35,7 @@ def refused(parse, body):
         ("suffix", "x"),
         ("echo", True),
         ("logprobs", 2),
+        ("prompt_logprobs", 0),
         ("something_new", 1),
     ],
 )
@@ -57,9 +61,18 @@ def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
         ("temperature", "hot"),
         ("temperature", True),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 1e-40),
+        ("temperature", 0.009),
+        ("temperature", 2.1),
+        ("temperature", 10**400),
         ("top_p", 0),
+        ("top_p", 1e-300),
         ("top_p", 1.5),
+        ("top_p", float("inf")),
         ("top_k", -2),
+        ("top_k", 2**31),
+        ("top_k", 10**400),
         ("n", 0),
         ("n", 10_000),
         ("n", True),
@@ -70,6 +83,7 @@ def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
         ("stop", 5),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", [5] * 1025),
         ("seed", "x"),
         ("stream", "yes"),
         ("model", 5),
@@ -78,6 +92,25 @@ def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
 def test_impossible_values_are_refused_by_name(name, value):
     error = refused(parse_completion, {"prompt": "a", name: value})
     assert (error["param"], error["code"]) == (name, "invalid_value")
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": 0},
+        {"temperature": 0.01, "top_p": 1e-6, "top_k": 2**31 - 1, "stop_token_ids": [5] * 1024},
+        {"temperature": 2, "top_p": 1.0},
+    ],
+)
+def test_the_ends_of_the_ranges_are_served_by_every_engine(options):
+    asked = parse_completion({"prompt": "a", **options}).options
+    assert {name: getattr(asked, name) for name in options if name != "stop_token_ids"} == {
+        name: value for name, value in options.items() if name != "stop_token_ids"
+    }
+    sampling = SamplingParams(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, max_tokens=1)
+    request = GenerationRequest("r", np.zeros(1, np.int32), sampling, seed=0)
+    assert misfit(request, engine="torch", max_model_len=8, vocab_size=8) is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +121,11 @@ def test_impossible_values_are_refused_by_name(name, value):
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "x", "name": "Ann"}]}, "messages[1].name"),
+        ({"messages": MESSAGES, "logprobs": 0}, "logprobs"),
+        ({"messages": MESSAGES, "logprobs": "yes"}, "logprobs"),
         ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": MESSAGES, "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
     ],

@@ -1,0 +1,138 @@
+"""What `asyncrl-serve` does around its fleet: keys, the port, the discovery file, and how it ends."""
+
+import asyncio
+import errno
+import json
+import os
+import socket
+from contextlib import ExitStack
+
+import pytest
+import uvicorn
+
+from asyncrl import serve
+from asyncrl.config.serving import ServingConfig
+from asyncrl.errors import ConfigError, RunFailed
+from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
+from asyncrl.serving.fleet import ReplicaState
+
+pytestmark = pytest.mark.unit
+
+ADDRESS = FleetAddress("http://127.0.0.1:1", "tiny", "torch", 1, 2.0)
+
+
+@pytest.mark.parametrize("key", ["", "  ", "secret\n", "schlüssel"])
+def test_a_key_that_nobody_could_send_or_that_is_none_is_refused(key, monkeypatch, capsys):
+    monkeypatch.delenv("ASYNCRL_API_KEY", raising=False)
+    assert serve.main(["no/such/model", "--api-key", key]) == 2
+    assert "--api-key" in capsys.readouterr().err
+    monkeypatch.setenv("ASYNCRL_API_KEY", key)
+    assert serve.main(["no/such/model"]) == 2
+    assert "ASYNCRL_API_KEY" in capsys.readouterr().err
+
+
+def test_the_command_line_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("ASYNCRL_API_KEY", "from-environment")
+    parse = serve._parser().parse_intermixed_args
+    assert serve._config(parse(["model"])).api_key == "from-environment"
+    assert serve._config(parse(["model", "--api-key", "given"])).api_key == "given"
+    monkeypatch.delenv("ASYNCRL_API_KEY")
+    assert serve._config(parse(["model"])).api_key is None
+
+
+def test_the_number_of_requests_is_bounded():
+    with pytest.raises(ConfigError, match="--max-requests"):
+        ServingConfig(max_requests=0)
+
+
+def test_clients_may_queue_before_the_fleet_serves():
+    with ExitStack() as opened:
+        listener = opened.enter_context(serve._bind("127.0.0.1", 0))
+        for _ in range(50):
+            opened.enter_context(socket.create_connection(listener.getsockname(), timeout=0.5))
+
+
+def test_the_fleet_outlives_its_discovery_file(tmp_path, caplog):
+    directory = tmp_path / "shared"
+    file = DiscoveryFile(directory / "fleet.json", ADDRESS)
+    with pytest.raises(FileNotFoundError):
+        file.write([])
+    directory.mkdir()
+    file.write([ReplicaState(0)])
+    directory.rename(tmp_path / "away")
+    for _ in range(3):
+        file.write([ReplicaState(0)])
+    assert [r.levelname for r in caplog.records] == ["WARNING"], "told once, not every time"
+    (tmp_path / "away").rename(directory)
+    file.write([ReplicaState(5)])
+    assert [r["id"] for r in json.loads((directory / "fleet.json").read_text())["replicas"]] == [5]
+    file.remove()
+    assert not list(directory.iterdir())
+
+
+def test_a_discovery_file_that_cannot_be_removed_does_not_keep_the_rest_from_ending(tmp_path, caplog):
+    file = DiscoveryFile(tmp_path / "fleet.json", ADDRESS)
+    file.write([])
+    (tmp_path / "fleet.json").unlink()
+    (tmp_path / "fleet.json").mkdir()
+    file.remove()
+    assert "cannot be removed" in caplog.text
+
+
+class Ending:
+    """A real HTTP server, a fleet that is watched, and the wish to stop."""
+
+    def __init__(self, listener):
+        async def app(scope, receive, send): ...
+
+        settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(settings)
+        self.stop = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.get_running_loop().create_future()
+        self.serving = asyncio.create_task(self.server._serve([listener]))
+        self.watching = asyncio.create_task(self._watch())
+
+    async def _watch(self):
+        await self.lost
+
+    async def __call__(self):
+        try:
+            await asyncio.wait_for(serve.serve_until(self.stop, self.server, self.serving, self.watching), 10)
+        finally:
+            assert self.serving.done()
+            assert self.watching.done()
+
+    async def started(self):
+        async with asyncio.timeout(5):
+            while not self.server.started:
+                await asyncio.sleep(0.001)
+
+
+async def test_an_http_server_that_cannot_go_on_is_told():
+    listener = socket.create_server(("127.0.0.1", 0))
+    os.close(listener.detach())
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        await Ending(listener)()
+
+
+async def test_an_http_server_that_ends_without_a_reason_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ending = Ending(listener)
+        await ending.started()
+        ending.server.should_exit = True
+        with pytest.raises(RunFailed, match="ended by itself"):
+            await ending()
+
+
+async def test_the_loss_of_the_fleet_and_the_wish_to_stop_end_the_server():
+    for end in ("lost", "stop"):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ending = Ending(listener)
+            await ending.started()
+            if end == "stop":
+                ending.stop.set_result(None)
+                await ending()
+                continue
+            ending.lost.set_exception(RunFailed("all are lost"))
+            with pytest.raises(RunFailed, match="all are lost"):
+                await ending()
