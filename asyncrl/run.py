@@ -38,7 +38,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.coordinator import Coordinator, Parts
 from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError
-from asyncrl.inference.channel import ReplicaControl, spawn_replica
+from asyncrl.inference.channel import ReplicaControl, require_gpus, spawn_replica
 from asyncrl.inference.pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import LOG_PATH_VARIABLE
@@ -186,12 +186,15 @@ class _Actors:
         self.queue = QueueControl(
             ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)
         )
+        replica_gpus = self._replica_gpus()
+        ranks_gpus = recipe.trainer.num_ranks * self._gpu_share(recipe.trainer.device)
+        require_gpus(replica_gpus, recipe.rollout.num_replicas, others=ranks_gpus)
         self.replicas = ReplicaPool(
             functools.partial(
                 spawn_replica,
                 recipe.rollout,
                 recipe.model,
-                num_gpus=self._replica_gpus(),
+                num_gpus=replica_gpus,
                 environment=engine_environment(recipe.rollout.engine),
             ),
             recipe.rollout.num_replicas,
