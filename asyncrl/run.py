@@ -21,6 +21,7 @@ import asyncio
 import functools
 import gc
 import logging
+import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -299,4 +300,7 @@ class _Actors:
         total = ray.cluster_resources().get("GPU", 0)
         if recipe.rollout.engine == "vllm":
             return 1 if total > 0 else 0
-        return min(1.0, int(100 * total / (recipe.trainer.num_ranks + recipe.rollout.num_replicas)) / 100)
+        if total == 0:
+            return 0
+        actors_per_gpu = math.ceil((recipe.trainer.num_ranks + recipe.rollout.num_replicas) / total)
+        return math.floor(100 / actors_per_gpu) / 100  # parts that fill each GPU: one actor never spans two
