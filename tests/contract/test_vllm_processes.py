@@ -29,6 +29,8 @@ from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
 from tests.make import require_vllm
 
+ROOT = Path(__file__).resolve().parents[2]
+
 pytestmark = pytest.mark.contract
 
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
@@ -66,8 +68,8 @@ def no_shared_memory_left():
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.timeout(180)
 def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, workers):
-    command = [sys.executable, __file__, str(model_path), str(workers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-m", "tests.contract.test_vllm_processes", str(model_path), str(workers)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
         try:
             report = json.loads(next(line for line in owner.stdout if line.startswith("{")))
             below = psutil.Process(owner.pid).children(recursive=True)

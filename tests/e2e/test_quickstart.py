@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 def left_behind():
     """Shared memory and sockets whose owner, the process in their name, is gone."""
-    names = {p.name for p in Path("/dev/shm").glob("asyncrl-*")}
+    names = {p.name for p in Path("/dev/shm").glob("asyncrl-weights-*")}
     return {name for name in names if not psutil.pid_exists(int(name.split("-")[2]))}
 
 
