@@ -21,7 +21,6 @@ import asyncio
 import functools
 import gc
 import logging
-import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.coordinator import Coordinator, Parts
 from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError
-from asyncrl.inference.channel import ReplicaControl, require_gpus, spawn_replica
+from asyncrl.inference.channel import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import LOG_PATH_VARIABLE
@@ -187,15 +186,14 @@ class _Actors:
         self.queue = QueueControl(
             ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)
         )
-        replica_gpus = self._replica_gpus()
-        ranks_gpus = recipe.trainer.num_ranks * self._gpu_share(recipe.trainer.device)
-        require_gpus(replica_gpus, recipe.rollout.num_replicas, others=ranks_gpus)
+        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
+        require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
         self.replicas = ReplicaPool(
             functools.partial(
                 spawn_replica,
                 recipe.rollout,
                 recipe.model,
-                num_gpus=replica_gpus,
+                num_gpus=gpus,
                 environment=engine_environment(recipe.rollout.engine),
             ),
             recipe.rollout.num_replicas,
@@ -228,7 +226,7 @@ class _Actors:
             temperature=recipe.rollout.sampling.temperature,
             seed=recipe.run.seed,
         )
-        gpus = self._gpu_share(recipe.trainer.device)
+        gpus = self._rank_gpus()
         try:
             async with asyncio.TaskGroup() as group:
                 trainers = group.create_task(
@@ -286,21 +284,8 @@ class _Actors:
     async def _announce(self, replica_id: int, control: ReplicaControl) -> None:
         await self.rollouter.add_replica(replica_id, _channel(replica_id, control))
 
-    def _replica_gpus(self) -> float:
-        rollout = self._recipe.rollout
-        if rollout.engine == "vllm":
-            return rollout.vllm.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) else 0
-        return self._gpu_share(rollout.torch.device)
-
-    def _gpu_share(self, device: str) -> float:
-        """GPUs of one trainer rank or torch replica: a whole one, or an equal part where there are fewer than those."""
+    def _rank_gpus(self) -> float:
+        """GPUs of one trainer rank: a whole one beside vLLM, which takes whole ones itself."""
         recipe = self._recipe
-        if device == "cpu":
-            return 0
-        total = ray.cluster_resources().get("GPU", 0)
-        if recipe.rollout.engine == "vllm":
-            return 1 if total > 0 else 0
-        if total == 0:
-            return 0
-        actors_per_gpu = math.ceil((recipe.trainer.num_ranks + recipe.rollout.num_replicas) / total)
-        return math.floor(100 / actors_per_gpu) / 100  # parts that fill each GPU: one actor never spans two
+        beside = recipe.rollout.num_replicas if recipe.rollout.engine == "torch" else 0
+        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)

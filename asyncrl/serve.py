@@ -276,17 +276,10 @@ async def serve_until(
 
 def _spawn(service: Service) -> dict[int, ReplicaControl]:
     """A process for every replica, with the model's own weights. Raises ConfigError: too few GPUs for them."""
-    import ray
-
-    from asyncrl.inference.channel import require_gpus, spawn_replica
+    from asyncrl.inference.channel import replica_gpus, require_gpus, spawn_replica
 
     rollout = service.rollout
-    total = ray.cluster_resources().get("GPU", 0)
-    gpus = 0.0
-    if rollout.engine == "vllm":
-        gpus = rollout.vllm.tensor_parallel_size if total else 0
-    elif rollout.torch.device != "cpu" and total:  # equal parts of a GPU, so that each lies on one
-        gpus = math.floor(100 / math.ceil(rollout.num_replicas / total)) / 100
+    gpus = replica_gpus(rollout, rollout.num_replicas)
     require_gpus(gpus, rollout.num_replicas)
     spawn = functools.partial(
         spawn_replica,

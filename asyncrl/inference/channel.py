@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,21 @@ from asyncrl.weights.transport import Digest, TransferSource
 
 GRACE_S = 5.0
 """What a call may take beyond the deadline that the replica itself keeps, so that its own error arrives."""
+
+
+def gpu_share(device: str, num_actors: int) -> float:
+    """GPUs of one of `num_actors` processes that share the cluster's: a whole one, or a part that fits on one GPU."""
+    total = ray.cluster_resources().get("GPU", 0)
+    if device == "cpu" or not total:
+        return 0
+    return math.floor(100 / math.ceil(num_actors / total)) / 100
+
+
+def replica_gpus(rollout: RolloutConfig, num_actors: int) -> float:
+    """GPUs of one replica; `num_actors` processes share those of the cluster where the engine takes a part of one."""
+    if rollout.engine == "vllm":
+        return rollout.vllm.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) else 0
+    return gpu_share(rollout.torch.device, num_actors)
 
 
 def require_gpus(per_replica: float, num_replicas: int, *, others: float = 0) -> None:
