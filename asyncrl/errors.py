@@ -4,13 +4,28 @@ A message says what was asked, what was found and what to do (`explain`). Each c
 library's type, so that a caller can catch either.
 """
 
+from __future__ import annotations
+
+from typing import Self
+
 
 class AsyncRLError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose. `exit_code`: what `asyncrl-train` exits with when it ends the run."""
+
+    exit_code = 1
+    process = ""
+    """The process that failed, e.g. "trainer rank 0"; empty where no single one is to blame."""
+
+    def of(self, process: str) -> Self:
+        """This error, with the process that failed."""
+        self.process = process
+        return self
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """A recipe, a data file or a model cannot be used. Raised before any process starts; exit code 2."""
+    """A recipe, a data file or a model cannot be used. Raised before any process starts."""
+
+    exit_code = 2
 
 
 class DataError(ConfigError):
@@ -24,13 +39,19 @@ class LedgerError(AsyncRLError, RuntimeError):
 class DeadlineExceeded(AsyncRLError, TimeoutError):
     """A wait on another process reached its deadline; the message names the wait and the process."""
 
+    exit_code = 4
+
 
 class ProcessDied(AsyncRLError, RuntimeError):
     """A process that the run needs is gone; the message names its role."""
 
+    exit_code = 5
+
 
 class WeightTransferError(AsyncRLError, RuntimeError):
     """A publish of weights failed: digest mismatch, missing or malformed tensor, lost peer."""
+
+    exit_code = 6
 
 
 class TransferEnded(WeightTransferError):
@@ -43,6 +64,20 @@ class GenerationError(AsyncRLError, RuntimeError):
 
 class RunFailed(AsyncRLError, RuntimeError):
     """The run cannot go on: a failure budget is spent. The message says what failed and where the evidence lies."""
+
+    exit_code = 3
+
+
+class Stalled(AsyncRLError, TimeoutError):
+    """Nothing in the run made progress for `recovery.stall_timeout_s`; stacks of all processes were written."""
+
+    exit_code = 7
+
+
+class StorageError(AsyncRLError, OSError):
+    """The run directory cannot be written (no space, say), or no checkpoint in it can be read."""
+
+    exit_code = 8
 
 
 def explain(asked: str, found: str, do: str) -> str:

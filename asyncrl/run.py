@@ -198,7 +198,7 @@ class _Actors:
             ),
             recipe.rollout.num_replicas,
             PoolSettings(
-                max_restarts=recipe.rollout.max_restarts,
+                max_restarts=recipe.recovery.max_replica_restarts,
                 start_timeout_s=recipe.ray.start_timeout_s,
                 health_interval_s=recipe.ray.health_interval_s,
                 health_timeout_s=recipe.ray.health_timeout_s,

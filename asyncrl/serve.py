@@ -299,7 +299,7 @@ async def _start(replicas: Mapping[int, ReplicaControl], timeout_s: float) -> di
     async def start(replica_id: int, control: ReplicaControl) -> str:
         await control.start(timeout_s)
         call = control.handle.__ray_call__.remote(_node_address)
-        return await reply(call, timeout_s=timeout_s, what=f"address of replica {replica_id}")
+        return await reply(call, timeout_s=timeout_s, call="address", process=f"replica {replica_id}")
 
     return dict(zip(replicas, await asyncio.gather(*(start(i, c) for i, c in replicas.items())), strict=True))
 

@@ -171,6 +171,60 @@ class Ticket:
     version: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCall:
+    """One call of an environment to the policy, as far as it had come.
+
+    `prompt_ids` [P] int32, what was asked; `token_ids` [T] int32, `logprobs` [T] float32 and `segments`, which tile
+    `[0, T)`, what had been sampled. `finish_reason` is None while the response goes on.
+    """
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialTrajectory:
+    """A trajectory that was being generated: `done` when it was complete, else its calls in order, the last one perhaps
+    unfinished. Replaying them to the environment brings it to the state that it had."""
+
+    calls: tuple[RecordedCall, ...] = ()
+    done: Trajectory | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialGroup:
+    """What a checkpoint keeps of a running group: one entry per trajectory, in their order.
+
+    `ticket` is the one under which the tokens were sampled; its version bounds theirs from below.
+    """
+
+    ticket: Ticket
+    trajectories: tuple[PartialTrajectory, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens that it holds."""
+        return sum(
+            len(t.done.response_ids) if t.done else sum(len(c.token_ids) for c in t.calls) for t in self.trajectories
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """What the rollout side is to do: generate `tickets`, and give up `cancelled`, whose groups have ended.
+
+    `partials`: what a checkpoint kept of groups among `tickets`, under the ticket of now; the rest starts anew.
+    """
+
+    tickets: tuple[Ticket, ...] = ()
+    cancelled: tuple[Ticket, ...] = ()
+    partials: tuple[PartialGroup, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """What packing needs to know of a trajectory: token counts, and how many of them are trained."""

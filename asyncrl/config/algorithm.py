@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least
+from asyncrl.config.checks import require, require_at_least, require_fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +18,17 @@ class AlgorithmConfig:
     """The ratio is held below 1 + clip_high."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
+    max_filtered_fraction: float = 0.99
+    """With dynamic_sampling: share of the last filtered_window ended groups that may be `filtered` before the run
+    stops, since its data has nothing left to learn. 1 never stops it."""
+    filtered_window: int = 256
+    """Ended groups that max_filtered_fraction looks at."""
 
     def __post_init__(self) -> None:
         require_at_least("algorithm.clip_low", self.clip_low, 0)
         require_at_least("algorithm.clip_high", self.clip_high, 0)
+        require_fraction("algorithm.max_filtered_fraction", self.max_filtered_fraction)
+        require_at_least("algorithm.filtered_window", self.filtered_window, 1)
         require(
             self.clip_low <= 1,
             asked=f"algorithm.clip_low={self.clip_low}",

@@ -21,3 +21,7 @@ def require_at_least(key: str, value: float, minimum: float) -> None:
 
 def require_positive(key: str, value: float) -> None:
     require(value > 0, asked=f"{key}={value}", found=f"{key} must be above 0", do=f"set {key} to a positive value")
+
+
+def require_fraction(key: str, value: float) -> None:
+    require(0 <= value <= 1, asked=f"{key}={value}", found=f"{key} is a share", do=f"set {key} in [0, 1]")

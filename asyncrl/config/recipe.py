@@ -13,6 +13,7 @@ from asyncrl.config.data import DataConfig
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.observability import ObservabilityConfig
+from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RayConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
@@ -49,6 +50,8 @@ class Recipe:
     """Held-out evaluation. It samples without top_p and top_k."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints of the whole run."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """How often processes may fail, and how long nothing may happen, before the run stops."""
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     """What is written besides metrics.jsonl and events.jsonl."""
     run: RunSection = field(default_factory=RunSection)

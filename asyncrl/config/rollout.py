@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from asyncrl.config.checks import require, require_at_least, require_fraction, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,25 +113,31 @@ class RolloutConfig:
     max_attempts: int = 3
     """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
     max_failed_fraction: float = 0.1
-    """Share of ended groups that may be `failed` (counted from 32 ended groups on) before the run stops."""
-    max_restarts: int = 3
-    """Replicas that may be replaced in a run, because they died or got wrong weights, before the run stops."""
+    """Share of the last failed_window ended groups that may be `failed` before the run stops."""
+    failed_window: int = 256
+    """Ended groups that max_failed_fraction looks at; it is checked from 32 of them on."""
     gate_timeout_s: float = 300.0
     """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: float = 1800.0
     """Longest that one response may take over all its attempts."""
+    trajectory_timeout_s: float = 3600.0
+    """Longest that the environment of one trajectory may take, generation included; then the attempt fails."""
     reward_timeout_s: float = 30.0
-    """Longest that one reward may take, its wait for one of four threads included; then the attempt fails."""
+    """Longest that one reward may take; then its process is killed and the attempt fails."""
+    reward_workers: int = 2
+    """Processes that compute rewards."""
     poll_interval_s: float = 0.05
     """Shortest time between two collections of streamed tokens from a replica."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.num_replicas", self.num_replicas, 1)
         require_at_least("rollout.max_attempts", self.max_attempts, 1)
-        require_at_least("rollout.max_failed_fraction", self.max_failed_fraction, 0)
-        require_at_least("rollout.max_restarts", self.max_restarts, 0)
+        require_fraction("rollout.max_failed_fraction", self.max_failed_fraction)
+        require_at_least("rollout.failed_window", self.failed_window, 1)
+        require_at_least("rollout.reward_workers", self.reward_workers, 1)
         require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
         require_positive("rollout.request_timeout_s", self.request_timeout_s)
+        require_positive("rollout.trajectory_timeout_s", self.trajectory_timeout_s)
         require_positive("rollout.reward_timeout_s", self.reward_timeout_s)
         require_positive("rollout.poll_interval_s", self.poll_interval_s)
         limit = self.max_model_len

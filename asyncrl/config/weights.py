@@ -24,6 +24,11 @@ class WeightsConfig:
     """With verify=first: publishes between two verified ones."""
     max_retries: int = 1
     """Times that a replica which got its weights wrong is sent them again before it is replaced."""
+    rolling: bool = False
+    """Publish to rolling_replicas replicas at a time, so that the others generate meanwhile; the trainer waits for all
+    of them. Read in mode fully_async."""
+    rolling_replicas: int = 1
+    """With rolling: replicas that are updated at once."""
     transfer_timeout_s: float = 120.0
     """Longest that sending all weights once may take."""
     publish_timeout_s: float = 300.0
@@ -33,5 +38,6 @@ class WeightsConfig:
         require_at_least("weights.bucket_bytes", self.bucket_bytes, 4096)
         require_at_least("weights.verify_every", self.verify_every, 1)
         require_at_least("weights.max_retries", self.max_retries, 0)
+        require_at_least("weights.rolling_replicas", self.rolling_replicas, 1)
         require_positive("weights.transfer_timeout_s", self.transfer_timeout_s)
         require_positive("weights.publish_timeout_s", self.publish_timeout_s)

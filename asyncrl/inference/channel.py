@@ -120,4 +120,4 @@ class ReplicaControl:
 
     async def _call(self, method: str, timeout_s: float, *args: Any) -> Any:
         call = getattr(self.handle, method).remote(*args)
-        return await reply(call, timeout_s=timeout_s, what=f"{method} of {self.name}")
+        return await reply(call, timeout_s=timeout_s, call=method, process=self.name)

@@ -150,7 +150,7 @@ class ReplicaPool:
                 explain(
                     f"replica {replica_id} to serve",
                     f"it failed after {self._restarts} replacement(s) in this run: {why}",
-                    "see the log of the run; raise rollout.max_restarts, or go on with resume=auto",
+                    "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto",
                 )
             )
             self._changed.set()

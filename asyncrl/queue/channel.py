@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.remote import reply
+from asyncrl.remote import MESSAGE_QUEUE, reply
 from asyncrl.types import LeaseManifest
 
 CALL_TIMEOUT_S = 60.0
@@ -40,8 +40,8 @@ class QueueControl:
         return await self._call("load", 0.0, directory)
 
     async def ping(self, timeout_s: float) -> float:
-        return await reply(self.handle.ping.remote(), timeout_s=timeout_s, what="ping of the message queue")
+        return await reply(self.handle.ping.remote(), timeout_s=timeout_s, call="ping", process=MESSAGE_QUEUE)
 
     async def _call(self, method: str, wait_s: float, *args: Any) -> Any:
         call = getattr(self.handle, method).remote(*args)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what=f"{method} of the message queue")
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call=method, process=MESSAGE_QUEUE)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.remote import reply
+from asyncrl.remote import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, reply
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
 from asyncrl.types import GenerationRequest, Ticket, TokenChunk, TrajectoryGroup
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
-
-FOREVER_S = 10 * 365 * 86400.0
 
 
 class ReplicaActorChannel:
@@ -25,14 +23,14 @@ class ReplicaActorChannel:
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         call = self._handle.submit.remote(self._client_id, requests)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"submit to {self._name}")
+        await reply(call, timeout_s=CALL_TIMEOUT_S, call="submit", process=self._name)
 
     async def collect(self, wait_s: float) -> list[TokenChunk]:
         call = self._handle.collect.remote(self._client_id, wait_s)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what=f"collect from {self._name}")
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="collect", process=self._name)
 
     async def abort(self, request_ids: list[str]) -> None:
-        await reply(self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, what=f"abort on {self._name}")
+        await reply(self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, call="abort", process=self._name)
 
 
 class QueueChannel:
@@ -48,7 +46,7 @@ class QueueChannel:
 
     async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
         call = self._handle.admit.remote(limit, wait_s)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, what="admit of the message queue")
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="admit", process=MESSAGE_QUEUE)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -59,16 +57,16 @@ class QueueChannel:
 
     async def nack(self, ticket: Ticket, reason: str) -> bool:
         call = self._handle.nack.remote(ticket, reason)
-        return await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"nack of group {ticket.ordinal}")
+        return await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"nack(group {ticket.ordinal})", process=MESSAGE_QUEUE)
 
     async def _send(self) -> None:
         """Sends until nothing waits; every put learns its own outcome."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            what = f"put of {len(batch)} groups into the message queue"
+            put = f"put({len(batch)} groups)"
             try:
                 call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
-                outcomes = await reply(call, timeout_s=CALL_TIMEOUT_S, what=what)
+                outcomes = await reply(call, timeout_s=CALL_TIMEOUT_S, call=put, process=MESSAGE_QUEUE)
             except Exception as e:  # noqa: BLE001 - task boundary: every put of the batch raises it to its caller
                 outcomes = [e] * len(batch)
             for (_, _, done), outcome in zip(batch, outcomes, strict=True):
@@ -88,27 +86,27 @@ class RolloutControl:
         self.handle = handle
 
     async def start(self, timeout_s: float) -> RolloutStats:
-        return await reply(self.handle.start.remote(), timeout_s=timeout_s, what="start of the rollouter")
+        return await reply(self.handle.start.remote(), timeout_s=timeout_s, call="start", process=ROLLOUTER)
 
     async def run(self) -> None:
         """Returns when the rollouter was stopped; raises what ended it. Waits as long as the run lasts: the health
         watch of the coordinator is its deadline."""
-        await reply(self.handle.run.remote(), timeout_s=FOREVER_S, what="run of the rollouter")
+        await reply(self.handle.run.remote(), timeout_s=FOREVER_S, call="run", process=ROLLOUTER)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
         call = self.handle.evaluate.remote(name, seed)
-        return await reply(call, timeout_s=timeout_s, what=f"evaluation of {name} by the rollouter")
+        return await reply(call, timeout_s=timeout_s, call=f"evaluate({name})", process=ROLLOUTER)
 
     async def add_replica(self, replica_id: int, channel: ReplicaActorChannel) -> None:
         call = self.handle.add_replica.remote(replica_id, channel)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"add of replica {replica_id} to the rollouter")
+        await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"add_replica({replica_id})", process=ROLLOUTER)
 
     async def remove_replica(self, replica_id: int) -> None:
         call = self.handle.remove_replica.remote(replica_id)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, what=f"removal of replica {replica_id} from the rollouter")
+        await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"remove_replica({replica_id})", process=ROLLOUTER)
 
     async def stats(self, timeout_s: float) -> RolloutStats:
-        return await reply(self.handle.stats.remote(), timeout_s=timeout_s, what="health of the rollouter")
+        return await reply(self.handle.stats.remote(), timeout_s=timeout_s, call="stats", process=ROLLOUTER)
 
     async def stop(self, timeout_s: float) -> None:
-        await reply(self.handle.stop.remote(), timeout_s=timeout_s, what="stop of the rollouter")
+        await reply(self.handle.stop.remote(), timeout_s=timeout_s, call="stop", process=ROLLOUTER)

@@ -156,7 +156,7 @@ class Rollouter:
             request_timeout_s=rollout.request_timeout_s,
             poll_interval_s=rollout.poll_interval_s,
             waits_for_replacements=True,
-            max_lost=rollout.max_restarts + 1,  # the pool gives up first
+            max_lost=recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
         )
         # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
         # again took a fifth of this process's time.

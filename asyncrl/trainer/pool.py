@@ -20,7 +20,7 @@ import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied
-from asyncrl.remote import reply, reply_now
+from asyncrl.remote import MESSAGE_QUEUE, reply, reply_now
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
@@ -44,8 +44,9 @@ class QueueFetch:
     timeout_s: float = FETCH_TIMEOUT_S
 
     def __call__(self, ordinals: Sequence[int]) -> Sequence[TrajectoryGroup]:
-        what = f"fetch of {len(ordinals)} groups from the message queue"
-        return reply_now(self.queue.fetch.remote(list(ordinals)), timeout_s=self.timeout_s, what=what)
+        call = f"fetch({len(ordinals)} groups)"
+        answer = self.queue.fetch.remote(list(ordinals))
+        return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 
 class TrainerActor:
@@ -170,7 +171,7 @@ class TrainerPool:
         self._actors = []
 
     def _named(self, ref: Any, method: str, rank: int, timeout_s: float) -> Any:
-        return reply(ref, timeout_s=timeout_s, what=f"{method} of trainer rank {rank}")
+        return reply(ref, timeout_s=timeout_s, call=method, process=f"trainer rank {rank}")
 
     async def _on(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
         return await self._named(self._actors[rank].call.remote(method, *args), method, rank, timeout_s)

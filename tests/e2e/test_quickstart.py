@@ -196,7 +196,7 @@ def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_dead_actor_ends_the_run_with_its_name(start, role):
-    run = start("run.max_steps=500", "eval.every_steps=0", "rollout.max_restarts=0")
+    run = start("run.max_steps=500", "eval.every_steps=0", "recovery.max_replica_restarts=0")
     run.wait_for_step(1)
     tree = psutil.Process(run.process.pid).children(recursive=True)
     (victim, *_) = run.actor_pids(role)

@@ -140,7 +140,7 @@ async def test_when_the_replacements_are_spent_the_watch_and_who_waits_end_with_
     rig.pool.fail(0, rig.made[0], "wrong weights")
     await settled()
     rig.pool.fail(0, rig.made[1], ProcessDied("gone again"))
-    with pytest.raises(RunFailed, match=r"(?s)1 replacement.*gone again.*max_restarts"):
+    with pytest.raises(RunFailed, match=r"(?s)1 replacement.*gone again.*max_replica_restarts"):
         await asyncio.wait_for(watch, 5)
     with pytest.raises(RunFailed):
         await rig.pool.wait_member(5)
