@@ -243,7 +243,8 @@ class GroupSummary:
     """A leased group without its tokens, for planning: one entry per trajectory in `lengths` and `rewards`.
 
     `lag_sum`, `lag_max`, `trained_tokens` are over the tokens of the group that will be trained; lags in optimizer
-    steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put.
+    steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put. `masked_tokens` were
+    sampled by the policy and are not trained because they are over the limit.
     """
 
     ordinal: int
@@ -256,6 +257,7 @@ class GroupSummary:
     trained_tokens: int
     segments: int
     interrupted: int
+    masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

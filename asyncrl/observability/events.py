@@ -8,6 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import StorageError, explain
+
+
+def unwritable(path: Path, found: object) -> StorageError:
+    do = "make room there; then go on with resume=auto, which leaves out nothing and repeats nothing"
+    return StorageError(explain(f"write {path}", str(found), do))
+
 
 class EventLog:
     """Appends events from any number of processes of one machine: each line is a single O_APPEND write, so lines
@@ -15,12 +22,22 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # a crash tore the last line: the next one stands by itself
 
     def write(self, event: str, **fields: Any) -> None:
-        """One event of kind `event`; fields must be JSON values."""
+        """One event of kind `event`; fields must be JSON values. Raises StorageError: it could not be written."""
         record = {"event": event, "time_s": time.time(), "monotonic_s": time.monotonic(), **fields}
-        os.write(self._file, (json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        if written < len(line):
+            raise unwritable(self._path, f"only {written} of {len(line)} bytes were written")
 
     def close(self) -> None:
         os.close(self._file)
