@@ -1,7 +1,17 @@
 """`asyncrl-train RECIPE.yaml [key=value ...]`.
 
-Exit codes: 0 the run reached run.max_steps; 1 it failed, the error is named; 2 bad input, nothing was started;
-130 and 143 it was ended by SIGINT or SIGTERM, with a checkpoint once training has begun.
+Exit codes, the same for a person and a scheduler (docs/operations.md):
+
+    0    the run reached run.max_steps
+    1    an error of the program itself
+    2    bad input; nothing was started
+    3    the run cannot go on: a budget of failures is spent
+    4    a wait reached its deadline
+    5    a process was lost that is not replaced
+    6    weights could not be published
+    7    nothing made progress any more
+    8    the run directory cannot be written or read
+    130  SIGINT, 143 SIGTERM: ended early, with a checkpoint once training has begun
 """
 
 from __future__ import annotations
@@ -18,11 +28,10 @@ from rich.console import Console
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
 from asyncrl.config.load import environment_defaults, load_recipe
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.preflight import check_packages, check_recipe, describe
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
+EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
 
 logger = logging.getLogger("asyncrl.cli")
@@ -32,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl-train",
         description="Train a language model by asynchronous reinforcement learning.",
-        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130/143 ended by a signal, checkpointed",
+        epilog="exit codes: 0 done, 1 program error, 2 bad input (nothing started), 3 failure budget spent, "
+        "4 deadline, 5 process lost, 6 weights, 7 stalled, 8 storage, 130/143 ended by a signal, checkpointed",
     )
     parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
@@ -43,11 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         return _train(arguments.recipe, arguments.overrides, dry_run=arguments.dry_run, console=console)
-    except ConfigError as e:
+    except (ConfigError, StorageError) as e:
         Console(stderr=True).print(
             f"asyncrl-train: this recipe cannot run\n{e}", markup=False, highlight=False, soft_wrap=True
         )
-        return EXIT_BAD_INPUT
+        return e.exit_code
 
 
 def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console) -> int:
@@ -73,8 +83,9 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
         check_resumable(recipe, found.train.digest(), start_from)
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
+    from asyncrl.job import Job
     from asyncrl.observability.logs import configure_driver
-    from asyncrl.run import Job, run
+    from asyncrl.run import run
 
     configure_driver(directory.log, console)
     directory.write_config(recipe, name)
@@ -90,9 +101,11 @@ def _train(path: Path, overrides: list[str], *, dry_run: bool, console: Console)
         traceback = None if isinstance(e, AsyncRLError) else e
         logger.log(logging.ERROR, "the run failed: %s: %s", type(e).__name__, e, exc_info=traceback)
         console.print(
-            f"evidence: {directory.log} and {directory.events}; go on with: {resume}", highlight=False, soft_wrap=True
+            f"evidence: {directory.faults}, {directory.log}, {directory.events}; go on with: {resume}",
+            highlight=False,
+            soft_wrap=True,
         )
-        return EXIT_FAILED
+        return e.exit_code if isinstance(e, AsyncRLError) else EXIT_PROGRAM_ERROR
     if result.signal is not None:
         console.print(f"ended after step {result.step}; go on with: {resume}", highlight=False, soft_wrap=True)
         return EXIT_SIGNAL_BASE + result.signal

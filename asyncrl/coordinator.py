@@ -12,29 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.algorithms import build_advantage
-from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
+from asyncrl.checkpoint.store import RunState, read_state
+from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.inference.replica import ReplicaStats
-from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import MetricsLog
-from asyncrl.observability.progress import ProgressView
-from asyncrl.observability.step import StepClock, StepRecord
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.observability.step import StepClock, StepRecord, tokens_between
+from asyncrl.parts import Parts
 from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.rollout.rollouter import EvalResult, RolloutStats
-from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.remote import WAITS
+from asyncrl.rollout.rollouter import EvalResult
 from asyncrl.trainer.packing import plan_step
-from asyncrl.types import LeaseManifest, RankPlan
-from asyncrl.weights.checkpoint_engine import CheckpointEngine, PublishReport
+from asyncrl.types import LeaseManifest
+from asyncrl.weights.checkpoint_engine import PublishReport
 
 logger = logging.getLogger(__name__)
 
@@ -42,82 +36,47 @@ POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
 
 
-class Queue(Protocol):
-    """The training side of the message queue."""
-
-    async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait: ...
-    async def commit(self, step: int) -> LedgerCounts: ...
-    async def published(self, version: int) -> LedgerCounts: ...
-    async def wait_idle(self, wait_s: float) -> bool: ...
-    async def counts(self) -> LedgerCounts: ...
-    async def save(self, directory: Path) -> LedgerCounts: ...
-    async def load(self, directory: Path) -> LedgerCounts: ...
-    async def ping(self, timeout_s: float) -> float: ...
-
-
-class Trainers(Protocol):
-    async def train_step(self, plans: tuple[RankPlan, ...]) -> TrainMetrics: ...
-    async def save(self, path: Path) -> None: ...
-    async def load(self, path: Path) -> None: ...
-    async def ping(self, timeout_s: float) -> float: ...
-
-
-class RolloutSide(Protocol):
-    async def run(self) -> None: ...
-    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult: ...
-    async def stats(self, timeout_s: float) -> RolloutStats: ...
-
-
-class Replicas(Protocol):
-    """The replicas of the run: `inference.pool.ReplicaPool`."""
-
-    @property
-    def newcomers(self) -> Mapping[int, Any]: ...
-    @property
-    def serving(self) -> bool: ...
-    async def reconcile(self, known: Collection[int]) -> None: ...
-    async def stats(self) -> list[ReplicaStats]: ...
-    async def watch(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Everything that the coordinator drives, built by the composition root. `prompts_digest` names the data."""
-
-    queue: Queue
-    trainers: Trainers
-    rollouter: RolloutSide
-    replicas: Replicas
-    weights: CheckpointEngine
-    checkpoints: CheckpointStore
-    metrics: MetricsLog
-    events: EventLog
-    progress: ProgressView
-    prompts_digest: str
-
-
 class Coordinator:
     """Args:
     start_from: checkpoint to go on from; None starts at step 0.
+    elapsed_s: seconds that the run has taken in this process so far; those of the checkpoint where they are more.
     """
 
-    def __init__(self, recipe: Recipe, parts: Parts, start_from: Path | None) -> None:
+    def __init__(self, recipe: Recipe, parts: Parts, start_from: Path | None, *, elapsed_s: float = 0.0) -> None:
         self._recipe = recipe
         self._parts = parts
         self._start_from = start_from
         self._step = 0
         self._published = -1
-        self._saved = -1
-        self._clock = StepClock()
+        self._clock = StepClock(elapsed_s)
+        self._writer = CheckpointWriter(
+            recipe.checkpoint,
+            parts.checkpoints,
+            parts.rollouter,
+            parts.queue,
+            parts.trainers,
+            on_event=parts.events.write,
+        )
         self._advantages = build_advantage(recipe.algorithm.advantage)
         self._stop = asyncio.Event()
         self._restored = asyncio.Event()
-        self._cpu: dict[str, float] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._health: dict[str, float] = {}
+        """Metrics that the last health check found."""
 
     @property
     def step(self) -> int:
         """`global_steps`: optimizer steps completed."""
         return self._step
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock.elapsed_s
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run with this error, without a checkpoint. Idempotent."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     def stop(self) -> None:
         """Ends the run after the step in progress, with a checkpoint. Idempotent."""
@@ -134,6 +93,8 @@ class Coordinator:
             asyncio.create_task(self._rollout(), name="rollouter"),
             asyncio.create_task(self._watch_health(), name="health"),
             asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
+            asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
+            asyncio.create_task(_outcome(self._failed), name="watchdog"),
         ]
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -145,6 +106,7 @@ class Coordinator:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
+            failed.sort(key=lambda task: _told_last(task.exception()))
             for task in failed[1:]:
                 logger.error("also: %s: %s", task.get_name(), task.exception())
             if failed:
@@ -163,13 +125,13 @@ class Coordinator:
             for task in (training, stop, *guards):
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
+            await self._writer.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         recipe, parts = self._recipe, self._parts
-        if self._start_from is not None:
-            await self._resume(self._start_from)
+        await self._resume(self._start_from)
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
         self._restored.set()
@@ -186,9 +148,8 @@ class Coordinator:
             parts.metrics.write(record.values)
             parts.progress.stepped(record.values)
             if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
-                await self._save()
-        if self._saved != self._step:
-            await self._save()
+                await self._writer.save(self._state())
+        await self._writer.last(self._state())
 
     async def _one_step(self) -> StepRecord | None:
         """Leases, trains, commits and publishes one step; None when a stop came before its groups were ready."""
@@ -207,8 +168,15 @@ class Coordinator:
         )
         metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
+        parts.events.write(
+            "step",
+            step=self._step + 1,
+            ordinals=[group.ordinal for group in manifest.groups],
+            lag_max=max(group.lag_max for group in manifest.groups),
+        )
         counts = await parts.queue.commit(self._step)
         self._step += 1
+        parts.saw("step", self._step)
         record = StepRecord(self._step)
         record.of_batch(manifest)
         record.of_training(metrics, train_s)
@@ -220,13 +188,14 @@ class Coordinator:
             if not self._stop.is_set() and self._published != self._step:
                 report, counts = await self._publish()
         record.of_publish(report)
-        record.of_queue(counts)
+        record.of_queue(counts, await parts.queue.window())
         if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
             for name, value in (await self._evaluate()).items():
                 record.add(name, value)
         stats = await parts.replicas.stats()
         record.of_time(self._clock, stats, waited_s)
-        record.of_cpu(stats, self._cpu)
+        record.of_processes(stats, self._health)
+        record.of_waits(WAITS.take())
         return record
 
     async def _lease(self) -> LeaseManifest | None:
@@ -235,6 +204,7 @@ class Coordinator:
             answer = await self._parts.queue.lease(self._step, POLL_S)
             if isinstance(answer, LeaseManifest):
                 return answer
+            self._parts.saw("queue", answer.counts)
             if self._parts.replicas.newcomers:
                 await self._catch_up()
             if time.monotonic() > deadline:
@@ -271,8 +241,10 @@ class Coordinator:
         return time.monotonic() - started
 
     async def _publish(self) -> tuple[PublishReport, LedgerCounts]:
+        before = await self._parts.replicas.stats()
         report = await self._parts.weights.publish(self._step)
         assert report is not None, "only a catch-up can be for nobody"
+        self._clock.publish_tokens += tokens_between(before, await self._parts.replicas.stats())
         counts = await self._parts.queue.published(self._step)
         self._published = self._step
         self._record(report)
@@ -298,6 +270,7 @@ class Coordinator:
             attempts=report.attempts,
             replicas=report.replicas,
         )
+        self._parts.saw("publish", time.monotonic())
 
     async def _evaluate(self) -> dict[str, float]:
         """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it.
@@ -339,30 +312,28 @@ class Coordinator:
         values["eval/response_tokens_mean"] = float(np.mean([r.response_tokens_mean for r in results]))
         values["eval/time_s"] = time.monotonic() - started
         self._parts.progress.evaluated(values["eval/accuracy"])
+        self._parts.saw("evaluation", self._step)
         return values
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    async def _save(self) -> None:
-        """A checkpoint between two steps: trainer, ledger and ready groups of the same moment."""
-        parts, started = self._parts, time.monotonic()
-        temporary = parts.checkpoints.begin(self._step)
-        await parts.queue.save(temporary / "queue")
-        await parts.trainers.save(temporary / "trainer")
-        state = RunState.of(
-            self._recipe, parts.prompts_digest, global_steps=self._step, elapsed_s=self._clock.elapsed_s
+    def _state(self) -> RunState:
+        return RunState.of(
+            self._recipe, self._parts.prompts_digest, global_steps=self._step, elapsed_s=self._clock.elapsed_s
         )
-        path = await asyncio.to_thread(parts.checkpoints.finish, temporary, state)
-        self._saved = self._step
-        parts.events.write("checkpoint", step=self._step, path=path.name, save_s=time.monotonic() - started)
 
-    async def _resume(self, checkpoint: Path) -> None:
+    async def _resume(self, checkpoint: Path | None) -> None:
+        """Becomes what the checkpoint holds; without one the run begins anew."""
+        parts = self._parts
+        if checkpoint is None:
+            parts.events.write("resume", step=0, checkpoint=None)
+            return
         state = read_state(checkpoint)
-        self._parts.events.write("resume", step=state.global_steps, checkpoint=checkpoint.name)
-        await self._parts.trainers.load(checkpoint / "trainer")
-        counts = await self._parts.queue.load(checkpoint / "queue")
-        self._step = self._saved = state.global_steps
-        self._clock = StepClock(state.elapsed_s)
+        parts.events.write("resume", step=state.global_steps, checkpoint=checkpoint.name)
+        await parts.trainers.load(checkpoint / "trainer")
+        counts = await parts.queue.load(checkpoint / "queue")
+        self._step = self._writer.last_step = state.global_steps
+        self._clock = StepClock(max(state.elapsed_s, self._clock.elapsed_s))
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
 
     # -- guards --------------------------------------------------------------------------------------------------
@@ -382,4 +353,19 @@ class Coordinator:
                 parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
             )
             await parts.replicas.reconcile(rollout.replicas)
-            self._cpu = {"cpu/queue_s": queue_s, "cpu/trainers_s": trainers_s, "cpu/rollouter_s": rollout.cpu_s}
+            parts.saw("rollout", (rollout.groups, rollout.requests, rollout.reprefilled_tokens))
+            self._health = {
+                "cpu/queue_s": queue_s,
+                "cpu/trainers_s": trainers_s,
+                "cpu/rollouter_s": rollout.cpu_s,
+                "rollout/reprefilled_tokens": rollout.reprefilled_tokens,
+            }
+
+
+async def _outcome(future: asyncio.Future[None]) -> None:
+    await asyncio.shield(future)
+
+
+def _told_last(error: BaseException | None) -> tuple[bool, bool]:
+    """Sorts errors that came together: who died explains the others, and a named error tells more than a bare one."""
+    return not isinstance(error, ProcessDied), not isinstance(error, AsyncRLError)

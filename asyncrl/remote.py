@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -78,6 +78,8 @@ FOREVER_S = 10 * 365 * 86400.0
 MESSAGE_QUEUE, ROLLOUTER = "message queue", "rollouter"
 """The names of these processes in errors and reports; the others are "trainer rank <i>" and "replica <i>"."""
 
+ENDED_POLL_S = 0.05
+
 WAITS = Waits()
 """What this process waits for. One per process, as its loggers are: whoever writes its state down finds it here."""
 
@@ -117,6 +119,23 @@ def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) 
         raise _late(wait) from None
     except RayError as error:
         _translate(error, wait)
+
+
+async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: str) -> None:
+    """Returns when a process that was killed is gone: `ask` calls a method of it that answers at once.
+
+    Raises DeadlineExceeded.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            await reply(ask(), timeout_s=max(0.0, deadline - time.monotonic()), call="end", process=process)
+        except ProcessDied:
+            return
+        if time.monotonic() > deadline:
+            found = f"it still answers {timeout_s:g} s after it was killed"
+            raise DeadlineExceeded(explain(f"the end of {process}", found, "kill it by hand")).of(process)
+        await asyncio.sleep(ENDED_POLL_S)
 
 
 def _late(wait: Wait) -> DeadlineExceeded:

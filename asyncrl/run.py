@@ -1,4 +1,4 @@
-"""The composition root: builds every part of a run from its recipe, wires them and shuts them down.
+"""The composition root: builds every part of a run from its recipe, wires them, mends them and shuts them down.
 
     PromptStream --ordinal--> MessageQueue.admit ==ticket==> Rollouter --generate--> Router --> Replica[0..R)
                                   |  ^                          |  environment + reward            |
@@ -11,281 +11,248 @@
                                   +-- commit(step) ; publish(version) ==> CheckpointEngine ========+
 
 The driver's process runs the coordinator; MessageQueue, Rollouter, Replica and TrainerWorker are Ray actors, held
-by handles of this module for the whole run. Control carries ids, lengths, rewards and versions; tokens go from the
+by handles of `actors.py` for the whole run. Control carries ids, lengths, rewards and versions; tokens go from the
 rollouter to the queue and from there to the trainer rank that needs them.
+
+A coordinator lives as long as its queue and its trainer ranks. When one of these is gone, they are built anew, and
+another coordinator goes on from the last checkpoint. Replicas and the rollouter are replaced under a living one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import errno
 import gc
 import logging
+import os
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.actors import Actors
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.config.load import engine_environment, environment_defaults
-from asyncrl.config.recipe import Recipe
-from asyncrl.coordinator import Coordinator, Parts
-from asyncrl.data.tokenizer import RenderedPrompts
-from asyncrl.errors import AsyncRLError
-from asyncrl.inference.channel import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
-from asyncrl.inference.pool import PoolSettings, ReplicaPool
-from asyncrl.observability.events import EventLog
-from asyncrl.observability.logs import LOG_PATH_VARIABLE
+from asyncrl.cluster import Cluster, ray_cluster
+from asyncrl.coordinator import Coordinator
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, Stalled, explain
+from asyncrl.janitor import processes_of
+from asyncrl.job import Job, RunResult
+from asyncrl.observability.events import EventLog, unwritable
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
+from asyncrl.observability.report import write_report
 from asyncrl.observability.sinks import build_sinks
-from asyncrl.queue.channel import QueueControl
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.rollout.channels import QueueChannel, ReplicaActorChannel, RolloutControl
-from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
-from asyncrl.trainer.pool import TrainerPool
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.observability.watchdog import Watchdog
+from asyncrl.parts import Parts
+from asyncrl.remote import MESSAGE_QUEUE, WAITS
+from asyncrl.restarts import RestartBudget
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 3.0
-"""Longest that one part may take to stop before its process is killed."""
-ENGINE_STOP_TIMEOUT_S = {"torch": STOP_TIMEOUT_S, "vllm": 8.0}
-"""The same for a replica: vLLM's processes get 5 s to end by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run that has been checked. `start_from`: the checkpoint to go on from, if any."""
-
-    recipe: Recipe
-    name: str
-    directory: RunDirectory
-    start_from: Path | None
-    train: RenderedPrompts
-    held_out: Mapping[str, RenderedPrompts]
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """`signal`: the number of the signal that ended the run early, None when it reached `run.max_steps`."""
-
-    step: int
-    signal: int | None
+STALL_GRACE_S = 30.0
+"""What a stalled run may take to end by itself, before its processes are killed."""
 
 
 def run(job: Job, console: Console) -> RunResult:
-    """Runs to the end or to a signal. Raises the first error of any part, after everything was shut down."""
-    _start_ray(job.recipe, job.directory)
-    try:
-        return asyncio.run(_run(job, console))
-    finally:
-        ray.shutdown()
+    """Runs to the end or to a signal. Raises the first error of any part that cannot be mended, after everything was
+    shut down."""
+    with ray_cluster(job.recipe.ray.address, job.directory.log) as cluster:
+        return asyncio.run(_Run(job, console, cluster).run())
 
 
-async def _run(job: Job, console: Console) -> RunResult:
-    recipe, directory = job.recipe, job.directory
-    signals: list[int] = []
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    on_stop: list[Any] = []
+class _Run:
+    """One process of a run, from the start of its actors to their end."""
 
-    def on_signal(number: int) -> None:
-        signals.append(number)
-        stopped.set()
-        logger.warning("%s: ending with a checkpoint", signal.Signals(number).name)
-        for call in on_stop:
-            call()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    metrics = MetricsLog(directory.metrics, build_sinks(recipe, job.name, directory.path))
-    events = EventLog(directory.events)
-    actors = _Actors(job, events)
-    live = recipe.observability.progress and console.is_terminal
-    progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
-    try:
-        if not await _until(stopped, actors.start()):
-            return RunResult(0, signals[0])
-        events.write("start", name=job.name, resumed=job.start_from is not None)
-        gc.collect()
-        gc.freeze()  # what start-up left behind is not worth walking in every full collection
-        coordinator = Coordinator(recipe, actors.parts(metrics, events, progress), job.start_from)
-        on_stop.append(coordinator.stop)
-        if stopped.is_set():
-            coordinator.stop()
-        await coordinator.run()
-        outcome = "interrupted" if signals and coordinator.step < recipe.run.max_steps else "finished"
-        events.write("end", outcome=outcome, step=coordinator.step)
-        return RunResult(coordinator.step, signals[0] if outcome == "interrupted" else None)
-    except Exception as e:
-        events.write("fault", error=type(e).__name__, message=str(e))
-        raise
-    finally:
-        progress.close()
-        await actors.stop()
-        metrics.close()
-        events.close()
-
-
-async def _until(stopped: asyncio.Event, work: Any) -> bool:
-    """Awaits `work`; False when `stopped` was set first, `work` is cancelled then."""
-    task, stop = asyncio.create_task(work), asyncio.create_task(stopped.wait())
-    await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return False
-    await task
-    return True
-
-
-def _start_ray(recipe: Recipe, directory: RunDirectory) -> None:
-    ray.init(
-        address=recipe.ray.address,
-        include_dashboard=None if recipe.ray.address else False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={
-            "env_vars": {**environment_defaults(), LOG_PATH_VARIABLE: str(directory.log)},
-            "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
-        },
-    )
-
-
-def _channel(replica_id: int, control: ReplicaControl) -> ReplicaActorChannel:
-    return ReplicaActorChannel(replica_id, control.handle, "rollouter")
-
-
-class _Actors:
-    """The actors of a run and the channels to them."""
-
-    def __init__(self, job: Job, events: EventLog) -> None:
+    def __init__(self, job: Job, console: Console, cluster: Cluster) -> None:
+        self._job, self._cluster = job, cluster
         self._recipe = recipe = job.recipe
-        self._directory = directory = job.directory
-        self._prompts_digest = job.train.digest()
-        queue_spec = QueueSpec(
-            groups_per_step=recipe.batch.groups_per_step,
-            max_lag=recipe.max_lag,
-            max_groups=recipe.run.max_steps * recipe.batch.groups_per_step,
-            max_attempts=recipe.rollout.max_attempts,
-            max_failed_fraction=recipe.rollout.max_failed_fraction,
-            dynamic_sampling=recipe.algorithm.dynamic_sampling,
-            events_path=directory.events,
-        )
-        on_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": 1000}
-        self.queue = QueueControl(
-            ray.remote(MessageQueue).options(**options, scheduling_strategy=on_driver).remote(queue_spec)
-        )
-        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
-        require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
-        self.replicas = ReplicaPool(
-            functools.partial(
-                spawn_replica,
-                recipe.rollout,
-                recipe.model,
-                num_gpus=gpus,
-                environment=engine_environment(recipe.rollout.engine),
-            ),
-            recipe.rollout.num_replicas,
-            PoolSettings(
-                max_restarts=recipe.recovery.max_replica_restarts,
-                start_timeout_s=recipe.ray.start_timeout_s,
-                health_interval_s=recipe.ray.health_interval_s,
-                health_timeout_s=recipe.ray.health_timeout_s,
-            ),
-            announce=self._announce,
-            retire=self._retire,
-            on_event=events.write,
-        )
-        channels = {i: _channel(i, control) for i, control in self.replicas.controls.items()}
-        spec = RolloutSpec(recipe, job.train, job.held_out, directory.samples)
-        self.rollouter = RolloutControl(
-            ray.remote(Rollouter)
-            .options(**options, scheduling_strategy=on_driver)
-            .remote(spec, QueueChannel(self.queue.handle), channels)
-        )
-        self._trainers: TrainerPool | None = None
+        self._metrics = MetricsLog(job.directory.metrics, build_sinks(recipe, job.name, job.directory.path))
+        self._events = EventLog(job.directory.events)
+        live = recipe.observability.progress and console.is_terminal
+        self._progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
+        self._checkpoints = CheckpointStore(job.directory.checkpoints, recipe.checkpoint.keep)
+        self._actors = Actors(job, cluster, self._events)
+        self._coordinator: Coordinator | None = None
+        self._signals: list[int] = []
+        self._stopped = asyncio.Event()
+        self._ended = threading.Event()
+        self._loop: asyncio.AbstractEventLoop
 
-    async def start(self) -> None:
-        """Starts all of them at once. Raises what any of them raises."""
-        recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
-        spec = TrainerSpec(
-            model=recipe.model,
-            trainer=recipe.trainer,
-            algorithm=recipe.algorithm,
-            temperature=recipe.rollout.sampling.temperature,
-            seed=recipe.run.seed,
-        )
-        gpus = self._rank_gpus()
+    async def run(self) -> RunResult:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        watchdog: Watchdog | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                trainers = group.create_task(
-                    TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
-                )
-                group.create_task(self.rollouter.start(timeout_s))
-                group.create_task(self.replicas.start())
-        except ExceptionGroup as errors:
-            # One error is told: a named one before others, one with a cause before a timeout.
-            raise min(
-                errors.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
-            ) from None
-        self._trainers = trainers.result()
+            if not await self._unless_stopped(self._actors.start()):
+                return RunResult(0, self._signals[0])
+            self._events.write("start", name=self._job.name, resumed=self._job.start_from is not None, pid=os.getpid())
+            gc.collect()
+            gc.freeze()  # what start-up left behind is not worth walking in every full collection
+            watchdog = Watchdog(self._recipe.stall_timeout_s, self._on_stall)
+            step = await self._train(watchdog)
+            outcome = "interrupted" if self._signals and step < self._recipe.run.max_steps else "finished"
+            self._events.write("end", outcome=outcome, step=step)
+            return RunResult(step, self._signals[0] if outcome == "interrupted" else None)
+        except Exception as error:
+            named = self._named(error)
+            await self._report(named, event="fault")
+            if named is error:
+                raise
+            raise named from error
+        finally:
+            if watchdog is not None:
+                watchdog.close()
+            self._progress.close()
+            await self._actors.stop()
+            self._metrics.close()
+            self._events.close()
+            self._ended.set()
 
-    def parts(self, metrics: MetricsLog, events: EventLog, progress: ProgressView) -> Parts:
-        assert self._trainers is not None
-        recipe = self._recipe
+    async def _train(self, watchdog: Watchdog) -> int:
+        """Trains until the end or a stop, through the loss of queue and trainers; returns the last step.
+
+        Raises what cannot be mended; RunFailed when the training side was lost too often.
+        """
+        recovery = self._recipe.recovery
+        budget = RestartBudget(recovery.max_restarts, recovery.window_s)
+        start_from, elapsed_s, step = self._job.start_from, 0.0, 0
+        if start_from is not None:
+            await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
+        while True:
+            coordinator = Coordinator(self._recipe, self._parts(watchdog), start_from, elapsed_s=elapsed_s)
+            self._coordinator = coordinator
+            if self._stopped.is_set():
+                coordinator.stop()
+            try:
+                await coordinator.run()
+                return coordinator.step
+            except (ProcessDied, DeadlineExceeded) as error:
+                if self._stopped.is_set() or not _is_training_side(error.process):
+                    raise
+                lost, elapsed_s, step = error, coordinator.elapsed_s, coordinator.step
+            started = time.monotonic()
+            logger.error("%s has failed after step %d; the training side starts anew: %s", lost.process, step, lost)
+            self._events.write("training_failed", process=lost.process, error=str(lost), step=step)
+            if not budget.take():
+                raise RunFailed(
+                    explain(
+                        "train on after the loss of a process",
+                        f"{lost.process} failed after {budget} of the training side: {lost}",
+                        f"see {self._job.directory.faults}; raise recovery.max_restarts, or go on with resume=auto",
+                    )
+                ) from lost
+            if isinstance(lost, DeadlineExceeded):
+                await self._report(lost)
+            if not await self._unless_stopped(self._actors.restart_training_side()):
+                return step
+            start_from = await asyncio.to_thread(self._checkpoints.latest)
+            await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
+            self._events.write(
+                "training_restarted",
+                process=lost.process,
+                seconds=time.monotonic() - started,
+                checkpoint=start_from.name if start_from else None,
+            )
+            watchdog.saw("restart", budget.total)
+
+    def _parts(self, watchdog: Watchdog) -> Parts:
+        recipe, actors = self._recipe, self._actors
         return Parts(
-            queue=self.queue,
-            trainers=self._trainers,
-            rollouter=self.rollouter,
-            replicas=self.replicas,
+            queue=actors.queue,
+            trainers=actors.trainers,
+            rollouter=actors.rollouter,
+            replicas=actors.replicas,
             weights=CheckpointEngine(
                 recipe.weights,
-                self._trainers,
-                self.replicas,
+                actors.trainers,
+                actors.replicas,
                 interrupt=recipe.interrupt,
                 receivers_per_replica=recipe.rollout.workers_per_replica,
+                rolling=recipe.weights.rolling and recipe.mode == "fully_async",
             ),
-            checkpoints=CheckpointStore(self._directory.checkpoints, recipe.checkpoint.keep),
-            metrics=metrics,
-            events=events,
-            progress=progress,
-            prompts_digest=self._prompts_digest,
+            checkpoints=self._checkpoints,
+            metrics=self._metrics,
+            events=self._events,
+            progress=self._progress,
+            prompts_digest=self._job.train.digest(),
+            saw=watchdog.saw,
         )
 
-    async def stop(self) -> None:
-        """Asks every part to stop and kills what does not in time."""
-        stops = [self.replicas.stop(ENGINE_STOP_TIMEOUT_S[self._recipe.rollout.engine])]
-        if self._trainers is not None:
-            stops.append(self._trainers.stop())
-        # The rollouter first: a group that loses its replica now would be counted as failed.
-        first = await asyncio.gather(self.rollouter.stop(STOP_TIMEOUT_S), return_exceptions=True)
-        for failure in (*first, *await asyncio.gather(*stops, return_exceptions=True)):
-            if isinstance(failure, AsyncRLError):
-                logger.info("while stopping: %s", failure)
-            elif isinstance(failure, BaseException):
-                logger.warning("while stopping: %r", failure)
-        for handle in (self.rollouter.handle, self.queue.handle):
-            ray.kill(handle)
+    # -- ends ----------------------------------------------------------------------------------------------------
 
-    async def _retire(self, replica_id: int) -> None:
-        await self.rollouter.remove_replica(replica_id)
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._stopped.set()
+        logger.warning("%s: ending with a checkpoint", signal.Signals(number).name)
+        if self._coordinator is not None:
+            self._coordinator.stop()
 
-    async def _announce(self, replica_id: int, control: ReplicaControl) -> None:
-        await self.rollouter.add_replica(replica_id, _channel(replica_id, control))
+    async def _unless_stopped(self, work: Awaitable[None]) -> bool:
+        """Awaits `work`; False when a signal came first, `work` is cancelled then."""
+        task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stopped.wait())
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return False
+        await task
+        return True
 
-    def _rank_gpus(self) -> float:
-        """GPUs of one trainer rank: a whole one beside vLLM, which takes whole ones itself."""
-        recipe = self._recipe
-        beside = recipe.rollout.num_replicas if recipe.rollout.engine == "torch" else 0
-        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
+    def _named(self, error: Exception) -> Exception:
+        """A full disk as what it is; any other error as it came."""
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or isinstance(error, AsyncRLError):
+            return error
+        return unwritable(Path(error.filename or self._job.directory.path), error)
+
+    async def _report(self, error: Exception, event: str = "") -> None:
+        """Leaves the evidence of a failure in the run directory. A full disk does not hide the error itself."""
+        try:
+            if event:
+                self._events.write(event, error=type(error).__name__, message=str(error))
+            place = await asyncio.to_thread(self._write_report, error)
+            logger.warning("what failed and what all processes were doing: %s", place)
+        except OSError as full:
+            logger.warning("no report could be written: %s", full)
+
+    def _write_report(self, error: Exception) -> Path:
+        directory = self._job.directory
+        return write_report(
+            directory.faults,
+            error,
+            waits=WAITS.lines(),
+            processes=processes_of(self._cluster.run_id),
+            log=directory.log,
+        )
+
+    def _on_stall(self, quiet_s: float) -> None:
+        """In the watchdog's thread: the event loop may be what hangs."""
+        error = Stalled(
+            explain(
+                "progress of the run",
+                f"none for {quiet_s:.0f} s",
+                f"read the stacks below {self._job.directory.faults}; raise recovery.stall_timeout_s if it was slow",
+            )
+        )
+        logger.error("%s", error)
+        try:
+            self._write_report(error)
+        except OSError as full:
+            logger.warning("no report could be written: %s", full)
+        assert self._coordinator is not None, "the watchdog is started after it"
+        self._loop.call_soon_threadsafe(self._coordinator.fail, error)
+        if not self._ended.wait(STALL_GRACE_S):
+            logger.critical("the run did not end by itself; its processes are killed")
+            for process in processes_of(self._cluster.run_id):
+                process.kill()
+            os._exit(Stalled.exit_code)
+
+
+def _is_training_side(process: str) -> bool:
+    return process == MESSAGE_QUEUE or process.startswith("trainer rank")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import json
 import logging
@@ -21,26 +20,24 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from asyncrl.config.load import engine_environment, environment_defaults, load_recipe, serving_api_key
+from asyncrl.config.load import load_recipe, serving_api_key
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, explain
+from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.preflight import check_packages
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from asyncrl.inference.channel import ReplicaControl
     from asyncrl.serving.model_text import ModelText
 
@@ -141,26 +138,13 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
 
 def run(service: Service) -> int:
     """Serves until a signal, whose number it returns. Raises what ended it, after everything was shut down."""
-    import ray
+    from asyncrl.cluster import ray_cluster
 
-    from asyncrl.observability.logs import LOG_PATH_VARIABLE
-
-    ray.init(
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={
-            "env_vars": {**environment_defaults(), LOG_PATH_VARIABLE: str(service.log_file)},
-            "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
-        },
-    )
-    try:
-        return asyncio.run(_run(service))
-    finally:
-        ray.shutdown()
+    with ray_cluster(None, service.log_file) as cluster:
+        return asyncio.run(_run(service, cluster.engine_environment(service.rollout.engine)))
 
 
-async def _run(service: Service) -> int:
+async def _run(service: Service, environment: Mapping[str, str]) -> int:
     signals: list[int] = []
     stopped = asyncio.Event()
 
@@ -170,7 +154,7 @@ async def _run(service: Service) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    replicas = _spawn(service)
+    replicas = _spawn(service, environment)
     stop = asyncio.create_task(stopped.wait(), name="stop")
     try:
         started = asyncio.create_task(_start(replicas, service.config.start_timeout_s), name="start")
@@ -198,13 +182,7 @@ async def _serve(
     from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
     from asyncrl.serving.fleet import Fleet
     from asyncrl.serving.metrics import ServingMetrics
-
-    class Server(uvicorn.Server):
-        """Leaves signals to `_run`."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
+    from asyncrl.serving.server import Server, serve_until
 
     config, rollout = service.config, service.rollout
     name = f"serve-{os.getpid()}"
@@ -249,32 +227,7 @@ async def _serve(
         await client.close()
 
 
-async def serve_until(
-    stop: asyncio.Future[Any], server: uvicorn.Server, serving: asyncio.Task[None], watching: asyncio.Task[None]
-) -> None:
-    """Lets the HTTP server and the watch over the fleet run until `stop` is done, then ends both.
-
-    Raises what ended one of them before `stop`; RunFailed where the server ended without saying why.
-    """
-    grace_s = server.config.timeout_graceful_shutdown or 0
-    try:
-        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done() and not stop.done() and not watching.done():
-            await serving
-            raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
-        if stop.done():
-            logger.info("stopping: requests in flight may take %d s", grace_s)
-        server.should_exit = True
-        await asyncio.wait([serving], timeout=grace_s + STOP_TIMEOUT_S)
-        if watching.done():
-            await watching
-    finally:
-        serving.cancel()
-        watching.cancel()
-        await asyncio.gather(watching, serving, return_exceptions=True)
-
-
-def _spawn(service: Service) -> dict[int, ReplicaControl]:
+def _spawn(service: Service, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
     """A process for every replica, with the model's own weights. Raises ConfigError: too few GPUs for them."""
     from asyncrl.inference.channel import replica_gpus, require_gpus, spawn_replica
 
@@ -286,7 +239,7 @@ def _spawn(service: Service) -> dict[int, ReplicaControl]:
         rollout,
         service.model,
         num_gpus=gpus,
-        environment=engine_environment(rollout.engine),
+        environment=environment,
         load_real_weights=True,
     )
     return {i: spawn(i) for i in range(rollout.num_replicas)}

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain
@@ -27,22 +28,29 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.quarantine = self.path / "quarantine.jsonl"
+        """Groups that ended failed, with what failed them."""
+        self.faults = self.path / "faults"
+        """Stacks and other evidence of failures."""
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
 
     def resolve_resume(self, resume: str, keep: int, command: str) -> Path | None:
-        """The checkpoint to go on from, or None for a fresh start. Writes nothing.
+        """The checkpoint to go on from, or None for a fresh start. Reads all of it, writes nothing.
 
-        Raises ConfigError: the directory holds a run and `resume` is never; the named checkpoint does not exist.
+        Raises:
+            ConfigError: the directory holds a run and `resume` is never; the named checkpoint does not exist or is
+                damaged.
+            StorageError: `resume` is auto and every checkpoint is damaged.
         """
         store = CheckpointStore(self.checkpoints, keep)
         if resume == "auto":
             return store.latest()
         if resume != "never":
-            return Path(resume).resolve()
+            return _intact(Path(resume).resolve())
         if self.config.exists():
-            latest = store.latest()
+            latest = next(reversed(store.all()), None)
             held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"
             raise ConfigError(
                 explain(
@@ -85,6 +93,18 @@ class RunDirectory:
             "versions": package_versions(),
         }
         self.config.write_text(json.dumps(resolved, indent=2) + "\n")
+
+
+def _intact(named: Path) -> Path:
+    if (wrong := verify(named)) is not None:
+        raise ConfigError(
+            explain(
+                f"resume from {named}",
+                f"it is not an intact checkpoint: {wrong}",
+                "name a directory runs/<name>/checkpoints/step_<n>, or resume=auto for the newest intact one",
+            )
+        )
+    return named
 
 
 def git_commit() -> str | None:

@@ -1,22 +1,27 @@
-"""Checkpoints of the whole run: `checkpoints/step_<n>/{state.json, trainer/, queue/}`.
+"""Checkpoints of the whole run: `checkpoints/step_<n>/{state.json, files.json, trainer/, queue/}`.
 
-A checkpoint is written into a temporary directory, flushed to disk and renamed into place, so a directory
-`step_<n>` is always complete.
+A checkpoint is written into a temporary directory, flushed to disk and renamed into place, so a directory `step_<n>`
+was complete when it got its name. `files.json` says what it then held, so that damage since is found before a run goes
+on from it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from asyncrl.checkpoint.digests import seal, verify
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import ConfigError, explain
+from asyncrl.errors import ConfigError, StorageError, explain
 
-_NAME = re.compile(r"step_(\d+)")
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step_(\d+)(\.replaced)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,55 +67,105 @@ _FIXED = {
 
 
 class CheckpointStore:
-    """The newest `keep` checkpoints of one run directory."""
+    """The newest `keep` checkpoints of one run directory. One process at a time may change it."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory = directory
         self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write checkpoint `step` into; `finish` gives it its name."""
+        """An empty directory to write checkpoint `step` into; `finish` gives it its name, `discard` removes it.
+
+        Raises StorageError: it cannot be made.
+        """
         temporary = self._directory / f".step_{step}.tmp"
-        for unfinished in self._directory.glob(".step_*.tmp"):
-            shutil.rmtree(unfinished)
-        temporary.mkdir(parents=True)
+        try:
+            for unfinished in self._directory.glob(".step_*.tmp"):
+                shutil.rmtree(unfinished)
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise _unwritable(temporary, error) from error
         return temporary
 
     def finish(self, temporary: Path, state: RunState) -> Path:
-        """Makes the checkpoint durable and visible, and removes those over `keep`."""
-        (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
-        for path in sorted(temporary.rglob("*"), reverse=True):
-            _fsync(path)
-        _fsync(temporary)
+        """Makes the checkpoint durable and visible, and removes those over `keep`.
+
+        Raises StorageError: it cannot be written. The temporary directory is removed, the other checkpoints stay.
+        """
         final = self._directory / f"step_{state.global_steps}"
-        if final.exists():  # the same step was saved before: the new one replaces it
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _fsync(self._directory)
+        replaced = final.with_name(f"{final.name}.replaced")
+        try:
+            (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+            seal(temporary)
+            for path in sorted(temporary.rglob("*"), reverse=True):
+                _fsync(path)
+            _fsync(temporary)
+            if final.exists():  # this step was saved before: the old one counts until the new one is there
+                self._drop(replaced)
+                final.rename(replaced)
+            temporary.rename(final)
+            _fsync(self._directory)
+            _fsync(self._directory.parent)
+        except OSError as error:
+            self.discard(temporary)
+            raise _unwritable(final, error) from error
+        self._drop(replaced)
         for old in self.all()[: -self._keep]:
-            # Renamed first: whatever interrupts the removal, a directory step_<n> is complete.
-            shutil.rmtree(old.rename(self._directory / f".{old.name}.tmp"))
+            self._drop(old)
         return final
 
+    def discard(self, temporary: Path) -> None:
+        """Removes a checkpoint that will not be finished. Idempotent; `begin` tries again if it does not succeed."""
+        _remove(temporary)
+
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Checkpoints, oldest first, intact or not."""
         if not self._directory.exists():
             return []
-        found = [(int(m[1]), p) for p in self._directory.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return [path for _, path in sorted(found)]
+        found = [(int(m[1]), not m[2], p) for p in self._directory.iterdir() if (m := _NAME.fullmatch(p.name))]
+        return [path for _, _, path in sorted(found)]
+
+    def latest(self) -> Path | None:
+        """The newest intact checkpoint; None when there are none at all. Reads all of it; writes nothing.
+
+        Raises StorageError: there are checkpoints and all of them are damaged.
+        """
+        damaged = []
+        for path in reversed(self.all()):
+            if (wrong := verify(path)) is None:
+                return path
+            logger.warning("checkpoint %s is damaged and not used: %s", path, wrong)
+            damaged.append(f"{path.name}: {wrong}")
+        if damaged:
+            do = "restore one of them from a backup, or remove them all to let the run begin anew at step 0"
+            raise StorageError(explain(f"the newest checkpoint in {self._directory}", "; ".join(damaged), do))
+        return None
+
+    def set_aside_corrupt(self) -> list[Path]:
+        """Renames damaged checkpoints that are newer than the newest intact one to `corrupt_step_<n>`; the new names.
+        For a run that is about to start: they would take the place of intact ones among the newest `keep`."""
+        aside = []
+        for path in reversed(self.all()):
+            if verify(path) is None:
+                break
+            aside.append(_set_aside(path, "corrupt"))
+            logger.warning("the damaged checkpoint %s is now %s", path.name, aside[-1])
+        return aside
 
     def set_aside_after(self, step: int) -> None:
         """Renames checkpoints of later steps: the run goes on from `step`, so they are of a branch that it leaves."""
         for path in self.all():
-            if int(path.name.removeprefix("step_")) > step:
-                aside = path.with_name(f"abandoned_{path.name}")
-                if aside.exists():
-                    shutil.rmtree(aside)
-                path.rename(aside)
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step:
+                _set_aside(path, "abandoned")
 
-    def latest(self) -> Path | None:
-        checkpoints = self.all()
-        return checkpoints[-1] if checkpoints else None
+    def _drop(self, old: Path) -> None:
+        """Renames before it removes: whatever interrupts it, what has the name of a checkpoint is complete."""
+        try:
+            _remove(old.rename(self._directory / f".{old.name}.tmp"))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("the old checkpoint %s was not removed: %s", old, error)
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -140,6 +195,27 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
                     "keep it, or start a new run with another run.dir",
                 )
             )
+
+
+def _set_aside(path: Path, why: str) -> Path:
+    aside = path.with_name(f"{why}_{path.name}")
+    _remove(aside)
+    return path.rename(aside)
+
+
+def _remove(directory: Path) -> None:
+    """Removes what nobody needs any more; what is left of it harms nothing."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s was not removed: %s", directory, error)
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    do = "make room there, or mend the directory; the checkpoints before it are as they were"
+    return StorageError(explain(f"write the checkpoint {path}", str(error), do))
 
 
 def _fsync(path: Path) -> None:

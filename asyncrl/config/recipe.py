@@ -140,6 +140,18 @@ class Recipe:
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
 
     @property
+    def stall_timeout_s(self) -> float:
+        """Seconds without progress after which the run stops."""
+        if self.recovery.stall_timeout_s is not None:
+            return self.recovery.stall_timeout_s
+        return 2 * max(
+            self.trainer.step_timeout_s,
+            self.eval.timeout_s,
+            self.staleness.overdue_timeout_s,
+            self.weights.publish_timeout_s,
+        )
+
+    @property
     def interrupt(self) -> Interrupt:
         """What a publish does to generations in flight, as the mode resolves it."""
         return self.rollout.interrupt if self.mode == "fully_async" else "drain"

@@ -16,12 +16,14 @@ class RecoveryConfig:
     rejoin_timeout_s: float = 30.0
     """How long a replica that answers too late (it is stopped, say) may take to answer again before it is replaced.
     Nothing waits for it meanwhile."""
-    stall_timeout_s: float = 1200.0
-    """The run stops when nothing in it makes progress for this long, with the stacks of all its processes."""
+    stall_timeout_s: float | None = None
+    """The run stops when nothing in it makes progress for this long, with the stacks of all its processes. None: twice
+    the longest wait that the recipe allows."""
 
     def __post_init__(self) -> None:
         require_at_least("recovery.max_replica_restarts", self.max_replica_restarts, 0)
         require_at_least("recovery.max_restarts", self.max_restarts, 0)
         require_positive("recovery.window_s", self.window_s)
         require_at_least("recovery.rejoin_timeout_s", self.rejoin_timeout_s, 0)
-        require_positive("recovery.stall_timeout_s", self.stall_timeout_s)
+        if self.stall_timeout_s is not None:
+            require_positive("recovery.stall_timeout_s", self.stall_timeout_s)

@@ -36,11 +36,19 @@ class Session(Protocol):
         ...
 
     async def reward(self, response: str, row: PromptRow) -> RewardResult:
-        """The recipe's reward, computed outside the event loop. Raises what it raises, or DeadlineExceeded."""
+        """The recipe's reward, computed in a process of its own.
+
+        Raises what it raises; DeadlineExceeded: it took too long; ProcessDied: its process died of it.
+        """
         ...
 
 
 class Environment(Protocol):
     def run(self, task: Task, session: Session) -> Coroutine[Any, Any, Trajectory]:
-        """(async) One trajectory. An exception fails the attempt at the group, never the run."""
+        """(async) One trajectory. An exception fails the attempt at the group, never the run.
+
+        After a restart it is called again with a session that repeats the responses which were recorded before: what
+        it asks should depend on the task and on the responses alone. Where it asks something else, what was recorded
+        from there on is generated anew.
+        """
         ...

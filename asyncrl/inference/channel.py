@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import ray
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.errors import ConfigError, explain
+from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference import build_engine
 from asyncrl.inference.replica import Replica, ReplicaStats
 from asyncrl.remote import reply
@@ -93,8 +94,11 @@ class ReplicaControl:
     """The control plane of one replica over its Ray actor handle."""
 
     def __init__(self, replica_id: int, handle: Any) -> None:
+        self._id = replica_id
         self.handle = handle
         self.name = f"replica {replica_id}"
+        self._abandoned = False
+        self._open: set[asyncio.Future[None]] = set()
 
     async def start(self, timeout_s: float) -> ReplicaStats:
         return await self._call("start", timeout_s)
@@ -111,13 +115,45 @@ class ReplicaControl:
     async def stats(self, timeout_s: float) -> ReplicaStats:
         return await self._call("stats", timeout_s)
 
+    async def reset(self, timeout_s: float) -> None:
+        """As `Replica.reset`. Raises DeadlineExceeded, ProcessDied."""
+        await self._call("reset", timeout_s + GRACE_S, timeout_s)
+
+    async def forget_client(self, client_id: str, timeout_s: float) -> None:
+        await self._call("forget_client", timeout_s, client_id)
+
     async def stop(self, timeout_s: float) -> None:
         await self._call("stop", timeout_s)
+
+    def abandon(self) -> ReplicaControl:
+        """Ends every call in progress, and every later one, with DeadlineExceeded: nobody waits for this replica any
+        more. Returns a control to go on with when it answers again; `kill` works on both."""
+        self._abandoned = True
+        for ended in self._open:
+            if not ended.done():
+                ended.set_result(None)
+        return ReplicaControl(self._id, self.handle)
 
     def kill(self) -> None:
         """Ends the process, also a stopped one; its children go with it."""
         ray.kill(self.handle)
 
     async def _call(self, method: str, timeout_s: float, *args: Any) -> Any:
-        call = getattr(self.handle, method).remote(*args)
-        return await reply(call, timeout_s=timeout_s, call=method, process=self.name)
+        if self._abandoned:
+            raise self._late(method)
+        ref = getattr(self.handle, method).remote(*args)
+        answer = asyncio.ensure_future(reply(ref, timeout_s=timeout_s, call=method, process=self.name))
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open.add(ended)
+        try:
+            await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise self._late(method)
+            return answer.result()
+        finally:
+            self._open.discard(ended)
+            answer.cancel()
+
+    def _late(self, method: str) -> DeadlineExceeded:
+        do = "nothing: it is brought back when it answers again, or replaced"
+        return DeadlineExceeded(explain(f"{method} of {self.name}", "it answers too late", do)).of(self.name)

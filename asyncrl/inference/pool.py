@@ -1,54 +1,62 @@
-"""The replicas of a run: started together, watched, and replaced when they die or go wrong.
+"""The replicas of a run: started together, watched, set aside when they are late, replaced when they die or go wrong.
 
 Consumes: failures that the health watch, the checkpoint engine or the coordinator see.
 Produces: the members that a publish reaches, and a new replica for one that failed.
-Waits for: starts (`start_timeout_s`) and health checks (`health_timeout_s`).
+Waits for: starts (`start_timeout_s`), health checks (`health_timeout_s`), late replicas (`rejoin_timeout_s`).
 Stops when: `stop` is called. `watch` raises when more replicas failed than the run may replace.
 
-A replacement starts with placeholder weights behind a closed gate. It is a *newcomer* until the checkpoint engine has
-committed weights on it; only then requests are routed to it.
+A replica starts with placeholder weights behind a closed gate. It is a *newcomer* until the checkpoint engine has
+committed weights on it; only then requests are routed to it. One that answers too late (its process is stopped, say) is
+*suspended*: nothing reaches it and nobody waits for it. When it answers again in time it forgets what it was asked
+before and is a newcomer; else it is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.replica import ReplicaStats
-from asyncrl.types import Manifest, PauseMode
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.restarts import RestartBudget
 
 logger = logging.getLogger(__name__)
 
+ASK_AGAIN_S = 0.2
+"""What lies between two questions to a suspended replica when the first one was answered too late."""
+
 
 class Control(Protocol):
-    """One replica, as `inference.channel.ReplicaControl` reaches it."""
+    """What the pool itself calls of a replica, as `inference.channel.ReplicaControl` reaches it."""
 
     async def start(self, timeout_s: float) -> ReplicaStats: ...
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
-
-    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None: ...
-
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
-
     async def stats(self, timeout_s: float) -> ReplicaStats: ...
 
+    async def reset(self, timeout_s: float) -> None: ...
+
+    async def forget_client(self, client_id: str, timeout_s: float) -> None: ...
+
     async def stop(self, timeout_s: float) -> None: ...
+
+    def abandon(self) -> Control:
+        """Ends every call in progress, and every later one, with DeadlineExceeded; returns a control to go on with."""
+        ...
 
     def kill(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`max_restarts`: replacements in a run; times are seconds, meant as in `ray:` of a recipe.
+    """`max_restarts`: replacements within `window_s`; times are seconds, meant as in `ray:` and `recovery:`.
 
-    `restart_delay_s`: what a replica waits that failed before it had served, doubled with each time in a row: memory
-    and processes of the one before may take a while to go.
+    `rejoin_timeout_s`: how long a late replica may take to answer again; 0 replaces it at once. `restart_delay_s`: what
+    a replica waits that failed before it had served, doubled with each time in a row: memory and processes of the one
+    before may take a while to go.
     """
 
     max_restarts: int
@@ -56,6 +64,8 @@ class PoolSettings:
     health_interval_s: float
     health_timeout_s: float
     restart_delay_s: float = 1.0
+    window_s: float = math.inf
+    rejoin_timeout_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,18 +74,32 @@ class _Member:
 
     control: Control
     up: bool = False
+    suspended: bool = False
     serving: bool = False
+    served: bool = False
+    """Whether it has ever been serving."""
     routed: bool = False
     """Whether the rollout side sends requests to it, or is being told to."""
+    version: int | None = None
+    """What `release` said that it serves; without rolling publishes nothing has to know."""
     failures: int = 0
     """Incarnations before this one that failed in a row without having served."""
+
+
+Routing = Callable[..., Coroutine[Any, Any, None]]
+
+
+async def _nothing(*_: Any) -> None:
+    """Tells nobody."""
 
 
 class ReplicaPool:
     """Args:
     spawn: makes the process of replica i, not started.
-    announce: tells the rollout side that replica i serves again.
-    retire: tells the rollout side to send nothing to replica i any more.
+    announce: (i, control, version) tells the rollout side that replica i serves, from now on or again.
+    retire: (i) tells the rollout side to send nothing to replica i any more.
+    hold, release: ([i], ([i], version)) tell it to send no new requests to these while a rolling publish reaches them,
+        and to send them again.
     on_event: writes an event, as `EventLog.write`.
     """
 
@@ -85,18 +109,24 @@ class ReplicaPool:
         num_replicas: int,
         settings: PoolSettings,
         *,
-        announce: Callable[[int, Any], Coroutine[Any, Any, None]],
-        retire: Callable[[int], Coroutine[Any, Any, None]],
+        announce: Routing,
+        retire: Routing,
+        hold: Routing = _nothing,
+        release: Routing = _nothing,
         on_event: Callable[..., None],
     ) -> None:
         self._spawn = spawn
         self._settings = settings
         self._announce = announce
         self._retire = retire
+        self._hold = hold
+        self._release = release
         self._retiring: set[asyncio.Task[None]] = set()
         self._on_event = on_event
-        self._members = {i: _Member(spawn(i), routed=True) for i in range(num_replicas)}
-        self._restarts = 0
+        self._members = {i: _Member(spawn(i)) for i in range(num_replicas)}
+        self._budget = RestartBudget(settings.max_restarts, settings.window_s)
+        self._forgotten: list[str] = []
+        """Clients that no replica may work for, also one that was suspended when they ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: RunFailed | None = None
@@ -118,9 +148,14 @@ class ReplicaPool:
         return {i: m.control for i, m in self._members.items() if m.up and not m.serving}
 
     @property
+    def serving_members(self) -> dict[int, Any]:
+        """Those that are up and have committed weights: requests are sent to them."""
+        return {i: m.control for i, m in self._members.items() if m.up and m.serving}
+
+    @property
     def serving(self) -> bool:
         """Whether any replica has committed weights."""
-        return any(m.up and m.serving for m in self._members.values())
+        return bool(self.serving_members)
 
     async def start(self) -> None:
         """Starts all of them at once. Raises what any of them raises: nothing is replaced before the run has begun."""
@@ -132,36 +167,79 @@ class ReplicaPool:
         await asyncio.gather(*(one(member) for member in self._members.values()))
 
     def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
-        """Kills this incarnation of a replica and begins to replace it; a later one is left alone.
+        """Takes this incarnation of a replica out; a later one is left alone.
 
-        When no replacement is left, `watch` and `wait_member` raise RunFailed.
+        One that is late (DeadlineExceeded) is suspended, if the settings give it time to rejoin. Any other is killed
+        and begins to be replaced. When no replacement is left, `watch` and `wait_member` raise RunFailed.
         """
         member = self._members[replica_id]
         if member.control is not control or self._stopping or self._failure is not None:
             return
+        if isinstance(why, DeadlineExceeded) and member.up and self._settings.rejoin_timeout_s > 0:
+            self._suspend(replica_id, member, why)
+        else:
+            self._replace(replica_id, member, why)
+
+    def _suspend(self, replica_id: int, member: _Member, why: BaseException) -> None:
+        logger.warning("replica %d is late and suspended: %s", replica_id, why)
+        self._on_event("replica_suspended", replica=replica_id, error=str(why))
+        member.up, member.serving, member.suspended, member.version = False, False, True, None
+        self._take_from_routing(replica_id, member)
+        # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
+        member.control = member.control.abandon()
+        self._spawn_task(self._rejoin(replica_id, member, why), f"rejoin replica {replica_id}")
+
+    async def _rejoin(self, replica_id: int, member: _Member, why: BaseException) -> None:
+        """Asks a suspended replica until it answers, and makes it a newcomer; replaces it when it is dead or takes too
+        long."""
+        loop, limit_s = asyncio.get_running_loop(), self._settings.rejoin_timeout_s
+        deadline = loop.time() + limit_s
+        control = member.control
+        while True:
+            try:
+                await control.stats(max(0.01, min(deadline - loop.time(), self._settings.health_timeout_s)))
+                await control.reset(max(deadline - loop.time(), self._settings.health_timeout_s))
+                for client_id in self._forgotten:
+                    await control.forget_client(client_id, self._settings.health_timeout_s)
+            except DeadlineExceeded:
+                if loop.time() < deadline:
+                    await asyncio.sleep(min(ASK_AGAIN_S, max(0.0, deadline - loop.time())))
+                    continue
+                error: BaseException | str = f"it did not answer again within {limit_s:g} s; before that: {why}"
+            except Exception as failure:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
+                error = failure
+            else:
+                self._admit(replica_id, member, "replica_rejoined")
+                return
+            if self._members[replica_id] is member and not self._stopping and self._failure is None:
+                self._replace(replica_id, member, error)
+            return
+
+    def _replace(self, replica_id: int, member: _Member, why: BaseException | str) -> None:
         logger.error("replica %d has failed: %s", replica_id, why)
-        self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._restarts)
-        control.kill()
-        if member.routed:
-            self._retiring.add(asyncio.create_task(self._retire(replica_id), name=f"retire replica {replica_id}"))
-        if self._restarts >= self._settings.max_restarts:
-            member.up = False
+        self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._budget.total)
+        member.control.kill()
+        self._take_from_routing(replica_id, member)
+        member.up = member.suspended = False
+        if not self._budget.take():
             self._failure = RunFailed(
                 explain(
                     f"replica {replica_id} to serve",
-                    f"it failed after {self._restarts} replacement(s) in this run: {why}",
+                    f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}",
                     "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto",
                 )
             )
             self._changed.set()
             return
-        self._restarts += 1
-        failures = 0 if member.serving else member.failures + 1
+        failures = 0 if member.served else member.failures + 1
         replacement = _Member(self._spawn(replica_id), failures=failures)
         self._members[replica_id] = replacement
-        task = asyncio.create_task(self._start(replica_id, replacement), name=f"replace replica {replica_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn_task(self._start(replica_id, replacement), f"replace replica {replica_id}")
+
+    def _take_from_routing(self, replica_id: int, member: _Member) -> None:
+        if member.routed:
+            member.routed = False
+            self._retiring.add(asyncio.create_task(self._retire(replica_id), name=f"retire replica {replica_id}"))
 
     async def wait_member(self, timeout_s: float) -> None:
         """Returns when at least one replica is up. Raises RunFailed, DeadlineExceeded."""
@@ -183,17 +261,66 @@ class ReplicaPool:
         await self._retired()
         for replica_id, control in controls.items():
             member = self._members[replica_id]
-            if member.control is not control or member.serving:
+            if member.control is not control:
                 continue
             if not member.routed:
                 member.routed = True  # before: one that fails meanwhile has to be retired
-                await self._announce(replica_id, control)
-                if self._members[replica_id] is not member:
+                await self._announce(replica_id, control, member.version)
+                if self._members[replica_id] is not member or member.control is not control:
                     continue
                 self._on_event("replica_serving", replica=replica_id)
-            member.serving = True
+            member.serving = member.served = True
         await self._retired()
         return sum(self._members[i].control is control for i, control in controls.items())
+
+    async def hold(self, controls: Mapping[int, Any]) -> None:
+        """The rollout side sends no new request to these until `release`, while it has others."""
+        if ids := self._routed(controls):
+            await self._hold(ids)
+
+    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
+        """The rollout side sends requests to these again, which serve `version` (None: the one they had)."""
+        if ids := self._routed(controls):
+            for i in ids:
+                self._members[i].version = self._members[i].version if version is None else version
+            await self._release(ids, version)
+
+    def _routed(self, controls: Mapping[int, Any]) -> list[int]:
+        members = self._members
+        return [i for i, control in controls.items() if members[i].control is control and members[i].routed]
+
+    async def forget_client(self, client_id: str) -> None:
+        """No replica works for this client any more, whose process is gone. Does not raise: a replica that fails here
+        is found by its next health check."""
+        self._forgotten.append(client_id)
+        timeout_s, members = self._settings.health_timeout_s, self.members
+        calls = (control.forget_client(client_id, timeout_s) for control in members.values())
+        for replica_id, outcome in zip(members, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(outcome, BaseException):
+                logger.warning("replica %d may still work for %s: %s", replica_id, client_id, outcome)
+
+    async def fence(self) -> None:
+        """Every replica closes its gate, forgets what it was asked and is a newcomer until the next publish.
+
+        For a training side that begins anew behind the published version: what the replicas hold belongs to a branch
+        that is gone. The rollout side that was told of them is gone too, and is told nothing.
+        """
+
+        async def one(replica_id: int, member: _Member) -> None:
+            control = member.control
+            try:
+                await control.reset(self._settings.health_timeout_s)
+            except AsyncRLError as error:
+                self.fail(replica_id, control, error)
+
+        retiring, self._retiring = self._retiring, set()
+        for task in retiring:
+            task.cancel()
+        for member in self._members.values():
+            member.serving = member.routed = False
+            member.version = None
+        await asyncio.gather(*retiring, return_exceptions=True)
+        await asyncio.gather(*(one(i, m) for i, m in list(self._members.items()) if m.up))
 
     async def _retired(self) -> None:
         while self._retiring:
@@ -206,7 +333,7 @@ class ReplicaPool:
         for replica_id, member in list(self._members.items()):
             if member.up and member.serving and replica_id not in known:
                 logger.warning("replica %d serves, but requests no longer reached it", replica_id)
-                await self._announce(replica_id, member.control)
+                await self._announce(replica_id, member.control, member.version)
 
     async def watch(self) -> None:
         """Checks the health of every member until it is cancelled. Raises RunFailed when a replica failed that may not
@@ -219,7 +346,7 @@ class ReplicaPool:
                 await self.stats()
 
     async def stats(self) -> list[ReplicaStats]:
-        """Of every member that answers; one that does not is replaced."""
+        """Of every member that answers, also in the middle of a publish; one that does not is taken out (`fail`)."""
 
         async def one(replica_id: int, control: Any) -> ReplicaStats | None:
             try:
@@ -253,10 +380,19 @@ class ReplicaPool:
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, member.control, error)
             return
-        if self._members[replica_id] is member:
-            member.up = True
-            self._on_event("replica_started", replica=replica_id)
+        self._admit(replica_id, member, "replica_started")
+
+    def _admit(self, replica_id: int, member: _Member, event: str) -> None:
+        """From now on it is up, unless it was replaced meanwhile."""
+        if self._members[replica_id] is member and not self._stopping and self._failure is None:
+            member.up, member.suspended = True, False
+            self._on_event(event, replica=replica_id)
             self._changed.set()
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _wait_change(self) -> None:
         """Returns when a replica came up; raises RunFailed when one is lost for good."""

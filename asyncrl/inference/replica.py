@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, WeightTransferError
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError, explain
 from asyncrl.inference.engine import EngineHealth, InferenceEngine
 from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
@@ -62,6 +62,17 @@ class _Outbox:
         return taken
 
 
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A request that has not ended. `at_gate`: it has not reached the engine."""
+
+    client_id: str
+    request: GenerationRequest
+    outbox: _Outbox
+    at_gate: bool = True
+    task: asyncio.Task[None] | None = None
+
+
 class Replica:
     """Args:
     build_engine: makes the engine, in the process of the replica.
@@ -85,9 +96,14 @@ class Replica:
         self._closed_at: float | None = None
         self._paused_s = 0.0
         self._outboxes: dict[str, _Outbox] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._queued: dict[str, tuple[GenerationRequest, _Outbox]] = {}
+        self._forgotten: set[str] = set()
+        self._requests: dict[str, _InFlight] = {}
         self._received: tuple[int, Digest | None] | None = None
+        self._receiving = 0
+        self._received_all = asyncio.Event()
+        """Set while no transfer is under way, however it ends."""
+        self._received_all.set()
+        self._resets = 0
         self._stopping = False
 
     async def start(self) -> ReplicaStats:
@@ -99,23 +115,28 @@ class Replica:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
-        """Starts these requests; what they produce is collected by `collect(client_id)`. Raises ProcessDied."""
+        """Starts these requests; what they produce is collected by `collect(client_id)`.
+
+        Raises ProcessDied; GenerationError: the client was forgotten.
+        """
         self._require_engine()
+        self._require_known(client_id)
         outbox = self._outboxes.setdefault(client_id, _Outbox())
         for request in requests:
-            if request.request_id in self._tasks:
+            if request.request_id in self._requests:
                 outbox.add(_final(request, None, error=f"request_id {request.request_id} is already in flight"))
                 continue
-            self._queued[request.request_id] = request, outbox
-            task = asyncio.create_task(self._serve(request, outbox), name=f"request {request.request_id}")
-            self._tasks[request.request_id] = task
-            task.add_done_callback(lambda _, key=request.request_id: self._forget(key))
+            entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox)
+            entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
+            entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
     async def collect(self, client_id: str, wait_s: float) -> list[TokenChunk]:
         """All chunks since the last call, in order; waits at most `wait_s` for the first one.
 
-        Raises ProcessDied: the engine is dead, and every chunk that it left was collected before.
+        Raises ProcessDied: the engine is dead, and every chunk that it left was collected before. Raises
+        GenerationError: the client was forgotten.
         """
+        self._require_known(client_id)
         chunks = await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
         if not chunks:
             self._require_engine()
@@ -124,11 +145,41 @@ class Replica:
     async def abort(self, request_ids: list[str]) -> None:
         """Ends these requests; unknown ids are ignored. Those that have not reached the engine end without a token."""
         for request_id in request_ids:
-            if (queued := self._queued.pop(request_id, None)) is not None:
-                request, outbox = queued
-                outbox.add(_final(request, self._engine.health().version))
-                self._tasks[request_id].cancel()
+            entry = self._requests.get(request_id)
+            if entry is not None and entry.at_gate:
+                entry.at_gate = False
+                entry.outbox.add(_final(entry.request, self._engine.health().version))
+                if entry.task is not None:
+                    entry.task.cancel()
         await self._engine.abort(request_ids)
+
+    async def forget_client(self, client_id: str) -> None:
+        """Ends everything that was done for this client, which is gone. If it is not, it is refused from now on."""
+        self._forgotten.add(client_id)
+        self._outboxes.pop(client_id, None)
+        await self.abort([key for key, entry in self._requests.items() if entry.client_id == client_id])
+
+    async def reset(self, timeout_s: float) -> None:
+        """Becomes what it was before its first publish: the gate is closed, nothing that was asked before is under way
+        or waits to be collected, and no weights are being received. What the weights are is undefined.
+
+        Raises DeadlineExceeded: a transfer that began before has not ended. Raises ProcessDied.
+        """
+        self._require_engine()
+        self._resets += 1
+        self._received = None
+        self._close_gate("it answered too late, or its run began anew; the next publish brings it back")
+        self._outboxes.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.abort(list(self._requests))
+                await self._received_all.wait()
+                await self._engine.pause("abort")
+        except TimeoutError:
+            found = "a transfer of weights that began before has not ended, or the engine does not answer"
+            raise DeadlineExceeded(
+                explain(f"reset of replica {self._id} within {timeout_s:g} s", found, "replace it")
+            ) from None
 
     # -- publish -------------------------------------------------------------------------------------------------
 
@@ -144,8 +195,16 @@ class Replica:
         """
         if self._gate.is_set():
             raise WeightTransferError(f"replica {self._id} was sent weights without a pause")
-        self._received = None
-        digest = await self._engine.load_weights(manifest, source, timeout_s)
+        self._received, resets = None, self._resets
+        self._receiving += 1
+        self._received_all.clear()
+        try:
+            digest = await self._engine.load_weights(manifest, source, timeout_s)
+        finally:
+            self._receiving -= 1
+            if not self._receiving:
+                self._received_all.set()
+        self._require_no_reset(resets)
         self._received = (manifest.publish_id, digest)
         return digest
 
@@ -158,10 +217,13 @@ class Replica:
             raise WeightTransferError(f"replica {self._id}: commit of publish {publish_id}, received {self._received}")
         if digest is not None and self._received[1] != digest:
             raise WeightTransferError(f"replica {self._id}: the digest of publish {publish_id} differs")
+        resets = self._resets
         await self._engine.commit(version)
         if self._engine.health().version is None:
             raise WeightTransferError(f"replica {self._id}: the first publish must carry a version")
+        self._require_no_reset(resets)
         await self._engine.resume()
+        self._require_no_reset(resets)
         self._open_gate()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -177,23 +239,25 @@ class Replica:
         self._stopping = True
         self._close_gate("the replica is stopping")
         await self._engine.stop()
-        for task in list(self._tasks.values()):
+        tasks = [entry.task for entry in self._requests.values() if entry.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _serve(self, request: GenerationRequest, outbox: _Outbox) -> None:
+    async def _serve(self, entry: _InFlight) -> None:
         """Passes one request through the gate to the engine; whatever goes wrong becomes its final chunk."""
-        reached = False
+        request, outbox, reached = entry.request, entry.outbox, False
         try:
             await self._pass_gate()
-            self._queued.pop(request.request_id, None)
-            reached = True
+            if not entry.at_gate:
+                return  # aborted as the gate opened: its final chunk is on the way
+            entry.at_gate, reached = False, True
             async for chunk in self._engine.generate(request):
                 outbox.add(chunk)
         except asyncio.CancelledError:
-            if reached or self._queued.pop(request.request_id, None) is not None:
+            if reached or entry.at_gate:
                 outbox.add(_final(request, self._engine.health().version))
             raise
         except AsyncRLError as e:
@@ -214,9 +278,14 @@ class Replica:
             detail = self._engine.health().detail
             raise ProcessDied(f"the engine of replica {self._id} is dead: {detail}")
 
-    def _forget(self, request_id: str) -> None:
-        self._tasks.pop(request_id, None)
-        self._queued.pop(request_id, None)
+    def _require_known(self, client_id: str) -> None:
+        if client_id in self._forgotten:
+            found = "its process counts as gone and was forgotten"
+            raise GenerationError(explain(f"replica {self._id} to work for {client_id}", found, "end this process"))
+
+    def _require_no_reset(self, resets: int) -> None:
+        if resets != self._resets:
+            raise WeightTransferError(f"replica {self._id} was reset in the middle of a publish")
 
     async def _pass_gate(self) -> None:
         if self._gate.is_set():

@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
+from asyncrl.observability import stacks
+
 LOG_PATH_VARIABLE = "ASYNCRL_LOG_PATH"
 """Set by the launch code for the processes of a run."""
 
@@ -28,6 +30,7 @@ def configure_driver(path: Path, console: Console) -> None:
         screen.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     screen.setLevel(logging.INFO)
     screen.addFilter(logging.Filter("asyncrl"))
+    stacks.install()
     root = logging.getLogger()
     root.handlers = [file, screen]
     root.setLevel(logging.WARNING)
@@ -36,6 +39,7 @@ def configure_driver(path: Path, console: Console) -> None:
 
 def configure_worker() -> None:
     """Logs of this actor's process go to the run's `log.txt`. Ray calls it before the actor is created."""
+    stacks.install()
     path = os.environ.get(LOG_PATH_VARIABLE)
     if path is None:
         return

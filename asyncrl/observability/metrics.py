@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.observability.events import unwritable
+
 DECLARED: dict[str, str] = {
     "step": "global_steps after the step",
     "time_s": "seconds since the run began, over all restarts, time between them left out",
@@ -28,6 +30,8 @@ DECLARED: dict[str, str] = {
     "rollout/segments_mean": "mean number of segments of a trained trajectory",
     "rollout/interrupted_fraction": "share of trained trajectories with tokens of more than one version",
     "rollout/response_tokens_mean": "mean length of the trained responses, tokens",
+    "rollout/reprefilled_tokens": "tokens sent again after interruptions since the rollouter started, as of the last "
+    "health check",
     "queue/admitted": "groups admitted since the run began",
     "queue/running": "groups being generated",
     "queue/ready": "groups that wait to be trained",
@@ -36,12 +40,15 @@ DECLARED: dict[str, str] = {
     "queue/filtered": "groups without learning signal since the run began",
     "queue/expired": "groups given up for being overdue since the run began",
     "queue/failed": "groups that spent their retry budget since the run began",
+    "queue/filtered_fraction": "share of the last algorithm.filtered_window ended groups that were filtered",
+    "queue/failed_fraction": "share of the last rollout.failed_window ended groups that failed",
     "weights/publish_s": "seconds of the whole publish after this step; 0 when none followed",
     "weights/pause_s": "seconds from the pause of all replicas to the last commit",
     "weights/transfer_s": "seconds of its transfer",
     "weights/bytes": "bytes sent to each replica",
     "weights/attempts": "times that the weights were sent",
     "weights/replicas": "replicas that took this publish",
+    "weights/publish_tokens_fraction": "share of the step's sampled tokens that were sampled during its publishes",
     "train/loss": "loss over the global batch",
     "train/grad_norm": "global gradient norm before clipping",
     "train/lr": "learning rate",
@@ -53,6 +60,8 @@ DECLARED: dict[str, str] = {
     "train/ratio_max": "largest such ratio",
     "train/kl_behavior": "mean of behaviour minus policy log-probability (k1)",
     "train/entropy": "mean entropy of the policy at the trained tokens, nats",
+    "waits/longest_s": "longest wait of the driver on another process that ended in this step, seconds",
+    "waits/deadline_used": "largest share of its deadline that such a wait used; 1: it was missed",
     "idle/trainer_fraction": "share of the step's wall time in which the trainer waited for groups",
     "idle/rollout_fraction": "share of the step's wall time in which replicas decoded nothing, mean over replicas",
     "cpu/coordinator_s": "CPU seconds of the driver since it started",
@@ -63,8 +72,9 @@ DECLARED: dict[str, str] = {
 }
 """Name -> unit and meaning. `eval/accuracy/<set>` is declared for every held-out set when there are several."""
 
+_SOMETIMES = ("reward/zero_signal_fraction", "rollout/reprefilled_tokens")
 REQUIRED = frozenset(
-    name for name in DECLARED if name.partition("/")[0] not in ("eval", "cpu") and name != "reward/zero_signal_fraction"
+    name for name in DECLARED if name.partition("/")[0] not in ("eval", "cpu") and name not in _SOMETIMES
 )
 """The names that every line of `metrics.jsonl` has."""
 
@@ -88,14 +98,17 @@ class MetricsLog:
         self._sinks = sinks
 
     def write(self, record: Record) -> None:
-        """Raises ValueError naming a metric that is not declared, or a required one that is missing."""
+        """Raises ValueError naming a metric that is not declared, or a required one that is missing; StorageError."""
         unknown = [n for n in record if n not in DECLARED and not n.startswith("eval/accuracy/")]
         missing = sorted(REQUIRED - set(record))
         if unknown or missing:
             raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")
         values = {name: (value if math.isfinite(value) else None) for name, value in record.items()}
-        with self._path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise unwritable(self._path, error) from error
         for sink in self._sinks:
             sink.write(int(record["step"]), record)
 
@@ -105,8 +118,12 @@ class MetricsLog:
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(self._path)
+        try:
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise unwritable(self._path, error) from error
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -10,7 +10,9 @@ from dataclasses import asdict
 import numpy as np
 
 from asyncrl.inference.replica import ReplicaStats
+from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.remote import WaitTotals
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.types import LeaseManifest
 from asyncrl.weights.checkpoint_engine import PublishReport
@@ -26,6 +28,8 @@ class StepClock:
     def __init__(self, elapsed_s: float = 0.0) -> None:
         self._began = time.monotonic() - elapsed_s
         self._marked_at = self._lapped_at = time.monotonic()
+        self.publish_tokens = 0
+        """Tokens that the replicas sampled during publishes since the last mark."""
         self._counted: dict[tuple[int, int], tuple[float, int]] = {}
         """Busy seconds and tokens of each replica process at the last mark."""
 
@@ -55,6 +59,12 @@ class StepClock:
         return wall_s, busy_s, tokens
 
 
+def tokens_between(before: Sequence[ReplicaStats], after: Sequence[ReplicaStats]) -> int:
+    """Tokens that the replicas in both lists sampled between them."""
+    counted = {(s.replica_id, s.pid): s.health.generated_tokens for s in before}
+    return sum(s.health.generated_tokens - counted.get((s.replica_id, s.pid), s.health.generated_tokens) for s in after)
+
+
 class StepRecord:
     """Collects the metrics of one step; `values` is the record when every `of_*` was called."""
 
@@ -68,6 +78,7 @@ class StepRecord:
         groups = manifest.groups
         rewards = np.concatenate([np.asarray(g.rewards, np.float64) for g in groups])
         trajectories = len(rewards)
+        masked = sum(g.masked_tokens for g in groups)
         tokens = max(1, sum(g.trained_tokens for g in groups))
         lag_mean = sum(g.lag_sum for g in groups) / tokens
         in_flight_mean = sum(g.lag_in_flight_sum for g in groups) / tokens
@@ -80,7 +91,7 @@ class StepRecord:
             "staleness/lag_in_flight_mean": in_flight_mean,
             "staleness/lag_in_queue_mean": lag_mean - in_flight_mean,
             "staleness/overdue_wait_s": manifest.overdue_wait_s,
-            "staleness/masked_tokens_fraction": 0.0,
+            "staleness/masked_tokens_fraction": masked / (masked + tokens),
             "rollout/segments_mean": sum(g.segments for g in groups) / trajectories,
             "rollout/interrupted_fraction": sum(g.interrupted for g in groups) / trajectories,
             "rollout/response_tokens_mean": float(np.mean([n.response for g in groups for n in g.lengths])),
@@ -111,8 +122,9 @@ class StepRecord:
             "weights/replicas": report.replicas if report else 0,
         }
 
-    def of_queue(self, counts: LedgerCounts) -> None:
+    def of_queue(self, counts: LedgerCounts, shares: EndShares) -> None:
         self.values |= {f"queue/{name}": count for name, count in asdict(counts).items()}
+        self.values |= {"queue/filtered_fraction": shares.filtered, "queue/failed_fraction": shares.failed}
 
     def of_time(self, clock: StepClock, stats: Sequence[ReplicaStats], waited_s: float) -> None:
         """`waited_s`: how long the trainer waited for groups in this step."""
@@ -120,14 +132,20 @@ class StepRecord:
         self.values |= {
             "time_s": clock.elapsed_s,
             "rollout/tokens_per_s": tokens / wall_s,
+            "weights/publish_tokens_fraction": clock.publish_tokens / max(1, tokens),
             "idle/trainer_fraction": min(1.0, waited_s / wall_s),
             "idle/rollout_fraction": max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
+        clock.publish_tokens = 0
 
-    def of_cpu(self, stats: Sequence[ReplicaStats], times: Mapping[str, float]) -> None:
+    def of_waits(self, totals: WaitTotals) -> None:
+        self.values |= {"waits/longest_s": totals.longest_s, "waits/deadline_used": totals.deadline_used}
+
+    def of_processes(self, stats: Sequence[ReplicaStats], health: Mapping[str, float]) -> None:
+        """`health`: what the last health check found, by the names of the metrics."""
         own = os.times()
         self.values |= {
             "cpu/coordinator_s": own.user + own.system,
             "cpu/replicas_s": sum(s.cpu_s for s in stats),
-            **times,
+            **health,
         }

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.remote import MESSAGE_QUEUE, reply
-from asyncrl.types import LeaseManifest
+from asyncrl.remote import MESSAGE_QUEUE, ended, reply
+from asyncrl.types import LeaseManifest, PartialGroup
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+
+LOAD_TIMEOUT_S = 600.0
+"""Longest that reading the queue's part of a checkpoint may take."""
 
 
 class QueueControl:
@@ -33,11 +37,26 @@ class QueueControl:
     async def counts(self) -> LedgerCounts:
         return await self._call("counts", 0.0)
 
-    async def save(self, directory: Path) -> LedgerCounts:
-        return await self._call("save", 0.0, directory)
+    async def window(self) -> EndShares:
+        return await self._call("window", 0.0)
+
+    async def take_back_all(self, reason: str) -> int:
+        return await self._call("take_back_all", 0.0, reason)
+
+    async def capture(self, partials: list[PartialGroup]) -> LedgerCounts:
+        return await self._call("capture", 0.0, partials)
+
+    async def save(self, directory: Path, timeout_s: float) -> None:
+        call = self.handle.save.remote(directory)
+        await reply(call, timeout_s=timeout_s, call="save", process=MESSAGE_QUEUE)
 
     async def load(self, directory: Path) -> LedgerCounts:
-        return await self._call("load", 0.0, directory)
+        call = self.handle.load.remote(directory)
+        return await reply(call, timeout_s=LOAD_TIMEOUT_S, call="load", process=MESSAGE_QUEUE)
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
+        await ended(self.handle.ping.remote, timeout_s=timeout_s, process=MESSAGE_QUEUE)
 
     async def ping(self, timeout_s: float) -> float:
         return await reply(self.handle.ping.remote(), timeout_s=timeout_s, call="ping", process=MESSAGE_QUEUE)

@@ -1,107 +1,31 @@
 """The single source of truth of every prompt group. Pure: no tokens, no clock, no I/O.
 
     admit -> running -> ready -> leased -> trained
-                |         `-> filtered            (no learning signal)
+                |         |-> filtered            (no learning signal)
+                |         `-> expired             (under mask: no token left that may be trained)
                 |-> running (re-issued: retry, or its owner died)
+                |-> expired                       (under refill: overdue; its prompt is admitted again)
                 `-> failed                        (after the retry budget)
 
-`expired` is the end of a group that a policy gives up because it is overdue. After every transition
-`admitted = running + ready + leased + trained + filtered + expired + failed`.
+After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. An ordinal that is
+admitted again counts anew, so every admission ends once; only the last end of an ordinal is not `expired`, if any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 from asyncrl.errors import LedgerError
+from asyncrl.queue.records import End, EventKind, GroupEvent, GroupRecord, LedgerCounts, LedgerSnapshot, State
 from asyncrl.queue.staleness import Candidate, Selection, StalenessPolicy
 from asyncrl.types import Ticket
-
-State = Literal["running", "ready", "leased"]
-End = Literal["trained", "filtered", "expired", "failed"]
-EventKind = Literal["admitted", "reissued", "ready", "leased", "returned", "trained", "filtered", "expired", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEvent:
-    """One transition of one group; `step` and `version` are those of the ledger when it happened."""
-
-    kind: EventKind
-    ordinal: int
-    attempt: int
-    step: int
-    version: int
-    oldest_version: int
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """An unfinished group. `version`: of its oldest token, or of its admission. `failures` count against the budget.
-
-    `issued` is False while a running group waits to be handed out (again).
-    """
-
-    ordinal: int
-    attempt: int
-    version: int
-    state: State
-    issued: bool = True
-    failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerCounts:
-    """Groups: `admitted` and the four ends are cumulative, the three states are current."""
-
-    admitted: int = 0
-    running: int = 0
-    ready: int = 0
-    leased: int = 0
-    trained: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
-
-    @property
-    def active(self) -> int:
-        return self.running + self.ready + self.leased
-
-    @property
-    def ended(self) -> int:
-        return self.trained + self.filtered + self.expired + self.failed
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerSnapshot:
-    """All that a ledger is, as plain values (`to_json` / `from_json`)."""
-
-    step: int
-    version: int
-    next_ordinal: int
-    counts: LedgerCounts
-    records: tuple[GroupRecord, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> LedgerSnapshot:
-        return cls(
-            step=data["step"],
-            version=data["version"],
-            next_ordinal=data["next_ordinal"],
-            counts=LedgerCounts(**data["counts"]),
-            records=tuple(GroupRecord(**record) for record in data["records"]),
-        )
 
 
 class Ledger:
     """Args:
     policy: admission and lease decisions.
-    max_attempts: times a group is tried before it ends `failed`.
+    max_attempts: times a group is tried before it ends `failed`; a prompt that expires is admitted again as often.
     max_groups: groups the run trains in all; no more are admitted than are needed to reach it (None: no limit).
     on_event: called with every transition, in order.
     """
@@ -124,34 +48,38 @@ class Ledger:
         self._records: dict[int, GroupRecord] = {}
         self._totals = dict.fromkeys(("admitted", "trained", "filtered", "expired", "failed"), 0)
         self._states: dict[str, int] = {"running": 0, "ready": 0, "leased": 0}
+        self._cancelled: set[Ticket] = set()
+        self._untold: list[Ticket] = []
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def admit(self, limit: int) -> list[Ticket]:
         """Up to `limit` tickets: groups to be re-issued first, then as many new ones as staleness allows."""
         tickets: list[Ticket] = []
-        for record in [r for r in self._records.values() if r.state == "running" and not r.issued][:limit]:
-            issued = replace(record, issued=True, version=self.version)
+        # Groups that keep their tokens keep their deadline too, so they go first.
+        waiting = sorted(self._unissued(), key=lambda r: (not r.kept, r.version if r.kept else 0, r.ordinal))
+        for record in waiting[:limit]:
+            version = record.version if record.kept else self.version
+            issued = replace(record, issued=True, kept=False, version=version)
             self._records[record.ordinal] = issued
             self._emit("reissued", issued)
-            tickets.append(Ticket(issued.ordinal, issued.attempt, issued.version))
+            tickets.append(issued.ticket)
         for _ in range(min(limit - len(tickets), self.admissible)):
             record = GroupRecord(self._next_ordinal, attempt=0, version=self.version, state="running")
             self._next_ordinal += 1
-            self._records[record.ordinal] = record
-            self._totals["admitted"] += 1
-            self._states["running"] += 1
-            self._emit("admitted", record)
-            tickets.append(Ticket(record.ordinal, record.attempt, record.version))
+            self._begin(record)
+            tickets.append(record.ticket)
         self._check()
         return tickets
 
-    def put(self, ticket: Ticket, oldest_version: int | None, *, has_signal: bool = True) -> None:
-        """The group is complete: `ready`, or `filtered` when it has no learning signal.
+    def put(self, ticket: Ticket, oldest_version: int | None, *, has_signal: bool = True) -> bool:
+        """The group is complete: `ready`, or `filtered` when it has no learning signal. True: it is ready.
 
-        Raises LedgerError: the ticket is unknown, was put before, was re-issued, or the group claims tokens older
-        than its admission.
+        Raises LedgerError: the ticket is unknown, was put before or was re-issued, or the group claims tokens older
+        than its admission. The answer to a cancelled ticket may have crossed the news: it changes nothing.
         """
+        if self._was_cancelled(ticket):
+            return False
         record = self._issued(ticket, "put")
         # The replicas serve a version a moment before the ledger hears of it, so the upper bound is the trained steps.
         if oldest_version is not None and not ticket.version <= oldest_version <= self.step:
@@ -165,9 +93,13 @@ class Ledger:
             self._emit("ready", done)
         else:
             self._end(done, "filtered")
+        return has_signal
 
     def nack(self, ticket: Ticket, reason: str) -> bool:
-        """The group could not be generated. True: it will be re-issued; False: its budget is spent, it is `failed`."""
+        """The group could not be generated. True: it will be re-issued; False: its budget is spent, it is `failed`.
+        A cancelled ticket's nack changes nothing and returns True."""
+        if self._was_cancelled(ticket):
+            return True
         record = self._issued(ticket, "nack")
         failures = record.failures + 1
         if failures >= self._max_attempts:
@@ -176,22 +108,47 @@ class Ledger:
         self._reissue(replace(record, failures=failures), reason)
         return True
 
-    def take_back(self, tickets: Iterable[Ticket], reason: str) -> None:
-        """The owner of these tickets is gone: they are issued again without touching their retry budget."""
+    def take_back(self, tickets: Iterable[Ticket], reason: str) -> int:
+        """The owner of these tickets is gone: they are issued again without touching their retry budget.
+
+        Returns how many were out."""
+        taken = 0
         for ticket in tickets:
             record = self._records.get(ticket.ordinal)
             if record is not None and record.state == "running" and record.attempt == ticket.attempt and record.issued:
                 self._reissue(record, reason)
+                taken += 1
+        return taken
 
-    def lease(self, step: int) -> Selection:
-        """Leases the groups of `step`, or says what it waits for. Idempotent until commit or rollback."""
+    def take_back_all(self, reason: str) -> int:
+        """As `take_back` of every ticket that is out; returns how many. Nobody is told of cancelled ones any more."""
+        self._forget_cancelled()
+        return self.take_back([r.ticket for r in self.running()], reason)
+
+    def take_cancelled(self) -> tuple[Ticket, ...]:
+        """The tickets whose groups were given up while they were being generated; each is returned once."""
+        untold, self._untold = tuple(self._untold), []
+        return untold
+
+    def lease(self, step: int, oldest_trained: Callable[[int, int], int | None] | None = None) -> Selection:
+        """Leases the groups of `step`, or says what it waits for. Idempotent until commit or rollback.
+
+        Args:
+            oldest_trained: under mask, of (ordinal, version): the version of the group's oldest trained token among
+                those from `version` on; None when there is none left, and the group expires. Called for groups with
+                older tokens.
+
+        Raises LedgerError: a group would be trained over the limit.
+        """
         self._at(step, "lease")
         leased = [r for r in self._records.values() if r.state == "leased"]
         if leased:
             return Selection(tuple(r.ordinal for r in sorted(leased, key=lambda r: (r.version, r.ordinal))))
-        ready = [self._candidate(r) for r in self._records.values() if r.state == "ready"]
-        unready = [self._candidate(r) for r in self._records.values() if r.state == "running"]
-        selection = self.policy.select(step=step, ready=ready, unready=unready)
+        selection = self._select(step)
+        while selection.expire or self._mask(selection, step, oldest_trained):
+            for ordinal in selection.expire:
+                self._give_up(self._records[ordinal])
+            selection = self._select(step)
         for ordinal in selection.chosen:
             record = self._records[ordinal]
             lag = step - record.version
@@ -243,8 +200,8 @@ class Ledger:
 
     @property
     def has_pending(self) -> bool:
-        """A running group waits to be re-issued."""
-        return any(r.state == "running" and not r.issued for r in self._records.values())
+        """The rollout side is to hear of something: a running group waits to be issued, or one was cancelled."""
+        return bool(self._untold) or next(self._unissued(), None) is not None
 
     def record(self, ordinal: int) -> GroupRecord | None:
         return self._records.get(ordinal)
@@ -256,25 +213,92 @@ class Ledger:
         records = tuple(sorted(self._records.values(), key=lambda r: r.ordinal))
         return LedgerSnapshot(self.step, self.version, self._next_ordinal, self.counts, records)
 
-    def restore(self, snapshot: LedgerSnapshot) -> None:
+    def restore(self, snapshot: LedgerSnapshot, kept: Collection[int] = ()) -> None:
         """Becomes `snapshot`. Running and leased groups have lost their owners: the former are re-issued as a new
-        attempt, the latter are ready again."""
+        attempt, the latter are ready again.
+
+        Args:
+            kept: ordinals of running groups whose tokens were kept: issued again, their version is the one they have.
+                The others get the one published by then.
+
+        Groups that this ledger's policy could not train in time any more, because the snapshot is of one that trains
+        late groups too, end `expired`.
+        """
         self.step, self.version, self._next_ordinal = snapshot.step, snapshot.version, snapshot.next_ordinal
         counts = snapshot.counts
         self._totals = {name: getattr(counts, name) for name in self._totals}
         self._records = {r.ordinal: r for r in snapshot.records}
         self._states = {name: sum(r.state == name for r in snapshot.records) for name in self._states}
+        self._forget_cancelled()
         self.rollback(self.step)
         for record in self.running():
-            self._reissue(record, "restored from a checkpoint")
+            self._reissue(record, "restored from a checkpoint", kept=record.ordinal in kept)
+        for ordinal in self.policy.surplus([self._candidate(r) for r in self._records.values()], self.step):
+            self._end(self._records[ordinal], "expired", f"too old for on_overdue={self.policy.on_overdue}")
         self._check()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _candidate(self, record: GroupRecord) -> Candidate:
-        # A group that waits to be re-issued has no token yet: it will be admitted at the version published then.
-        version = record.version if record.issued or record.state != "running" else self.version
-        return Candidate(record.ordinal, self.policy.deadline(version))
+        # A group that waits to be issued without tokens will get the version published then.
+        anew = record.state == "running" and not record.issued and not record.kept
+        return Candidate(record.ordinal, self.policy.deadline(self.version if anew else record.version))
+
+    def _was_cancelled(self, ticket: Ticket) -> bool:
+        """A ticket is answered once, so this is true once."""
+        if ticket not in self._cancelled:
+            return False
+        self._cancelled.remove(ticket)
+        self._untold = [t for t in self._untold if t != ticket]
+        return True
+
+    def _forget_cancelled(self) -> None:
+        self._cancelled.clear()
+        self._untold.clear()
+
+    def _unissued(self) -> Iterator[GroupRecord]:
+        return (r for r in self._records.values() if r.state == "running" and not r.issued)
+
+    def _select(self, step: int) -> Selection:
+        return self.policy.select(
+            step=step,
+            version=self.version,
+            ready=[self._candidate(r) for r in self._records.values() if r.state == "ready"],
+            unready=[self._candidate(r) for r in self._records.values() if r.state == "running"],
+        )
+
+    def _mask(self, selection: Selection, step: int, oldest_trained: Callable[[int, int], int | None] | None) -> bool:
+        """Under mask, gives chosen groups the version of their oldest token that may be trained. True: one had none
+        and has ended, so others are to be chosen."""
+        if self.policy.on_overdue != "mask":
+            return False
+        oldest = self.policy.oldest_trainable(step)
+        late = [r for o in selection.chosen if (r := self._records[o]).version < oldest]
+        versions = [(r, oldest_trained(r.ordinal, oldest) if oldest_trained else oldest) for r in late]
+        spent = [record for record, version in versions if version is None]
+        for record in spent:
+            self._end(record, "expired", f"every token is over the limit in step {step}")
+        if not spent:
+            self._records |= {r.ordinal: replace(r, version=version) for r, version in versions if version is not None}
+        return bool(spent)
+
+    def _give_up(self, record: GroupRecord) -> None:
+        """Ends an overdue running group; its prompt is admitted again while it has attempts left."""
+        again = record.attempt + 1 < self._max_attempts
+        then = f"admitted again as attempt {record.attempt + 1}" if again else "for good"
+        self._end(record, "expired", f"overdue, deadline {self.policy.deadline(record.version)}: {then}")
+        if record.issued:
+            self._cancelled.add(record.ticket)
+            self._untold.append(record.ticket)
+        if again:
+            fresh = replace(record, attempt=record.attempt + 1, version=self.version, issued=False, kept=False)
+            self._begin(fresh)
+
+    def _begin(self, record: GroupRecord) -> None:
+        self._records[record.ordinal] = record
+        self._totals["admitted"] += 1
+        self._states["running"] += 1
+        self._emit("admitted", record)
 
     def _issued(self, ticket: Ticket, call: str) -> GroupRecord:
         record = self._records.get(ticket.ordinal)
@@ -287,8 +311,10 @@ class Ledger:
         if step != self.step:
             raise LedgerError(f"{call}({step}): the step to be trained next is {self.step}")
 
-    def _reissue(self, record: GroupRecord, reason: str) -> None:
-        again = replace(record, attempt=record.attempt + 1, issued=False)
+    def _reissue(self, record: GroupRecord, reason: str, *, kept: bool = False) -> None:
+        # Never a version that was not published as far as this ledger knows: tokens may not claim to be younger.
+        version = min(record.version, self.version)
+        again = replace(record, attempt=record.attempt + 1, issued=False, kept=kept, version=version)
         self._records[record.ordinal] = again
         self._emit("returned", again, reason)
 

@@ -9,28 +9,30 @@ Group life-cycle events go to the run's `events.jsonl` from here, in the order o
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from asyncrl.errors import LedgerError, RunFailed, explain
+from asyncrl.errors import LedgerError
 from asyncrl.observability.events import EventLog
-from asyncrl.queue.group_files import load_groups, save_groups
-from asyncrl.queue.ledger import GroupEvent, Ledger, LedgerCounts, LedgerSnapshot
-from asyncrl.queue.staleness import StalenessPolicy
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Ticket, TrajectoryGroup
-
-MIN_ENDED_FOR_BUDGET = 32
+from asyncrl.queue.budgets import EndBudgets, EndShares
+from asyncrl.queue.ledger import Ledger
+from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
+from asyncrl.queue.records import GroupEvent, GroupRecord, LedgerCounts
+from asyncrl.queue.saved_state import SavedState, load_state, save_state
+from asyncrl.queue.staleness import OnOverdue, StalenessPolicy
+from asyncrl.types import Admission, LeaseManifest, PartialGroup, Ticket, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """`max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`."""
+    """`max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
+
+    The windows are the numbers of last ended groups that the fractions are of.
+    """
 
     groups_per_step: int
     max_lag: int
@@ -39,6 +41,10 @@ class QueueSpec:
     max_failed_fraction: float
     dynamic_sampling: bool
     events_path: Path
+    on_overdue: OnOverdue = "wait"
+    failed_window: int = 256
+    max_filtered_fraction: float = 0.99
+    filtered_window: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,48 +57,69 @@ class LeaseWait:
     counts: LedgerCounts
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """A ready or leased group; `put_version` is the one published when it was put."""
-
-    group: TrajectoryGroup
-    put_version: int
-
-
 class MessageQueue:
     def __init__(self, spec: QueueSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
         self._events = EventLog(spec.events_path)
+        self._budgets = EndBudgets(
+            max_failed=spec.max_failed_fraction,
+            failed_window=spec.failed_window,
+            max_filtered=spec.max_filtered_fraction if spec.dynamic_sampling else 1.0,
+            filtered_window=spec.filtered_window,
+            events_path=spec.events_path,
+        )
         self._ledger = Ledger(
-            StalenessPolicy(spec.groups_per_step, spec.max_lag),
+            StalenessPolicy(spec.groups_per_step, spec.max_lag, spec.on_overdue),
             max_attempts=spec.max_attempts,
             max_groups=spec.max_groups,
             on_event=self._record,
         )
         self._stored: dict[int, StoredGroup] = {}
-        self._changed = asyncio.Condition()
+        self._leased: dict[int, TrajectoryGroup] = {}
+        """The groups of the lease as the step trains them."""
+        self._partials: dict[int, PartialGroup] = {}
+        """What a checkpoint kept of running groups that were not handed out again yet, under their tickets of now."""
+        self._captured: SavedState | None = None
+        self._owner = 0
+        """Number of the rollouter that holds the tickets."""
+        self._changed = asyncio.Event()
         self._overdue_since: float | None = None
 
     # -- rollout side --------------------------------------------------------------------------------------------
 
-    async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
-        """Up to `limit` tickets; waits at most `wait_s` for the first one."""
-        await self._wait(lambda: self._ledger.has_pending or self._ledger.admissible > 0, wait_s)
-        return self._ledger.admit(limit)
+    async def admit(self, limit: int, wait_s: float) -> Admission:
+        """Up to `limit` tickets, and what to give up; waits at most `wait_s` for the first of either."""
+        owner = self._owner
+        await self._wait(
+            lambda: self._owner != owner or self._ledger.has_pending or self._ledger.admissible > 0, wait_s
+        )
+        if self._owner != owner:
+            return Admission()  # whoever asked is gone: what it were given would be lost
+        tickets = self._ledger.admit(limit)
+        found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]
+        partials = tuple(p for t, p in found if p is not None and p.ticket == t)
+        return Admission(tuple(tickets), self._ledger.take_cancelled(), partials)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
-        """Raises LedgerError for a ticket that is not running; ValueError for a malformed group."""
+        """Raises LedgerError for a ticket that is not running; ValueError for a malformed group.
+
+        A group with tokens of steps that a restart has undone is not taken, but generated again: those steps will be
+        trained anew, and differently.
+        """
         group.validate()
         if (group.ordinal, group.attempt) != (ticket.ordinal, ticket.attempt):
             raise LedgerError(f"put of group {group.ordinal}.{group.attempt} with the ticket of {ticket}")
+        newest = max((s.version for t in group.trajectories for s in t.segments), default=0)
+        undone = f"sampled by version {newest}, which a restart has undone"
+        if newest > self._ledger.step and self._ledger.take_back([ticket], undone):
+            self._notify()
+            return
         rewards = [t.reward for t in group.trajectories]
         has_signal = not self._spec.dynamic_sampling or min(rewards) != max(rewards)
-        self._ledger.put(ticket, group.oldest_version, has_signal=has_signal)
-        if has_signal:
-            newest = max((s.version for t in group.trajectories for s in t.segments), default=0)
+        if self._ledger.put(ticket, group.oldest_version, has_signal=has_signal):
             self._stored[group.ordinal] = StoredGroup(group, max(self._ledger.version, newest))
-        await self._notify()
+        self._notify()
 
     async def put_many(self, items: list[tuple[Ticket, TrajectoryGroup]]) -> list[Exception | None]:
         """`put` for each; returns what each raised, in order."""
@@ -106,91 +133,133 @@ class MessageQueue:
         return outcomes
 
     async def nack(self, ticket: Ticket, reason: str) -> bool:
-        """The group raised `reason` (with its traceback). True: it will be issued again."""
+        """The group raised `reason` (with its traceback). False: it has ended `failed`."""
         again = self._ledger.nack(ticket, reason)
-        await self._notify()
+        self._notify()
         return again
+
+    async def take_back_all(self, reason: str) -> int:
+        """The rollouter is gone: all its tickets are issued again. Returns how many."""
+        self._owner += 1
+        count = self._ledger.take_back_all(reason)
+        self._notify()
+        return count
 
     # -- training side -------------------------------------------------------------------------------------------
 
     async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait:
         """The groups that `step` trains, or after `wait_s` why there are none yet.
 
-        Raises RunFailed when more groups failed than the budget allows.
+        Raises RunFailed when more groups failed, or were filtered, than the budget allows.
         """
         deadline = self._clock() + wait_s
         while True:
-            self._check_failures()
-            selection = self._ledger.lease(step)
+            self._budgets.check()
+            expired = self._ledger.counts.expired
+            selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
+            if self._ledger.counts.expired > expired:
+                self._notify()  # slots are free, or tickets cancelled
             if selection.chosen:
-                waited = 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
-                self._overdue_since = None
-                return LeaseManifest(step, tuple(self._summary(o, step) for o in selection.chosen), waited)
+                return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
                 self._overdue_since = self._clock()
             remaining = deadline - self._clock()
             if remaining <= 0:
-                overdue_s = 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
-                return LeaseWait(selection.missing, selection.overdue, overdue_s, self._ledger.counts)
+                return LeaseWait(selection.missing, selection.overdue, self._overdue_s(), self._ledger.counts)
             await self._wait_change(remaining)
 
     async def fetch(self, ordinals: list[int]) -> list[TrajectoryGroup]:
-        """The tokens of leased groups. Raises LedgerError naming an ordinal that is not leased."""
+        """The tokens of leased groups; tokens over the limit are not in the loss mask. Raises LedgerError naming an
+        ordinal that is not leased."""
         for ordinal in ordinals:
-            record = self._ledger.record(ordinal)
-            if record is None or record.state != "leased":
-                raise LedgerError(f"fetch of group {ordinal} refused: it is {record}")
-        return [self._stored[ordinal].group for ordinal in ordinals]
+            if ordinal not in self._leased:
+                raise LedgerError(f"fetch of group {ordinal} refused: it is {self._ledger.record(ordinal)}")
+        return [self._leased[ordinal] for ordinal in ordinals]
 
     async def commit(self, step: int) -> LedgerCounts:
-        for ordinal in self._ledger.commit(step):
-            del self._stored[ordinal]
-        await self._notify()
+        self._ledger.commit(step)
+        self._leased = {}
+        self._notify()
         return self._ledger.counts
 
     async def rollback(self, step: int) -> None:
         self._ledger.rollback(step)
-        await self._notify()
+        self._leased = {}
+        self._notify()
 
     async def published(self, version: int) -> LedgerCounts:
         self._ledger.published(version)
-        await self._notify()
+        self._notify()
         return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
         """True when no group is being generated or could be admitted; False after `wait_s`. A publish that drains
-        waits for it."""
+        waits for it. Raises RunFailed as `lease` does."""
 
         def idle() -> bool:
             return not self._ledger.running() and self._ledger.admissible == 0
 
         await self._wait(idle, wait_s)
+        self._budgets.check()
         return idle()
 
     async def counts(self) -> LedgerCounts:
         return self._ledger.counts
 
+    async def window(self) -> EndShares:
+        """How the last groups ended."""
+        return self._budgets.shares
+
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
-    async def save(self, directory: Path) -> LedgerCounts:
-        """Writes the ledger and the tokens of ready groups below `directory`, as of one moment between two steps."""
-        snapshot = self._ledger.snapshot()
-        groups = [self._stored[r.ordinal] for r in snapshot.records if r.state != "running"]
-        directory.mkdir(parents=True, exist_ok=True)
-        save_groups(directory, [stored.group for stored in groups])
-        data = {"ledger": snapshot.to_json(), "put_versions": [stored.put_version for stored in groups]}
-        (directory / "ledger.json").write_text(json.dumps(data))
-        return snapshot.counts
+    async def capture(self, partials: list[PartialGroup]) -> LedgerCounts:
+        """Keeps, for `save`, what the queue is at this moment between two steps, and of `partials` those whose groups
+        are still running under the same ticket. Short: tokens are not copied."""
+        ledger = self._ledger.snapshot()
+        snapshot = f"{ledger.step}-{secrets.token_hex(4)}"
+        running = {r.ordinal: r for r in ledger.records if r.state == "running"}
+        kept = [
+            p
+            for p in (*partials, *self._partials.values())
+            if (record := running.get(p.ticket.ordinal)) is not None and _continues(p, record, ledger.step)
+        ]
+        self._captured = SavedState(
+            snapshot=snapshot,
+            ledger=ledger,
+            groups=tuple(self._stored[r.ordinal] for r in ledger.records if r.state != "running"),
+            partials=tuple(kept),
+            failed_window=self._budgets.failed.to_text(),
+            filtered_window=self._budgets.filtered.to_text(),
+        )
+        self._events.write("snapshot", snapshot=snapshot, step=ledger.step, counts=asdict(ledger.counts))
+        return ledger.counts
+
+    async def save(self, directory: Path) -> None:
+        """Writes what was captured last below `directory`, while the queue goes on. Raises LedgerError: nothing was
+        captured since the last save."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise LedgerError(f"save to {directory}: capture comes first")
+        await asyncio.to_thread(save_state, directory, captured)
 
     async def load(self, directory: Path) -> LedgerCounts:
-        """Becomes what `save` wrote; groups that were running are issued again."""
-        data = json.loads((directory / "ledger.json").read_text())
-        self._ledger.restore(LedgerSnapshot.from_json(data["ledger"]))
-        groups = load_groups(directory)
-        self._stored = {
-            g.ordinal: StoredGroup(g, version) for g, version in zip(groups, data["put_versions"], strict=True)
+        """Becomes what `capture` kept; groups that were running are issued again, with the tokens that it has."""
+        saved = await asyncio.to_thread(load_state, directory)
+        step, counts = saved.ledger.step, asdict(saved.ledger.counts)
+        self._events.write("restored", snapshot=saved.snapshot, step=step, counts=counts)
+        self._stored = {stored.group.ordinal: stored for stored in saved.groups}
+        self._leased = {}
+        self._overdue_since = None
+        self._budgets.failed.load_text(saved.failed_window)
+        self._budgets.filtered.load_text(saved.filtered_window)
+        partials = {p.ticket.ordinal: p for p in saved.partials}
+        self._ledger.restore(saved.ledger, kept=partials)
+        self._partials = {
+            ordinal: replace(partial, ticket=record.ticket)
+            for ordinal, partial in partials.items()
+            if (record := self._ledger.record(ordinal)) is not None and record.kept
         }
-        await self._notify()
+        self._notify()
         return self._ledger.counts
 
     async def ping(self) -> float:
@@ -200,59 +269,54 @@ class MessageQueue:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _summary(self, ordinal: int, step: int) -> GroupSummary:
-        stored = self._stored[ordinal]
-        trajectories = stored.group.trajectories
-        lag_sum = lag_max = in_flight = trained = 0
-        for trajectory in trajectories:
-            for segment in trajectory.segments:
-                count = int(np.count_nonzero(trajectory.loss_mask[segment.start : segment.stop]))
-                if segment.kind != "policy" or count == 0:
-                    continue
-                trained += count
-                lag_sum += count * (step - segment.version)
-                lag_max = max(lag_max, step - segment.version)
-                in_flight += count * (stored.put_version - segment.version)
-        return GroupSummary(
-            ordinal=ordinal,
-            attempt=stored.group.attempt,
-            lengths=tuple(Lengths(len(t.prompt_ids), len(t.response_ids), t.num_trained_tokens) for t in trajectories),
-            rewards=tuple(t.reward for t in trajectories),
-            lag_sum=lag_sum,
-            lag_max=lag_max,
-            lag_in_flight_sum=in_flight,
-            trained_tokens=trained,
-            segments=sum(len(t.segments) for t in trajectories),
-            interrupted=sum(len({s.version for s in t.segments if s.kind == "policy"}) > 1 for t in trajectories),
-        )
+    def _manifest(self, step: int, ordinals: tuple[int, ...]) -> LeaseManifest:
+        waited = self._overdue_s()
+        self._overdue_since = None
+        policy = self._ledger.policy
+        groups = {o: self._stored[o].group for o in ordinals}
+        if policy.on_overdue == "mask":
+            groups = {o: mask_older(group, policy.oldest_trainable(step)) for o, group in groups.items()}
+        self._leased = groups
+        summaries = (summarize(self._stored[o], groups[o], step=step, max_lag=policy.max_lag) for o in ordinals)
+        return LeaseManifest(step, tuple(summaries), waited)
 
-    def _check_failures(self) -> None:
-        counts, limit = self._ledger.counts, self._spec.max_failed_fraction
-        if counts.ended >= MIN_ENDED_FOR_BUDGET and counts.failed > limit * counts.ended:
-            raise RunFailed(
-                explain(
-                    f"at most {limit:.0%} of the groups may fail (rollout.max_failed_fraction)",
-                    f"{counts.failed} of {counts.ended} ended groups failed",
-                    f"read the tracebacks of the `failed` events in {self._spec.events_path}",
-                )
-            )
+    def _overdue_s(self) -> float:
+        return 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
 
     def _record(self, event: GroupEvent) -> None:
         fields = asdict(event)
         self._events.write("group", transition=fields.pop("kind"), **fields)
+        if event.kind in ("trained", "filtered", "expired", "failed"):
+            self._budgets.add(event.kind)
+            self._stored.pop(event.ordinal, None)
+            self._partials.pop(event.ordinal, None)
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _wait_change(self, wait_s: float) -> None:
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
-            except TimeoutError:
-                pass  # the caller looks again and reports that it waited in vain
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass  # the caller looks again and reports that it waited in vain
 
     async def _wait(self, condition: Callable[[], bool], wait_s: float) -> None:
         deadline = self._clock() + wait_s
         while not condition() and (remaining := deadline - self._clock()) > 0:
             await self._wait_change(remaining)
+
+
+def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
+    """Whether `partial` holds tokens of the running group that `record` is, none older or younger than they may be."""
+    if partial.ticket != record.ticket or not (record.issued or record.kept):
+        return False
+    segments = [
+        s
+        for t in partial.trajectories
+        for holder in ((t.done,) if t.done else t.calls)
+        for s in holder.segments
+        if s.kind == "policy"
+    ]
+    return bool(segments) and all(record.version <= s.version <= step for s in segments)

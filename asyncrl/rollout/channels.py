@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.remote import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, reply
+import ray
+
+from asyncrl.remote import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, ended, reply
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
-from asyncrl.types import GenerationRequest, Ticket, TokenChunk, TrajectoryGroup
+from asyncrl.types import Admission, GenerationRequest, PartialGroup, Ticket, TokenChunk, TrajectoryGroup
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
@@ -44,7 +46,7 @@ class QueueChannel:
         self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
 
-    async def admit(self, limit: int, wait_s: float) -> list[Ticket]:
+    async def admit(self, limit: int, wait_s: float) -> Admission:
         call = self._handle.admit.remote(limit, wait_s)
         return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="admit", process=MESSAGE_QUEUE)
 
@@ -62,7 +64,10 @@ class QueueChannel:
     async def _send(self) -> None:
         """Sends until nothing waits; every put learns its own outcome."""
         while self._waiting:
-            batch, self._waiting = self._waiting, []
+            waiting, self._waiting = self._waiting, []
+            batch = [put for put in waiting if not put[2].cancelled()]  # others are of groups that were given up
+            if not batch:
+                continue
             put = f"put({len(batch)} groups)"
             try:
                 call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
@@ -80,33 +85,54 @@ class QueueChannel:
 
 
 class RolloutControl:
-    """The coordinator's side of the rollouter over its Ray actor handle."""
+    """One rollouter over its Ray actor handle; `client_id` is its name among the clients of the replicas."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, client_id: str) -> None:
         self.handle = handle
+        self._client_id = client_id
 
     async def start(self, timeout_s: float) -> RolloutStats:
         return await reply(self.handle.start.remote(), timeout_s=timeout_s, call="start", process=ROLLOUTER)
 
     async def run(self) -> None:
         """Returns when the rollouter was stopped; raises what ended it. Waits as long as the run lasts: the health
-        watch of the coordinator is its deadline."""
+        watch of the coordinator, through the supervisor, is its deadline."""
         await reply(self.handle.run.remote(), timeout_s=FOREVER_S, call="run", process=ROLLOUTER)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
         call = self.handle.evaluate.remote(name, seed)
         return await reply(call, timeout_s=timeout_s, call=f"evaluate({name})", process=ROLLOUTER)
 
-    async def add_replica(self, replica_id: int, channel: ReplicaActorChannel) -> None:
-        call = self.handle.add_replica.remote(replica_id, channel)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"add_replica({replica_id})", process=ROLLOUTER)
+    async def add_replica(self, replica_id: int, replica: Any, version: int | None = None) -> None:
+        """`replica`: the control of its process."""
+        channel = ReplicaActorChannel(replica_id, replica.handle, self._client_id)
+        await self._call(f"add_replica({replica_id})", self.handle.add_replica.remote(replica_id, channel, version))
 
     async def remove_replica(self, replica_id: int) -> None:
-        call = self.handle.remove_replica.remote(replica_id)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"remove_replica({replica_id})", process=ROLLOUTER)
+        await self._call(f"remove_replica({replica_id})", self.handle.remove_replica.remote(replica_id))
+
+    async def hold(self, replica_ids: list[int]) -> None:
+        await self._call(f"hold({replica_ids})", self.handle.hold.remote(replica_ids))
+
+    async def release(self, replica_ids: list[int], version: int | None) -> None:
+        await self._call(f"release({replica_ids})", self.handle.release.remote(replica_ids, version))
+
+    async def partials(self, timeout_s: float) -> list[PartialGroup]:
+        return await self._call("partials", self.handle.partials.remote(), timeout_s)
 
     async def stats(self, timeout_s: float) -> RolloutStats:
         return await reply(self.handle.stats.remote(), timeout_s=timeout_s, call="stats", process=ROLLOUTER)
 
     async def stop(self, timeout_s: float) -> None:
         await reply(self.handle.stop.remote(), timeout_s=timeout_s, call="stop", process=ROLLOUTER)
+
+    def kill(self) -> None:
+        """Ends the process, also a stopped one. Idempotent."""
+        ray.kill(self.handle)
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
+        await ended(self.handle.stats.remote, timeout_s=timeout_s, process=ROLLOUTER)
+
+    async def _call(self, call: str, ref: ray.ObjectRef, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        return await reply(ref, timeout_s=timeout_s, call=call, process=ROLLOUTER)

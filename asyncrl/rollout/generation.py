@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.rollout.draft import Draft, Generation
 from asyncrl.rollout.router import Router
-from asyncrl.types import FinishReason, GenerationRequest, SamplingParams, Segment, TokenChunk
+from asyncrl.types import FinishReason, GenerationRequest, SamplingParams, TokenChunk
+
+__all__ = ["Draft", "Generation", "GenerationClient", "OnChunk", "ReplicaChannel"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +43,6 @@ OnChunk = Callable[[TokenChunk, int], bool | None]
 caller has enough of this response. Must be quick and not raise."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """One response. `token_ids` [T] int32, `logprobs` [T] float32, `segments` tile `[0, T)`; `interruptions` counts
-    the times it was aborted by a publish or lost its replica, and resumed. `cached_tokens`: of the prompt, those that
-    the first replica to finish an attempt found in its KV cache."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    segments: tuple[Segment, ...]
-    finish_reason: FinishReason
-    interruptions: int
-    cached_tokens: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Link:
     """A replica as long as it lives: one that was lost and comes back under the same id is another link."""
@@ -68,12 +57,13 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request in flight and what has been streamed of it."""
+    """A request in flight; what is streamed of it goes to the draft of its response."""
 
     link: _Link
+    draft: Draft
     on_chunk: OnChunk | None = None
-    chunks: list[TokenChunk] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: FinishReason | None = None
     failure: Exception | None = None
     enough: bool = False
 
@@ -119,17 +109,19 @@ class GenerationClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._collectors: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reprefilled_tokens = 0
+        """Tokens of prompts and responses that were sent again because of interruptions."""
         for replica_id, channel in replicas.items():
             self.add_replica(replica_id, channel)
 
-    def add_replica(self, replica_id: int, channel: ReplicaChannel) -> None:
+    def add_replica(self, replica_id: int, channel: ReplicaChannel, version: int | None = None) -> None:
         """Sends requests to this replica from now on: a new one, or one that was lost and is back. One that still
-        counts as serving under this id is replaced; its requests resume."""
+        counts as serving under this id is replaced; its requests resume. `version`: what it serves, where known."""
         if (former := self._links.get(replica_id)) is not None:
             self._detach(former, "it was replaced")
         link = self._links[replica_id] = _Link(replica_id, channel)
         self._added.set()
-        self._router.add(replica_id)
+        self._router.add(replica_id, version)
         collector = asyncio.create_task(self._collect(link), name=f"collect from replica {replica_id}")
         self._collectors.add(collector)
         collector.add_done_callback(self._collector_ended)
@@ -139,6 +131,15 @@ class GenerationClient:
         Does nothing when it was lost already."""
         if (link := self._links.get(replica_id)) is not None:
             self._lose(link, reason)
+
+    def hold(self, replica_ids: Iterable[int]) -> None:
+        """Sends no new request to these until they are released, while others are there; what they work on stays."""
+        for replica_id in replica_ids:
+            self._router.hold(replica_id)
+
+    def release(self, replica_id: int, version: int | None) -> None:
+        """Sends requests to this replica again, which serves `version` now (None: the same as before)."""
+        self._router.release(replica_id, version)
 
     @property
     def loads(self) -> dict[int, int]:
@@ -154,6 +155,7 @@ class GenerationClient:
         seed: int = 0,
         prefix: Sequence[int] = (),
         on_chunk: OnChunk | None = None,
+        draft: Draft | None = None,
     ) -> Generation:
         """Returns the whole response, resumed as often as it was interrupted.
 
@@ -162,29 +164,31 @@ class GenerationClient:
             prefix: `router.prefix_blocks` of the prompt, where requests should follow the prefix cache without one.
             on_chunk: is handed the tokens as they arrive. Where it says that they are enough, the replica is told to
                 stop and the response ends with finish_reason "stop" and all tokens that had been sampled.
+            draft: where the tokens are kept while they arrive, for a caller that wants to see them at any moment. One
+                with a prior is a response that goes on: its tokens count against `sampling.max_tokens`.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
-        chunks: list[tuple[TokenChunk, int]] = []
+        draft = Draft() if draft is None else draft
+        complete = draft.complete(sampling, None) if draft.num_tokens else None
         interruptions = lost = 0
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                while True:
-                    num_tokens = sum(len(chunk.token_ids) for chunk, _ in chunks)
+                while complete is None:
                     request = GenerationRequest(
                         request_id=f"{self._name}-{next(self._numbers):012d}",
-                        prompt_ids=np.concatenate([prompt_ids, *(chunk.token_ids for chunk, _ in chunks)]),
-                        sampling=_remaining(sampling, num_tokens),
+                        prompt_ids=np.concatenate([prompt_ids, draft.token_ids]) if draft.num_tokens else prompt_ids,
+                        sampling=_remaining(sampling, draft.num_tokens),
                         seed=seed,
-                        first_position=num_tokens,
+                        first_position=draft.num_tokens,
                         session_id=session_id,
                     )
-                    attempt = await self._attempt(request, prefix, on_chunk)
-                    chunks += [(chunk, attempt.replica_id) for chunk in attempt.chunks]
-                    reason = attempt.chunks[-1].finish_reason if attempt.chunks else "abort"
-                    complete = "stop" if attempt.enough else _complete(chunks, sampling, reason)
+                    if interruptions:
+                        self.reprefilled_tokens += len(request.prompt_ids)
+                    attempt = await self._attempt(request, draft, prefix, on_chunk)
+                    complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
                     if complete is not None:
-                        return _assemble(chunks, complete, interruptions)
+                        break
                     interruptions += 1
                     lost += attempt.link.lost
                     if lost >= self._max_lost:
@@ -194,6 +198,7 @@ class GenerationClient:
             raise
         except TimeoutError as e:
             raise GenerationError(f"a response was not finished within {self._request_timeout_s} s") from e
+        return draft.generation(complete, interruptions)
 
     @property
     def in_flight(self) -> int:
@@ -215,7 +220,7 @@ class GenerationClient:
         self._ended.cancel()
 
     async def _attempt(
-        self, request: GenerationRequest, prefix: Sequence[int] = (), on_chunk: OnChunk | None = None
+        self, request: GenerationRequest, draft: Draft, prefix: Sequence[int], on_chunk: OnChunk | None
     ) -> _Pending:
         while not self._links:
             if not self._waits_for_replacements:
@@ -224,7 +229,7 @@ class GenerationClient:
             await self._added.wait()
         link = self._links[self._router.pick(request.session_id, prefix)]
         link.in_flight += 1
-        pending = self._pending[request.request_id] = _Pending(link, on_chunk)
+        pending = self._pending[request.request_id] = _Pending(link, draft, on_chunk)
         self._enqueue(link, request)
         try:
             await pending.done.wait()
@@ -315,13 +320,14 @@ class GenerationClient:
             return
         if pending.link.lost:
             return  # its attempt has ended with what had arrived before
-        pending.chunks.append(chunk)
+        pending.draft.add(chunk, pending.replica_id)
         wanted = pending.on_chunk is not None and not pending.enough and len(chunk.token_ids) > 0
         if wanted and pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id):
             pending.enough = True
             if chunk.finish_reason is None:
                 self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
         if chunk.finish_reason is not None:
+            pending.reason = chunk.finish_reason
             pending.done.set()
 
     def _fail(self, request_id: str, failure: Exception) -> None:
@@ -355,44 +361,3 @@ def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
     """What is left to sample after `num_tokens` tokens."""
     max_tokens, min_tokens = sampling.max_tokens - num_tokens, max(0, sampling.min_tokens - num_tokens)
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
-
-
-def _complete(
-    chunks: list[tuple[TokenChunk, int]], sampling: SamplingParams, reason: FinishReason | None
-) -> FinishReason | None:
-    """The finish reason of the whole response, or None while it must be resumed.
-
-    An attempt can be aborted after its last token was sampled but before its end was seen.
-    """
-    if reason not in (None, "abort"):
-        return reason
-    tokens = [chunk.token_ids for chunk, _ in chunks if len(chunk.token_ids)]
-    if tokens and int(tokens[-1][-1]) in sampling.stop_token_ids:
-        return "stop"
-    return "length" if sum(map(len, tokens)) >= sampling.max_tokens else None
-
-
-def _assemble(chunks: list[tuple[TokenChunk, int]], reason: FinishReason, interruptions: int) -> Generation:
-    segments: list[Segment] = []
-    at = begun = 0
-    source: tuple[int, int] | None = None
-    for chunk, replica_id in chunks:
-        if len(chunk.token_ids) == 0:
-            continue
-        if source is not None and source != (chunk.version, replica_id):
-            segments.append(Segment(begun, at, *source))
-            begun = at
-        source = chunk.version, replica_id
-        at += len(chunk.token_ids)
-    if source is not None:
-        segments.append(Segment(begun, at, *source))
-    cached = next((chunk.cached_tokens for chunk, _ in chunks if chunk.finish_reason is not None), 0)
-    empty_ids, empty_logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Generation(
-        token_ids=np.concatenate([empty_ids, *(chunk.token_ids for chunk, _ in chunks)]),
-        logprobs=np.concatenate([empty_logprobs, *(chunk.logprobs for chunk, _ in chunks)]),
-        segments=tuple(segments),
-        finish_reason=reason,
-        interruptions=interruptions,
-        cached_tokens=cached,
-    )

@@ -1,9 +1,9 @@
 """The rollouter: runs environments over many groups at once. Runs as a Ray actor.
 
-Consumes: tickets of the message queue.   Produces: one `put` or `nack` per ticket.
-Waits for: admission (bounded long polls), responses of replicas, rewards (each with a deadline).
+Consumes: tickets of the message queue.   Produces: one `put` or `nack` per ticket that is not cancelled.
+Waits for: admission (bounded long polls), responses of replicas, rewards, environments (each with a deadline).
 Unblocked by: a publish that frees slots; tokens streamed by replicas.
-Stops when: `stop` is called, or a loop of it dies: `run` then raises and the coordinator ends the run.
+Stops when: `stop` is called, or a loop of it dies: `run` then raises. `rollout.supervisor` replaces one that died.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import json
 import logging
 import os
-import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,13 +23,22 @@ import numpy as np
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import RenderedPrompts, load_tokenizer, stop_token_ids
 from asyncrl.environments import Environment, Session, Task, build_environment
-from asyncrl.errors import DeadlineExceeded, GenerationError
-from asyncrl.rewards import RewardFunction, RewardResult, build_reward
-from asyncrl.rollout.generation import Generation, GenerationClient, ReplicaChannel
-from asyncrl.types import SamplingParams, Ticket, Trajectory, TrajectoryGroup
+from asyncrl.errors import DeadlineExceeded, GenerationError, LedgerError, explain
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
+from asyncrl.rollout.records import QuarantineFile, SampleFile
+from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
+from asyncrl.types import (
+    Admission,
+    PartialGroup,
+    PartialTrajectory,
+    SamplingParams,
+    Ticket,
+    Trajectory,
+    TrajectoryGroup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,30 +47,35 @@ T = TypeVar("T")
 ADMIT_WAIT_S = 1.0
 EVAL_CONCURRENCY = 256
 MAX_REASON_CHARS = 8000
+CANCEL_WAIT_S = 30.0
+"""Longest that a put which the queue has refused waits for the news that its ticket was cancelled."""
 
 
 class TicketSource(Protocol):
     """The rollout side of the message queue."""
 
-    async def admit(self, limit: int, wait_s: float) -> list[Ticket]: ...
+    async def admit(self, limit: int, wait_s: float) -> Admission: ...
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None: ...
     async def nack(self, ticket: Ticket, reason: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """`train` and `held_out`: the prompts, rendered. `samples_path`: where a few trajectories per version go."""
+    """`train` and `held_out`: the prompts, rendered. `samples_path`: where a few trajectories per version go;
+    `quarantine_path`: where the prompts go whose groups end `failed`."""
 
     recipe: Recipe
     train: RenderedPrompts
     held_out: Mapping[str, RenderedPrompts]
     samples_path: Path
+    quarantine_path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
     """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
-    this process."""
+    this process. Since its start: `reprefilled_tokens`, of prompts and responses, were sent again because a request was
+    interrupted; `cancelled_groups` were given up because the queue had ended them."""
 
     pid: int
     groups: int
@@ -73,6 +84,8 @@ class RolloutStats:
     rows: int
     dropped_rows: int
     cpu_s: float
+    reprefilled_tokens: int = 0
+    cancelled_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,56 +103,39 @@ class EvalResult:
     num_failed: int
 
 
-class RolloutSession:
-    """The session that one trajectory's environment gets."""
-
-    def __init__(self, rollouter: Rollouter, sampling: SamplingParams, session_id: str, seed: int) -> None:
-        self._rollouter = rollouter
-        self._sampling = sampling
-        self._session_id = session_id
-        self._seed = seed
-        self._calls = 0
-
-    async def generate(self, prompt_ids: np.ndarray) -> Generation:
-        seed = self._seed + self._calls  # each turn draws from a stream of its own
-        self._calls += 1
-        return await self._rollouter.client.generate(prompt_ids, self._sampling, session_id=self._session_id, seed=seed)
-
-    def decode(self, token_ids: np.ndarray) -> str:
-        return self._rollouter.decode(token_ids)
-
-    async def reward(self, response: str, row: PromptRow) -> RewardResult:
-        return await self._rollouter.score(response, row)
-
-
 class Rollouter:
     """Args:
     queue: the rollout side of the message queue.
-    replicas: channel of every replica, by id.
+    replicas: channel of every replica that serves, by id; others come with `add_replica`.
+    client_id: names this incarnation among all clients of the replicas.
     """
 
-    def __init__(self, spec: RolloutSpec, queue: TicketSource, replicas: Mapping[int, ReplicaChannel]) -> None:
+    def __init__(
+        self, spec: RolloutSpec, queue: TicketSource, replicas: Mapping[int, ReplicaChannel], client_id: str
+    ) -> None:
         self._recipe = recipe = spec.recipe
         self._prompts = spec.train
         self._held_out = spec.held_out
         self._stream = PromptStream(len(spec.train.rows), recipe.run.seed, recipe.data.shuffle)
         self._queue = queue
         self._replicas = replicas
-        self._samples = _SampleFile(spec.samples_path, recipe.observability.samples_per_step)
-        self._groups: set[asyncio.Task[None]] = set()
+        self._client_id = client_id
+        self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step)
+        self._quarantine = QuarantineFile(spec.quarantine_path)
+        rollout = recipe.rollout
+        self._rewards = RewardPool(rollout.reward, rollout.reward_workers, rollout.reward_timeout_s)
+        self._groups: dict[tuple[int, int], RunningGroup] = {}
+        self._cancelled = 0
         self._failure: asyncio.Future[None] | None = None
-        self._reward_threads = _reward_threads()
         self.client: GenerationClient
-        self.decode: Callable[[np.ndarray], str]
-        self._reward: RewardFunction
+        self._tools: SessionTools
         self._environment: Environment
         self._sampling: SamplingParams
 
     async def start(self) -> RolloutStats:
-        """Loads the tokenizer and connects to the replicas. Raises ConfigError."""
+        """Loads the tokenizer, starts the reward processes and connects to the replicas. Raises ConfigError."""
         recipe, rollout = self._recipe, self._recipe.rollout
         tokenizer = load_tokenizer(recipe.model)
-        self.decode = lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
         self._sampling = SamplingParams(
             temperature=rollout.sampling.temperature,
             top_p=rollout.sampling.top_p,
@@ -148,15 +144,20 @@ class Rollouter:
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
         )
         self._environment = build_environment(rollout.environment)
-        self._reward = build_reward(rollout.reward)
+        await self._rewards.start()
         self._failure = asyncio.get_running_loop().create_future()
         self.client = GenerationClient(
-            f"rollouter-{os.getpid()}",
+            f"{self._client_id}-{os.getpid()}",
             self._replicas,
             request_timeout_s=rollout.request_timeout_s,
             poll_interval_s=rollout.poll_interval_s,
             waits_for_replacements=True,
             max_lost=recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
+        )
+        self._tools = SessionTools(
+            self.client,
+            lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
+            self._rewards.score,
         )
         # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
         # again took a fifth of this process's time.
@@ -177,13 +178,27 @@ class Rollouter:
             for loop in loops:
                 loop.cancel()
 
-    async def add_replica(self, replica_id: int, channel: ReplicaChannel) -> None:
-        """Sends requests to a replica again that had been lost and was replaced."""
-        self.client.add_replica(replica_id, channel)
+    async def add_replica(self, replica_id: int, channel: ReplicaChannel, version: int | None = None) -> None:
+        """Sends requests to a replica from now on, a new one or one that had been lost; it serves `version`."""
+        self.client.add_replica(replica_id, channel, version)
 
     async def remove_replica(self, replica_id: int) -> None:
         """Sends nothing to a replica any more that has failed; its requests resume elsewhere."""
         self.client.remove_replica(replica_id, "it is replaced")
+
+    async def hold(self, replica_ids: list[int]) -> None:
+        """Sends no new request to these replicas, which are about to get new weights, while others serve."""
+        self.client.hold(replica_ids)
+
+    async def release(self, replica_ids: list[int], version: int | None) -> None:
+        """Sends requests to these replicas again; they serve `version` now (None: the same as before)."""
+        for replica_id in replica_ids:
+            self.client.release(replica_id, version)
+
+    async def partials(self) -> list[PartialGroup]:
+        """Every running group of which there is a token, as it is at this moment."""
+        found = (running.partial() for running in self._groups.values())
+        return [partial for partial in found if partial.num_tokens]
 
     async def evaluate(self, name: str, seed: int) -> EvalResult:
         """One response to every prompt of a held-out set, by whatever version the replicas serve now."""
@@ -197,10 +212,10 @@ class Rollouter:
 
         async def one(index: int) -> Trajectory | Exception:
             async with slots:
-                session = RolloutSession(self, sampling, "", _seed(seed, index))
+                session = RolloutSession(self._tools, sampling, "", _seed(seed, index))
                 task = Task(prompts.rows[index], prompts.prompt_ids[index], index, 0)
                 try:
-                    return await self._environment.run(task, session)
+                    return await self._trajectory(task, session)
                 except Exception as e:  # noqa: BLE001 - task boundary: one prompt of an evaluation, counted as failed
                     logger.warning("evaluation of %s failed on %s: %r", name, prompts.rows[index].origin, e)
                     return e
@@ -220,17 +235,6 @@ class Rollouter:
             num_failed=len(outcomes) - len(trajectories),
         )
 
-    async def score(self, response: str, row: PromptRow) -> RewardResult:
-        timeout_s = self._recipe.rollout.reward_timeout_s
-        call = asyncio.get_running_loop().run_in_executor(self._reward_threads, self._reward, response, row)
-        try:
-            return await asyncio.wait_for(call, timeout_s)
-        except TimeoutError:
-            # The thread of a reward that hangs cannot be killed: it is left behind, and the others get new ones.
-            self._reward_threads.shutdown(wait=False, cancel_futures=False)
-            self._reward_threads = _reward_threads()
-            raise DeadlineExceeded(f"the reward of {row.origin} took more than {timeout_s} s") from None
-
     async def stats(self) -> RolloutStats:
         cpu = os.times()
         requests = self.client.in_flight
@@ -243,6 +247,8 @@ class Rollouter:
             rows=len(self._prompts.rows),
             dropped_rows=dropped,
             cpu_s=cpu.user + cpu.system,
+            reprefilled_tokens=self.client.reprefilled_tokens,
+            cancelled_groups=self._cancelled,
         )
 
     async def stop(self) -> None:
@@ -250,91 +256,113 @@ class Rollouter:
             return  # it has not started
         if not self._failure.done():
             self._failure.set_result(None)
-        for task in list(self._groups):
+        tasks = [running.task for running in self._groups.values() if running.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._groups, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
-        self._reward_threads.shutdown(wait=False, cancel_futures=True)
+        await self._rewards.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
         while True:
-            for ticket in await self._queue.admit(self._recipe.batch.groups_per_step, ADMIT_WAIT_S):
-                task = asyncio.create_task(self._group(ticket), name=f"group {ticket.ordinal}.{ticket.attempt}")
-                self._groups.add(task)
-                task.add_done_callback(self._group_done)
+            admission = await self._queue.admit(self._recipe.batch.groups_per_step, ADMIT_WAIT_S)
+            for ticket in admission.cancelled:
+                self._cancel(ticket)
+            partials = {_key(partial.ticket): partial.trajectories for partial in admission.partials}
+            for ticket in admission.tickets:
+                self._begin(ticket, partials.get(_key(ticket), ()))
 
-    def _group_done(self, task: asyncio.Task[None]) -> None:
-        self._groups.discard(task)
+    def _begin(self, ticket: Ticket, partials: Sequence[PartialTrajectory]) -> None:
+        size = self._recipe.batch.group_size
+        begun = (*partials, *[PartialTrajectory()] * size)[:size]
+        seeds = [_seed(self._recipe.run.seed, ticket.ordinal, ticket.attempt, i) for i in range(size)]
+        running = RunningGroup(
+            ticket,
+            tuple(
+                RolloutSession(self._tools, self._sampling, f"group-{ticket.ordinal}", seed, partial.calls)
+                for seed, partial in zip(seeds, begun, strict=True)
+            ),
+            [partial.done for partial in begun],
+        )
+        self._groups[_key(ticket)] = running
+        running.task = asyncio.create_task(self._group(running), name=f"group {ticket.ordinal}.{ticket.attempt}")
+        running.task.add_done_callback(lambda task: self._group_done(ticket, task))
+
+    def _cancel(self, ticket: Ticket) -> None:
+        """Its group has ended: nothing of it is put, and the replicas are told to stop working on it."""
+        running = self._groups.get(_key(ticket))
+        if running is not None and running.task is not None:
+            self._cancelled += 1
+            running.task.cancel()
+
+    def _group_done(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
+        del self._groups[_key(ticket)]
         failure = self._failure
         if failure is not None and not failure.done() and not task.cancelled() and (error := task.exception()):
             failure.set_exception(error)
 
-    async def _group(self, ticket: Ticket) -> None:
+    async def _group(self, running: RunningGroup) -> None:
+        ticket = running.ticket
+        row = self._prompts.rows[self._stream.row_index(ticket.ordinal)]
         try:
-            group = await self._generate(ticket)
+            group = await self._generate(running)
         except Exception as e:  # noqa: BLE001 - task boundary: whatever the environment or reward raised fails the group
             logger.warning("group %d attempt %d failed: %r", ticket.ordinal, ticket.attempt, e)
-            await self._queue.nack(ticket, traceback.format_exc()[-MAX_REASON_CHARS:])
+            reason = traceback.format_exc()[-MAX_REASON_CHARS:]
+            again = await _unless_cancelled(self._queue.nack(ticket, reason))
+            if not again:
+                self._quarantine.add(ticket, row, reason)
             return
-        await self._queue.put(ticket, group)
-        row = self._prompts.rows[self._stream.row_index(ticket.ordinal)]
-        self._samples.offer(group, ticket, row, self.decode)
+        await _unless_cancelled(self._queue.put(ticket, group))
+        self._samples.offer(group, ticket, row, self._tools.decode)
 
-    async def _generate(self, ticket: Ticket) -> TrajectoryGroup:
+    async def _generate(self, running: RunningGroup) -> TrajectoryGroup:
+        ticket, done = running.ticket, running.done
         index = self._stream.row_index(ticket.ordinal)
         row, prompt_ids = self._prompts.rows[index], self._prompts.prompt_ids[index]
 
-        def one(i: int) -> Coroutine[Any, Any, Trajectory]:
-            seed = _seed(self._recipe.run.seed, ticket.ordinal, ticket.attempt, i)
-            session: Session = RolloutSession(self, self._sampling, f"group-{ticket.ordinal}", seed)
-            return self._environment.run(Task(row, prompt_ids, ticket.ordinal, i), session)
+        async def one(i: int) -> Trajectory:
+            trajectory = done[i]
+            if trajectory is None:
+                task = Task(row, prompt_ids, ticket.ordinal, i)
+                trajectory = done[i] = (await self._trajectory(task, running.sessions[i])).normalized()
+            return trajectory
 
-        trajectories = await _all(one(i) for i in range(self._recipe.batch.group_size))
-        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(t.normalized() for t in trajectories)).validate()
+        trajectories = await _all(one(i) for i in range(len(done)))
+        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
         longest, limit = max(map(len_of, trajectories)), self._recipe.trainer.max_tokens_per_microbatch
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
 
-
-class _SampleFile:
-    """Writes the first trajectories of each admission version, decoded, one JSON object a line."""
-
-    def __init__(self, path: Path, per_version: int) -> None:
-        self._path = path
-        self._per_version = per_version
-        self._version, self._written = -1, 0
-
-    def offer(
-        self, group: TrajectoryGroup, ticket: Ticket, row: PromptRow, decode: Callable[[np.ndarray], str]
-    ) -> None:
-        if ticket.version > self._version:
-            self._version, self._written = ticket.version, 0
-        if ticket.version < self._version:
-            return
-        trajectories = group.trajectories[: max(0, self._per_version - self._written)]
-        self._written += len(trajectories)
-        for trajectory in trajectories:
-            record = {
-                "time_s": time.time(),
-                "ordinal": group.ordinal,
-                "attempt": group.attempt,
-                "prompt": row.messages[-1].content,
-                "response": decode(trajectory.response_ids),
-                "ground_truth": row.ground_truth,
-                "reward": trajectory.reward,
-                "finish_reason": trajectory.finish_reason,
-                "segments": [[s.start, s.stop, s.version, s.replica_id] for s in trajectory.segments],
-            }
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+    async def _trajectory(self, task: Task, session: Session) -> Trajectory:
+        """What the environment makes of `task`. Raises what it raises; DeadlineExceeded: it took too long."""
+        rollout = self._recipe.rollout
+        deadline = asyncio.timeout(rollout.trajectory_timeout_s)
+        try:
+            async with deadline:
+                return await self._environment.run(task, session)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(
+                explain(
+                    f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
+                    f"environment {rollout.environment} took more than {rollout.trajectory_timeout_s:g} s",
+                    "see what it waits for, or raise rollout.trajectory_timeout_s",
+                )
+            ) from None
 
 
 def is_correct(trajectory: Trajectory) -> bool:
     """The reward's own part `correct` where it reports one, else a positive reward."""
     return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
+
+
+def _key(ticket: Ticket) -> tuple[int, int]:
+    return ticket.ordinal, ticket.attempt
 
 
 def len_of(trajectory: Trajectory) -> int:
@@ -352,8 +380,14 @@ async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def _reward_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="reward")
+async def _unless_cancelled(call: Awaitable[T]) -> T:
+    """Awaits a put or a nack. One that the queue refuses may be of a ticket that it has just cancelled: the next
+    admission says so, and cancels the task that waits here. Raises LedgerError when it does not."""
+    try:
+        return await call
+    except LedgerError:
+        await asyncio.sleep(CANCEL_WAIT_S)
+        raise
 
 
 def _seed(*words: int) -> int:

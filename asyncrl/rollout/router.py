@@ -15,6 +15,9 @@ BLOCK_TOKENS = 16
 
 _FINE_BLOCKS = 32
 
+_NEWEST, _OLDER, _HELD = range(3)
+"""Tiers of replicas: those of the newest version that requests are sent to, those of older ones, and held ones."""
+
 
 def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
     """Numbers that stand for beginnings of `prompt_ids` ([P] int32), shortest first, each a multiple of BLOCK_TOKENS
@@ -43,7 +46,11 @@ class Router:
     In this order: the replica of the session; the replica that most recently served the longest prefix of the prompt;
     the replica with the fewest requests. The first two are left when they have too many requests more than the last.
 
-    A pick costs O(log replicas + blocks): loads live in a heap whose outdated entries are skipped.
+    All of this among replicas of one version. While a rolling publish goes on there are more: held replicas get
+    nothing (unless all are held), and of the others the newest version is taken, as long as none of its replicas would
+    have more than one request over twice those of the least loaded older one.
+
+    A pick costs O(log replicas + blocks): loads live in heaps whose outdated entries are skipped.
 
     Args:
         max_sessions: sessions that are remembered, the least recently used forgotten first.
@@ -62,7 +69,12 @@ class Router:
         max_prefix_imbalance: int = 8,
     ) -> None:
         self._loads: dict[int, int] = {}
-        self._heap: list[tuple[int, int, int]] = []
+        self._versions: dict[int, int] = {}
+        self._newest = -1
+        self._held: set[int] = set()
+        self._tiers: dict[int, int] = {}
+        self._mixed = False
+        self._heaps: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
         self._latest: dict[int, int] = {}
         self._changes = 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -72,17 +84,36 @@ class Router:
         self._max_imbalance = max_imbalance
         self._max_prefix_imbalance = max_prefix_imbalance
 
-    def add(self, replica_id: int) -> None:
+    def add(self, replica_id: int, version: int | None = None) -> None:
+        """Sends requests to it. `version`: what it serves; None, unknown, counts as the newest."""
         self._loads[replica_id] = 0
-        self._push(replica_id)
+        self._versions[replica_id] = max(self._versions.values(), default=-1) if version is None else version
+        self._held.discard(replica_id)
+        self._sort(replica_id)
 
     def remove(self, replica_id: int) -> None:
         """Sends nothing to it any more and forgets what its cache held. Costs O(sessions + blocks)."""
         if self._loads.pop(replica_id, None) is None:
             return
-        del self._latest[replica_id]
+        del self._latest[replica_id], self._versions[replica_id], self._tiers[replica_id]
+        self._held.discard(replica_id)
+        self._sort()
         self._sessions = OrderedDict((s, r) for s, r in self._sessions.items() if r != replica_id)
         self._blocks = OrderedDict((b, r) for b, r in self._blocks.items() if r != replica_id)
+
+    def hold(self, replica_id: int) -> None:
+        """Sends nothing new to it until `release`, unless every replica is held. Unknown ones are ignored."""
+        if replica_id in self._loads:
+            self._held.add(replica_id)
+            self._sort(replica_id)
+
+    def release(self, replica_id: int, version: int | None) -> None:
+        """Sends requests to it again; it serves `version` now (None: the same as before). Unknown ones are ignored."""
+        if replica_id in self._loads:
+            self._held.discard(replica_id)
+            if version is not None:
+                self._versions[replica_id] = version
+            self._sort(replica_id)
 
     @property
     def loads(self) -> dict[int, int]:
@@ -98,9 +129,10 @@ class Router:
 
         Raises GenerationError: no replica is left.
         """
-        least = self._least_loaded()
-        chosen = least
-        if (session_id or prefix) and (home := self._home(session_id, prefix, self._loads[least])) is not None:
+        chosen, limit = self._mixed_least() if self._mixed else (self._least(_NEWEST), None)
+        if chosen is None:
+            raise GenerationError("no replica is serving: all of them have stopped")
+        if (session_id or prefix) and (home := self._home(session_id, prefix, chosen, limit)) is not None:
             chosen = home
         if session_id:
             self._sessions[session_id] = chosen
@@ -119,17 +151,22 @@ class Router:
             self._loads[replica_id] -= 1
             self._push(replica_id)
 
-    def _home(self, session_id: str, prefix: Sequence[int], least_load: int) -> int | None:
-        """Where the request's tokens are likely cached, unless that replica is overloaded."""
+    def _home(self, session_id: str, prefix: Sequence[int], least: int, limit: int | None) -> int | None:
+        """Where the request's tokens are likely cached, unless that replica is overloaded (has more than `limit`, or
+        too many more than `least`) or of another tier."""
         if session_id and (home := self._sessions.get(session_id)) is not None:
-            if self._loads[home] - least_load <= self._max_imbalance:
-                return home
-            return None
+            return home if self._fits(home, least, self._max_imbalance, limit) else None
         blocks = self._blocks
         for block in reversed(prefix):
             if (home := blocks.get(block)) is not None:
-                return home if self._loads[home] - least_load <= self._max_prefix_imbalance else None
+                return home if self._fits(home, least, self._max_prefix_imbalance, limit) else None
         return None
+
+    def _fits(self, home: int, least: int, imbalance: int, limit: int | None) -> bool:
+        load = self._loads[home]
+        if load - self._loads[least] > imbalance:
+            return False
+        return not self._mixed or (self._tiers[home] == self._tiers[least] and (limit is None or load <= limit))
 
     def _remember(self, prefix: Sequence[int], replica_id: int) -> None:
         """Later blocks are forgotten before those that they build on."""
@@ -140,19 +177,44 @@ class Router:
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
 
+    def _sort(self, replica_id: int | None = None) -> None:
+        """Puts this replica, or all when there is another newest version, where it belongs. O(replicas)."""
+        newest = max((v for i, v in self._versions.items() if i not in self._held), default=-1)
+        moved = () if replica_id is None else (replica_id,)
+        if newest != self._newest:
+            self._newest, moved = newest, tuple(self._loads)
+        for i in moved:
+            self._tiers[i] = _HELD if i in self._held else _NEWEST if self._versions[i] == newest else _OLDER
+            self._push(i)
+        self._mixed = any(self._tiers.values())
+
     def _push(self, replica_id: int) -> None:
         # The latest entry of a replica is the one that counts. Its number breaks ties: equal loads are served in turn.
         self._changes += 1
         self._latest[replica_id] = self._changes
-        heapq.heappush(self._heap, (self._loads[replica_id], self._changes, replica_id))
-        if len(self._heap) > 4 * len(self._loads) + 64:
-            self._heap = [entry for entry in self._heap if self._latest.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        heap = self._heaps[self._tiers[replica_id]]
+        heapq.heappush(heap, (self._loads[replica_id], self._changes, replica_id))
+        if len(heap) > 4 * len(self._loads) + 64:
+            heap[:] = [entry for entry in heap if self._latest.get(entry[2]) == entry[1]]
+            heapq.heapify(heap)
 
-    def _least_loaded(self) -> int:
-        while self._heap:
-            _, change, replica_id = self._heap[0]
+    def _least(self, tier: int) -> int | None:
+        """The least loaded replica of a tier; None when the tier is empty."""
+        heap = self._heaps[tier]
+        while heap:
+            _, change, replica_id = heap[0]
             if self._latest.get(replica_id) == change:
                 return replica_id
-            heapq.heappop(self._heap)
-        raise GenerationError("no replica is serving: all of them have stopped")
+            heapq.heappop(heap)
+        return None
+
+    def _mixed_least(self) -> tuple[int | None, int | None]:
+        """The least loaded replica of the tier that serves the next request, and the most requests that one of its
+        replicas may have to be taken."""
+        newest, older = self._least(_NEWEST), self._least(_OLDER)
+        if newest is None:
+            return self._least(_HELD), None  # the newest tier is empty only when all are held
+        if older is None:
+            return newest, None
+        limit = 2 * self._loads[older] + 1
+        return (newest, limit) if self._loads[newest] <= limit else (older, None)

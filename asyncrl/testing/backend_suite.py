@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from asyncrl.errors import ConfigError, RunFailed
+from asyncrl.errors import ConfigError, RunFailed, StorageError
 from asyncrl.trainer.backend import TrainBackend, TrajectoryKey
 from asyncrl.trainer.packing import plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths, RankPlan, Segment, Trajectory, TrajectoryGroup
@@ -189,6 +190,7 @@ class TrainBackendSuite:
         leases = [random_lease(10 + i, step=i) for i in range(steps_before + 2)]
         going_on = make_backend()
         _train(going_on, leases[:steps_before])
+        going_on.capture()
         going_on.save(tmp_path / "trainer")
         saved = weights_of(going_on)
         expected = _train(going_on, leases[steps_before:])
@@ -198,6 +200,71 @@ class TrainBackendSuite:
         assert_same_weights(saved, weights_of(resumed))
         assert _train(resumed, leases[steps_before:]) == expected
         assert_same_weights(weights_of(going_on), weights_of(resumed))
+
+    def test_what_was_captured_is_saved_whatever_was_trained_since(
+        self, make_backend: MakeBackend, tmp_path: Path
+    ) -> None:
+        leases = [random_lease(20 + i, step=i) for i in range(4)]
+        backend = make_backend()
+        _train(backend, leases[:1])
+        backend.capture()
+        captured = weights_of(backend)
+        expected = _train(backend, leases[1:])  # also replaces both moments, in place
+        last = weights_of(backend)
+        backend.save(tmp_path / "trainer")
+        assert_same_weights(last, weights_of(backend))  # saving changes nothing
+        backend.load(tmp_path / "trainer")
+        assert_same_weights(captured, weights_of(backend))
+        assert _train(backend, leases[1:]) == expected
+        assert_same_weights(last, weights_of(backend))
+
+    def test_saving_in_a_thread_while_training_goes_on(self, make_backend: MakeBackend, tmp_path: Path) -> None:
+        lease, alone, busy = random_lease(30), make_backend(), make_backend()
+        (plan,) = lease.plans()
+        expected = [alone.train_step(plan, lease.trajectories) for _ in range(6)]
+        alone_weights, first = weights_of(alone), weights_of(busy)
+        metrics = []
+        with ThreadPoolExecutor(1) as pool:
+            for number in range(3):
+                busy.capture()
+                saving = pool.submit(busy.save, tmp_path / f"{number}")
+                metrics += [busy.train_step(plan, lease.trajectories) for _ in range(2)]
+                saving.result(timeout=60)
+        assert metrics == expected  # neither disturbed the other
+        assert_same_weights(alone_weights, weights_of(busy))
+        alone.load(tmp_path / "0")
+        assert_same_weights(first, weights_of(alone))
+        alone.load(tmp_path / "2")
+        assert [alone.train_step(plan, lease.trajectories) for _ in range(2)] == expected[4:]
+
+    def test_a_capture_is_saved_once_and_a_later_one_replaces_it(
+        self, make_backend: MakeBackend, tmp_path: Path
+    ) -> None:
+        backend, lease = make_backend(), random_lease(31)
+        with pytest.raises(RuntimeError, match="before capture"):
+            backend.save(tmp_path / "trainer")
+        backend.capture()
+        _train(backend, [lease])
+        backend.capture()
+        backend.save(tmp_path / "trainer")
+        saved = weights_of(backend)
+        with pytest.raises(RuntimeError, match="before capture"):  # the copy was freed
+            backend.save(tmp_path / "again")
+        _train(backend, [lease])
+        backend.load(tmp_path / "trainer")
+        assert_same_weights(saved, weights_of(backend))
+
+    def test_a_directory_that_cannot_be_written_is_a_storage_error(
+        self, make_backend: MakeBackend, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        backend = make_backend()
+        backend.capture()
+        with pytest.raises(StorageError, match="file"):
+            backend.save(tmp_path / "file" / "trainer")
+        backend.capture()
+        backend.save(tmp_path / "trainer")  # as whole as before
+        backend.load(tmp_path / "trainer")
 
     def test_loading_from_nowhere_is_refused(self, make_backend: MakeBackend, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no checkpoint"):

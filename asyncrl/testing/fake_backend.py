@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.errors import ConfigError, RunFailed, explain
+from asyncrl.errors import ConfigError, RunFailed, StorageError, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.spec import TrainerSpec
@@ -40,6 +40,7 @@ class FakeBackend:
             f"{kind}.{n}": np.zeros_like(w) for kind in ("first", "second") for n, w in self._weights.items()
         }
         self._steps = 0
+        self._captured: dict[str, np.ndarray] | None = None
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
         sequences = [s for run in plan.microbatches for s in run]
@@ -102,9 +103,19 @@ class FakeBackend:
         for name, weight in self._weights.items():
             yield name, torch.from_numpy(weight).to(dtype)
 
+    def capture(self) -> None:
+        live = {"steps": np.array(self._steps), **self._weights, **self._moments}
+        self._captured = {name: value.copy() for name, value in live.items()}
+
     def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        np.savez(directory / FILE, steps=self._steps, **self._weights, **self._moments)
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise RuntimeError("save was called before capture")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            np.savez(directory / FILE, allow_pickle=False, **captured)
+        except OSError as error:
+            raise StorageError(explain(f"write {directory}", str(error), "make room there")) from error
 
     def load(self, directory: Path) -> None:
         if not (directory / FILE).exists():

@@ -100,6 +100,8 @@ class FakeFleet:
         self._serving: dict[int, FakeReplica] = {}
         self._respawn = respawn
         self.failures: list[tuple[int, str]] = []
+        self.routing: list[tuple[str, list[int], int | None]] = []
+        """Calls of `hold` and `release`: name, replicas, version."""
 
     @property
     def members(self) -> dict[int, FakeReplica]:
@@ -125,6 +127,12 @@ class FakeFleet:
         still_up = {i: c for i, c in controls.items() if self._replicas.get(i) is c}
         self._serving |= still_up
         return len(still_up)
+
+    async def hold(self, controls: Mapping[int, Any]) -> None:
+        self.routing.append(("hold", list(controls), None))
+
+    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
+        self.routing.append(("release", list(controls), version))
 
     async def stats(self) -> None:
         for replica_id, replica in self.members.items():

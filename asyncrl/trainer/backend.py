@@ -58,10 +58,25 @@ class TrainBackend(Protocol):
         rank must walk the whole iterator. A tied tensor comes once, under the name that HF keeps."""
         ...
 
+    def capture(self) -> None:
+        """Copies model, optimizer and RNG state into host memory, in place of an earlier copy. Local to the rank."""
+        ...
+
     def save(self, directory: Path) -> None:
-        """Writes model, optimizer and RNG state of all ranks below `directory`; collective."""
+        """Writes the last `capture` of all ranks below `directory` and frees it, also when writing fails; collective.
+
+        May be called from another thread while any other method runs, `capture` included.
+
+        Raises:
+            RuntimeError: nothing was captured since the last call.
+            StorageError: it cannot be written there. Raised on every rank.
+        """
         ...
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote, also with another number of ranks; collective."""
+        """Restores what `save` wrote, also with another number of ranks; collective.
+
+        Raises:
+            ConfigError: there is no checkpoint below `directory`, or it is of another model.
+        """
         ...

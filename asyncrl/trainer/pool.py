@@ -2,8 +2,9 @@
 
 Consumes: one plan per rank and step.   Produces: the metrics of the step; publishes; checkpoints.
 Waits for: all ranks together, at most the timeout of the call.
-Stops when: `stop` is called. After an error other than RunFailed from `train_step`, or WeightTransferError and
-DeadlineExceeded from `send_weights`, ranks may stand in different collectives: stop the pool and start another.
+Stops when: `stop` is called. After an error other than RunFailed from `train_step`, StorageError from `save`, or
+WeightTransferError and DeadlineExceeded from `send_weights`, ranks may stand in different collectives: stop the pool
+and start another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import ray
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, ProcessDied
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.remote import MESSAGE_QUEUE, reply, reply_now
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.spec import TrainerSpec
@@ -30,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
-"""When one rank fails, the others fail with it: how long to look for the one that died."""
+"""When one rank fails, the others fail with it: how long to look for the one that died, and then for one that answers
+no ping."""
 STOP_TIMEOUT_S = 3.0
-CONTROL = "control"
-"""Ray concurrency group of what must not wait for the method in progress, with a thread of its own."""
+CONTROL, SAVING = "control", "saving"
+"""Ray concurrency groups, each with a thread of its own: what must not wait for the method in progress, and the writing
+of a checkpoint beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class TrainerActor:
     def open_rendezvous(self) -> tuple[str, int]:
         return self._worker.address(ray.util.get_node_ip_address())
 
+    @ray.method(concurrency_group=SAVING)
+    def save(self, path: Path) -> None:
+        self._worker.save(path)
+
     @ray.method(concurrency_group=CONTROL)
     def ping(self) -> float:
         return self._worker.ping()
@@ -73,7 +80,11 @@ class TrainerActor:
 
 
 class TrainerPool:
-    """Build with `start`. One call at a time, except `ping` and `interrupt_weights`, which answer during any other."""
+    """Build with `start`. One call at a time; `ping`, `interrupt_weights` and `save` may run beside any other.
+
+    What a failed call raises names in `.process` the rank to blame, where one is: the rank that died, else one that
+    answers no ping (it is stopped, or its machine is gone). An error that a rank raised itself comes when all answer.
+    """
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
         self._spec = spec
@@ -97,7 +108,7 @@ class TrainerPool:
         options: dict[str, Any] = {
             "num_cpus": 0,  # placed by the run, not by Ray's count of cores
             "num_gpus": num_gpus_per_rank,
-            "concurrency_groups": {CONTROL: 1},
+            "concurrency_groups": {CONTROL: 1, SAVING: 1},
         }
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1"}}
@@ -142,17 +153,27 @@ class TrainerPool:
         # the sender's own deadline comes first: its error names the receiver
         return (await self._on_all("send_weights", manifest, timeout_s, timeout_s=timeout_s + BLAME_S))[0]
 
-    async def save(self, path: Path) -> None:
-        """Every rank writes its part below `path`, a directory that all of them reach."""
-        await self._on_all("save", path, timeout_s=self._spec.trainer.step_timeout_s)
+    async def capture(self, timeout_s: float | None = None) -> None:
+        """Every rank copies its state into host memory. `timeout_s` None: that of a step."""
+        await self._on_all("capture", timeout_s=self._spec.trainer.step_timeout_s if timeout_s is None else timeout_s)
+
+    async def save(self, path: Path, timeout_s: float) -> None:
+        """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
+        publishes may be under way meanwhile.
+
+        Raises:
+            StorageError: a rank could not write. The ranks are whole.
+            ProcessDied, DeadlineExceeded: naming the rank.
+        """
+        await self._together([actor.save.remote(path) for actor in self._actors], "save", timeout_s)
 
     async def load(self, path: Path) -> None:
         await self._on_all("load", path, timeout_s=self._spec.trainer.step_timeout_s)
 
     async def ping(self, timeout_s: float) -> float:
         """CPU seconds of all ranks, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
-        refs = [actor.ping.remote() for actor in self._actors]
-        return sum(await self._together(refs, "ping", timeout_s))
+        waits = [self._named(actor.ping.remote(), "ping", rank, timeout_s) for rank, actor in enumerate(self._actors)]
+        return sum(await asyncio.gather(*waits))
 
     async def stop(self) -> None:
         """Ends every rank, with force after a few seconds. Idempotent; does not raise over ranks that are gone."""
@@ -180,24 +201,59 @@ class TrainerPool:
         return await self._together([actor.call.remote(method, *args) for actor in self._actors], method, timeout_s)
 
     async def _together(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
-        """The answers of all ranks, or the error that explains the others: a rank that died before anything else, a
-        late one last, since a rank that fails keeps its peers waiting."""
+        """The answers of all ranks, or the error that explains the others: a rank that fails keeps its peers waiting or
+        fails them, so the first error is seldom the cause."""
+        actors = self._actors  # `kill` may forget them meanwhile
         tasks = [asyncio.ensure_future(self._named(ref, method, rank, timeout_s)) for rank, ref in enumerate(refs)]
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 await asyncio.wait(pending, timeout=BLAME_S)
-            errors = [e for task in tasks if task.done() and (e := task.exception()) is not None]
+            found = {rank: task.exception() for rank, task in enumerate(tasks) if task.done()}
+            errors = {rank: error for rank, error in found.items() if error is not None}
             if errors:
-                raise min(errors, key=_blame)
+                unanswered = {
+                    rank: actor
+                    for rank, actor in enumerate(actors)
+                    if rank not in found or _is_late(errors.get(rank), rank)
+                }
+                raise await self._to_blame(method, errors, unanswered)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _to_blame(
+        self, method: str, errors: dict[int, BaseException], unanswered: dict[int, Any]
+    ) -> BaseException:
+        """The error to raise. `errors`: what ranks raised, and missed deadlines, by rank; `unanswered`: the actors of
+        the ranks that gave no answer."""
+        for error in errors.values():
+            if isinstance(error, ProcessDied):
+                return error
+        first = min(errors.values(), key=lambda error: isinstance(error, DeadlineExceeded))
+        pings = [self._named(actor.ping.remote(), "ping", rank, BLAME_S) for rank, actor in unanswered.items()]
+        silent = await asyncio.gather(*pings, return_exceptions=True)
+        for kind in (ProcessDied, DeadlineExceeded):
+            for lost in silent:
+                if isinstance(lost, kind):
+                    return _blamed(lost, method, first)
+        return first
 
-def _blame(error: BaseException) -> int:
-    if isinstance(error, ProcessDied):
-        return 0
-    return 2 if isinstance(error, DeadlineExceeded) else 1
+
+def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseException) -> AsyncRLError:
+    """The error about `method` for a rank of which a ping found `lost`."""
+    gone = isinstance(lost, ProcessDied)
+    found = "the process is gone" if gone else f"it does not answer a ping within {BLAME_S:g} s either"
+    if getattr(first, "process", "") != lost.process:
+        found += f"; a peer found: {type(first).__name__}: {first}"
+    do = "see its log, or whether it is stopped or its machine unreachable; a run starts anew from its last checkpoint"
+    error = type(lost)(explain(f"{method} of {lost.process}", found, do)).of(lost.process)
+    error.__cause__ = first
+    return error
+
+
+def _is_late(error: BaseException | None, rank: int) -> bool:
+    """Trainer rank `rank` did not answer in time. A missed deadline that it raised itself names another process."""
+    return isinstance(error, DeadlineExceeded) and error.process == f"trainer rank {rank}"

@@ -5,8 +5,8 @@ Produces: optimizer steps, and the tensors of a publish (rank 0 sends, the other
 Waits for: its peers, at most `collective_timeout_s` per collective; `fetch`, which has a deadline of its own.
 Stops when: `stop` is called, or a peer is gone; then the collective in progress raises.
 
-All methods but `ping` and `close_weights` must be called from one thread: torch's thread count and the order of
-collectives hang on it.
+All methods but `ping`, `close_weights` and `save` must be called from one thread: torch's thread count and the order of
+collectives hang on it. `save` may run beside them, in one thread of its own.
 """
 
 from __future__ import annotations
@@ -134,7 +134,17 @@ class TrainerWorker:
         if (sender := self._sender) is not None:
             sender.close()
 
+    def capture(self) -> None:
+        self._backend.capture()
+
     def save(self, directory: Path) -> None:
+        """Writes the last capture; collective, in a group of its own. May be called from another thread.
+
+        Raises:
+            StorageError: a rank could not write.
+        """
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # of the calling thread, as in `start`
         self._backend.save(directory)
 
     def load(self, directory: Path) -> None:

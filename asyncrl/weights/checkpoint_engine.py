@@ -4,9 +4,13 @@ Consumes: the trainer's tensors.   Produces: a committed version on every replic
 Waits for: pause, transfer and commit, together at most `publish_timeout_s`; one transfer at most `transfer_timeout_s`.
 
 A replica whose weights were not committed keeps its gate closed: a half-applied publish never serves. One that is gone,
-answers nothing, or has other bytes after `max_retries` more transfers is handed to the fleet, which replaces it; the
-others go on without it, and the replacement joins a later publish. When the replacement of a replica gets wrong weights
-too, the fault is not the replica's: the run stops with the tensor's name.
+answers nothing, or has other bytes after `max_retries` more transfers is handed to the fleet, which replaces it, or
+waits for one that is only late; the others go on without it, and it joins a later publish. When the replacement of a
+replica gets wrong weights too, the fault is not the replica's: the run stops with the tensor's name.
+
+A rolling publish reaches the replicas in waves of `rolling_replicas`; newcomers, which serve nobody, go with the first
+one. The rollout side sends the replicas of a wave no new requests meanwhile, and the others generate. Each wave is a
+transfer of its own: the trainer sends its weights once per wave. The version is published when all waves are done.
 """
 
 from __future__ import annotations
@@ -86,6 +90,14 @@ class Fleet(Protocol):
         """These serve committed weights from now on; returns how many of them are still up."""
         ...
 
+    async def hold(self, controls: Mapping[int, Any]) -> None:
+        """A rolling publish reaches these now: no new request goes to them while there are others."""
+        ...
+
+    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
+        """These serve `version` (None: the one they had), and requests go to them again."""
+        ...
+
     async def stats(self) -> Any:
         """Asks all of them whether they live; those that do not answer are taken out."""
         ...
@@ -99,9 +111,12 @@ BLAME_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Seconds of the whole publish and of its parts; `pause_s` is the time that the fleet did not generate.
+    """Seconds of the whole publish and of its parts.
 
-    `attempts` is above 1 when weights were sent again; `replicas` serve the version; `nbytes` are those of the model.
+    `pause_s` is the time that the fleet did not generate: of each transfer the time from pause to commit, times the
+    share of the replicas that it held up. A publish to all at once counts in full; a rolling one adds up to what one
+    replica was paused for, on average. `attempts`: transfers; above 1, or the number of waves, weights were sent again.
+    `replicas` serve the version; `nbytes` are those of the model.
     """
 
     version: int | None
@@ -123,7 +138,9 @@ class _Publish:
     deadline: float
     attempts: int = 0
     transfer_s: float = 0.0
-    paused_at: float | None = None
+    pause_s: float = 0.0
+    paused: Replicas = field(default_factory=dict)
+    """Those that do not generate and have no weights of this publish yet."""
     served: bool = False
     """Whether others serve already: then one that is late is replaced, also when it is the only one left."""
     late: int = 0
@@ -139,6 +156,7 @@ class CheckpointEngine:
     """Args:
     interrupt: what a publish does to generations in flight.
     receivers_per_replica: processes of one replica that each take the weights (tensor-parallel workers).
+    rolling: publish to `rolling_replicas` of the config at a time, whatever its `rolling` says.
     blame_s: how long a sender may go on by itself when a receiver has failed.
     """
 
@@ -150,6 +168,7 @@ class CheckpointEngine:
         *,
         interrupt: Interrupt,
         receivers_per_replica: int = 1,
+        rolling: bool = False,
         blame_s: float = BLAME_S,
     ) -> None:
         self._config = config
@@ -157,6 +176,7 @@ class CheckpointEngine:
         self._fleet = fleet
         self._pause_mode: PauseMode = PAUSE_MODES[interrupt]
         self._receivers_per_replica = receivers_per_replica
+        self._rolling = rolling
         self._blame_s = blame_s
         self._lock = asyncio.Lock()
         self._publishes = 0
@@ -191,7 +211,9 @@ class CheckpointEngine:
             if not pending:
                 if newcomers_only:
                     return None
+                waiting = time.monotonic()
                 await self._fleet.wait_member(publish.left())
+                publish.pause_s += time.monotonic() - waiting
                 pending = dict(self._fleet.members)
                 publish.verify = publish.verify or self._is_verified(scheduled=False)
             if time.monotonic() > publish.deadline:
@@ -202,10 +224,8 @@ class CheckpointEngine:
                         "see the log for the transfers that failed, or raise weights.publish_timeout_s",
                     )
                 )
-            paused = await self._pause(publish, pending)
-            if paused:
-                done |= await self._attempt(publish, paused)
-                publish.served = publish.served or bool(done)
+            done |= await self._reach(publish, self._wave(publish, pending))
+            publish.served = publish.served or bool(done)
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
@@ -213,17 +233,48 @@ class CheckpointEngine:
         if publish.verify or self._config.verify == "off":
             self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
-        assert publish.paused_at is not None, "a replica that is done was paused"
         return PublishReport(
             version=version,
             publish_s=ended - started,
-            pause_s=ended - publish.paused_at,
+            pause_s=publish.pause_s,
             transfer_s=publish.transfer_s,
             nbytes=self._template.nbytes,
             verified=publish.verify,
             attempts=publish.attempts,
             replicas=replicas,
         )
+
+    def _wave(self, publish: _Publish, pending: Replicas) -> Replicas:
+        """Those that the next transfer reaches: all, or in a rolling publish as many of those that serve as may be held
+        up at once, and every one that does not serve anyway.
+
+        Those come first that are paused already, then those that the sending end is open for: the last wave of one
+        publish is the first of the next.
+        """
+        if not self._rolling:
+            return pending
+        idle = self._fleet.newcomers.keys()
+        serving = sorted(pending.keys() - idle, key=lambda i: (i not in publish.paused, i not in self._group, i))
+        chosen = {*serving[: self._config.rolling_replicas], *idle}
+        return {i: r for i, r in pending.items() if i in chosen}
+
+    async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
+        """Pauses these, sends to them and commits; returns those that serve the version."""
+        if self._rolling:
+            await self._fleet.hold(replicas)
+        num_members = len(self._fleet.members)
+        paused = await self._pause(publish, replicas)
+        if not paused:
+            return {}
+        publish.paused |= paused
+        began = time.monotonic()
+        done = await self._attempt(publish, paused)
+        publish.pause_s += (time.monotonic() - began) * min(1.0, len(paused) / max(1, num_members))
+        publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
+        if self._rolling and done:
+            await self._fleet.committed(done)
+            await self._fleet.release(done, publish.version)
+        return done
 
     def _is_verified(self, *, scheduled: bool) -> bool:
         """Whether this publish carries digests. Besides the schedule of the recipe, one to a replica that has no
@@ -235,11 +286,15 @@ class CheckpointEngine:
         return bool(self._fleet.newcomers) or (scheduled and number % config.verify_every == 0)
 
     async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Those that are paused now; those that are gone are handed to the fleet."""
-        outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, publish.left()))
-        if publish.paused_at is None:
-            publish.paused_at = time.monotonic()
-        return self._without_failed(publish, replicas, outcomes)
+        """Those that are paused now; those that are gone or late are handed to the fleet.
+
+        One that is late leaves the others time: a pause may take as long as a transfer, and one that drains as long as
+        leaves time for a transfer.
+        """
+        left, transfer_s = publish.left(), self._config.transfer_timeout_s
+        limit_s = max(left / 2, left - transfer_s) if self._pause_mode == "drain" else min(left / 2, transfer_s)
+        outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, limit_s))
+        return await self._without_failed(publish, replicas, outcomes)
 
     async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """One transfer, and the commit of those that took it; returns these."""
@@ -252,10 +307,11 @@ class CheckpointEngine:
         sent, received = await self._transfer(manifest, min(publish.left(), self._config.transfer_timeout_s))
         publish.transfer_s += time.monotonic() - started
         good = await self._judge(publish, sent, received, replicas)
+        limit_s = min(publish.left(), self._config.transfer_timeout_s)
         outcomes = await _on_each(
-            good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), publish.left())
+            good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), limit_s)
         )
-        return self._without_failed(publish, good, outcomes)
+        return await self._without_failed(publish, good, outcomes)
 
     async def _form_group(self, replicas: Replicas, publish: _Publish) -> None:
         """Opens the sending end for exactly these replicas, unless it is."""
@@ -273,17 +329,23 @@ class CheckpointEngine:
     async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
         """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica.
 
-        A receiver that fails before the sender knows it would keep the sender waiting for its whole deadline.
+        A receiver that fails before the sender knows it would keep the sender waiting for its whole deadline. From one
+        that the fleet has taken out because it is late the sender will hear nothing.
         """
-        sources = self._sources
+        sources, group = self._sources, self._group
         receiving = {
-            asyncio.ensure_future(r.receive_weights(manifest, sources[i], timeout_s)): i for i, r in self._group.items()
+            asyncio.ensure_future(r.receive_weights(manifest, sources[i], timeout_s)): i for i, r in group.items()
         }
         sending = asyncio.ensure_future(self._trainer.send_weights(manifest, timeout_s))
         try:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
-            if not sending.done() and any(t.done() and t.exception() for t in receiving):
-                await asyncio.wait((sending,), timeout=self._blame_s)
+            failed = {i: t.exception() for t, i in receiving.items() if t.done() and t.exception()}
+            if not sending.done() and failed:
+                members = self._fleet.members
+                mute = any(
+                    isinstance(e, DeadlineExceeded) and members.get(i) is not group[i] for i, e in failed.items()
+                )
+                await asyncio.wait((sending,), timeout=0 if mute else self._blame_s)
                 if not sending.done():
                     self._group = {}
                     await self._trainer.interrupt_weights(self._blame_s)
@@ -298,7 +360,7 @@ class CheckpointEngine:
         if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
             raise sent
         before = dict(replicas)
-        alive = self._without_failed(publish, replicas, {i: o for i, o in received.items() if _is_gone(o)})
+        alive = await self._without_failed(publish, replicas, {i: o for i, o in received.items() if _is_gone(o)})
         late = [o for o in (sent, *received.values()) if isinstance(o, DeadlineExceeded)]
         if late:  # who did not answer at all is the cause, the others waited for it
             await self._fleet.stats()
@@ -343,15 +405,19 @@ class CheckpointEngine:
         self._distrusted.add(replica_id)
         self._fleet.fail(replica_id, control, WeightTransferError(found))
 
-    def _without_failed(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
-        """Those of `replicas` whose outcome is no error; the fleet replaces the others.
+    async def _without_failed(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
+        """Those of `replicas` whose outcome is no error; the fleet takes out the others.
 
-        Raises DeadlineExceeded when all of them are late and none serves: then it is the deadline that is too short.
+        Raises DeadlineExceeded when all of them are late although they answer, and none serves: then it is the deadline
+        that is too short.
         """
         failed = {i: o for i, o in outcomes.items() if isinstance(o, BaseException)}
-        late = [o for o in failed.values() if isinstance(o, DeadlineExceeded)]
+        late = [i for i, o in failed.items() if isinstance(o, DeadlineExceeded)]
         if late and len(late) == len(replicas) and not publish.served:
-            raise late[0]
+            await self._fleet.stats()
+            members = self._fleet.members
+            if all(members.get(i) is replicas[i] for i in late):
+                raise failed[late[0]]
         for replica_id, outcome in failed.items():
             self._fleet.fail(replica_id, replicas[replica_id], outcome)
         return {i: r for i, r in replicas.items() if i not in failed}

@@ -13,11 +13,13 @@ from rich.console import Console
 from asyncrl import coordinator
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.coordinator import Coordinator, Parts
+from asyncrl.coordinator import Coordinator
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
+from asyncrl.parts import Parts
+from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
@@ -53,7 +55,9 @@ async def _set_within(event, wait_s):
 
 
 class Part:
-    async def save(self, where): ...
+    async def save(self, where, timeout_s):
+        where.mkdir(parents=True)
+        (where / "state").write_text("state")
 
     async def ping(self, timeout_s):
         return 0.25
@@ -88,6 +92,13 @@ class Queue(Part):
         self.waits += 1
         return await _set_within(self.idle, wait_s)
 
+    async def window(self):
+        return EndShares(0.0, 0.0)
+
+    async def capture(self, partials):
+        self.captured = len(self.committed)
+        return LedgerCounts()
+
 
 class Trainers(Part):
     """`on_step[i]`: awaited within step i."""
@@ -99,6 +110,8 @@ class Trainers(Part):
         if hook := self.on_step.get(plans[0].step):
             await hook()
         return TRAINED
+
+    async def capture(self): ...
 
 
 class Rollouter:
@@ -118,6 +131,9 @@ class Rollouter:
 
     async def stats(self, timeout_s):
         return RolloutStats(1, 0, 0, self.routed, 10, 0, 0.75)
+
+    async def partials(self, timeout_s):
+        return []
 
 
 class Fleet(FakeFleet):

@@ -7,10 +7,10 @@ import pytest
 
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
-from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.generation import Draft, GenerationClient
 from asyncrl.testing.fake_engine import FakeEngine, FakeScript
 from asyncrl.testing.local import NO_SOURCE, LocalReplicaChannel, publish
-from asyncrl.types import Manifest, SamplingParams
+from asyncrl.types import Manifest, RecordedCall, SamplingParams, Segment
 
 pytestmark = pytest.mark.concurrency
 
@@ -107,7 +107,7 @@ async def test_a_lost_replica_keeps_every_token_that_was_streamed():
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         async with asyncio.timeout(20):
-            while {p.replica_id for p in fleet.client._pending.values() if p.chunks} != {0, 1}:
+            while {p.replica_id for p in fleet.client._pending.values() if p.draft.num_tokens} != {0, 1}:
                 await asyncio.sleep(0.0005)
         fleet.channels[0].die()
         generations = await asyncio.gather(*running)
@@ -336,3 +336,94 @@ async def test_a_publish_without_version_leaves_it_unchanged():
         await fleet.publish(None)
         generation = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=2))
         assert generation.segments[0].version == 5
+
+
+async def test_a_response_goes_on_from_tokens_of_another_process_and_draws_none_of_them_again():
+    async with Fleet(1, chunk_tokens=1, response_tokens=lambda request: 14) as fleet:
+        await fleet.publish(3)
+        sampling = SamplingParams(max_tokens=20)
+        whole = await fleet.client.generate(PROMPT, sampling)
+        first = RecordedCall(PROMPT, whole.token_ids[:8], whole.logprobs[:8], (Segment(0, 8, 3, 5),))
+        await fleet.publish(4)
+        before = fleet.engines[0].health().generated_tokens
+        draft = Draft(first)
+        resumed = await fleet.client.generate(PROMPT, sampling, draft=draft)
+        check(resumed)
+        assert resumed.token_ids[:8].tolist() == first.token_ids.tolist()
+        assert resumed.segments == (Segment(0, 8, 3, 5), Segment(8, 14, 4, 0))
+        assert fleet.engines[0].health().generated_tokens - before == 6
+        assert draft.num_tokens == 14
+
+
+async def test_a_response_whose_prior_is_complete_asks_no_replica():
+    async with Fleet(1) as fleet:
+        await fleet.publish(0)
+        whole = RecordedCall(PROMPT, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), (Segment(0, 4, 0, 0),))
+        made = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4), draft=Draft(whole))
+        assert (made.token_ids.tolist(), made.finish_reason) == ([0, 1, 2, 3], "length")
+        assert fleet.engines[0].health().generated_tokens == 0
+
+
+async def test_a_draft_shows_the_tokens_while_they_arrive_over_a_publish():
+    async with Fleet(1, tick_s=0.001, chunk_tokens=1) as fleet:
+        await fleet.publish(0)
+        draft = Draft()
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60), draft=draft))
+        async with asyncio.timeout(10):
+            while draft.num_tokens < 10:
+                await asyncio.sleep(0.001)
+        cut = draft.record(PROMPT)
+        await fleet.publish(1)
+        made = await running
+        assert made.token_ids[: len(cut.token_ids)].tolist() == cut.token_ids.tolist()
+        assert fleet.client.reprefilled_tokens == len(PROMPT) + made.segments[1].start
+
+
+async def test_held_replicas_get_no_new_request_and_keep_what_they_work_on():
+    async with Fleet(tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
+        await fleet.sampled(20)
+        assert fleet.client.loads == {0: 2, 1: 2}
+        fleet.client.hold([0])
+        more = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))) for _ in range(4)]
+        assert {s.replica_id for g in await asyncio.gather(*more) for s in g.segments} == {1}
+        assert {s.replica_id for g in await asyncio.gather(*running) for s in g.segments} == {0, 1}
+        await publish(fleet.replicas[0], 2, 1)
+        fleet.client.release(0, 1)
+        newest = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))
+        assert [(s.replica_id, s.version) for s in newest.segments] == [(0, 1)]
+
+
+async def test_when_all_replicas_are_held_requests_wait_at_a_gate():
+    async with Fleet(1) as fleet:
+        await fleet.publish(0)
+        await fleet.replicas[0].pause("abort")
+        fleet.client.hold([0])
+        waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await publish(fleet.replicas[0], 2, 1)
+        fleet.client.release(0, 1)
+        assert (await asyncio.wait_for(waiting, 5)).segments[0].version == 1
+
+
+async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
+    async with Fleet(tick_s=0.001, chunk_tokens=1) as fleet:
+        await fleet.publish(0)
+        taken_out = fleet.channels[0]
+        collect = taken_out.collect
+
+        async def collect_and_lose(wait_s):
+            chunks = await collect(wait_s)
+            if fleet.engines[0].health().generated_tokens > 40:
+                fleet.client.remove_replica(0, "it is replaced")  # its requests end here, before what just came
+            return chunks
+
+        taken_out.collect = collect_and_lose
+        sampling = SamplingParams(max_tokens=60)
+        generations = await asyncio.gather(*(fleet.client.generate(PROMPT, sampling) for _ in range(4)))
+        for generation in generations:
+            check(generation)
+            assert len(generation.token_ids) == 60
+        assert fleet.client.loads == {1: 0}

@@ -1,164 +1,373 @@
-"""Ledger and staleness under random interleavings: the bound, conservation, no double training, progress."""
+"""Ledger and staleness under random interleavings: the bound, conservation, one end per admission, progress."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from asyncrl.errors import LedgerError
-from asyncrl.queue.ledger import Ledger, LedgerSnapshot
+from asyncrl.queue.ledger import Ledger, LedgerCounts, LedgerSnapshot
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.types import Ticket
 
 pytestmark = pytest.mark.concurrency
 
+MAX_STEPS = 100
+ENDS = ("trained", "filtered", "expired", "failed")
 
-class LedgerMachine(RuleBasedStateMachine):
-    """A scripted rollouter and trainer around a real ledger. `tickets` are those that the rollouter holds; each
-    carries the versions of the tokens that it has sampled so far."""
 
-    @initialize(
-        size=st.integers(1, 3), max_lag=st.integers(0, 3), every=st.integers(1, 4), max_attempts=st.integers(1, 3)
-    )
-    def setup(self, size, max_lag, every, max_attempts):
-        self.policy = StalenessPolicy(size, max_lag)
-        self.every = min(every, max_lag + 1)
-        self.max_attempts = max_attempts
-        self.events = []
+@dataclass
+class Books:
+    """What the events so far say, kept apart from the ledger. `ends`: per ordinal, in order; `running`, `ready`: of
+    every open ordinal, the attempt that is open and where it stands; `trained_from`: version of the oldest trained
+    token."""
+
+    attempts: dict[int, int] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    totals: Counter = field(default_factory=Counter)
+    trained_from: dict[int, int] = field(default_factory=dict)
+
+    def copy(self):
+        parts = (self.attempts, self.states, self.ends, self.totals, self.trained_from)
+        return Books(*(part.copy() for part in parts))
+
+    def add(self, event, max_attempts):
+        ordinal, kind = event.ordinal, event.kind
+        if kind == "admitted":
+            assert ordinal not in self.states, "admitted while it is active"
+            assert set(self.ends.get(ordinal, ())) <= {"expired"}, "admitted after its end"
+            if ordinal in self.attempts:
+                assert event.attempt == self.attempts[ordinal] + 1 < max_attempts
+            else:
+                assert (event.attempt, ordinal) == (0, len(self.attempts)), "an ordinal was left out"
+            self.totals["admitted"] += 1
+            self.states[ordinal] = "running"
+        elif kind in ENDS:
+            self.totals[kind] += 1
+            del self.states[ordinal]  # KeyError: it ended twice
+            self.ends[ordinal] = (*self.ends.get(ordinal, ()), kind)
+            if kind == "trained":
+                self.trained_from[ordinal] = event.oldest_version
+        elif kind in ("ready", "leased"):
+            self.states[ordinal] = kind
+        elif kind == "returned":
+            self.states[ordinal] = "ready" if self.states[ordinal] == "leased" else "running"
+        self.attempts[ordinal] = event.attempt
+
+    def counts(self):
+        states = Counter(self.states.values())
+        named = {name: states[name] for name in ("running", "ready", "leased")}
+        return LedgerCounts(**named, **{name: self.totals[name] for name in ("admitted", *ENDS)})
+
+
+class Script:
+    """A scripted rollouter, trainer and supervisor around a real ledger; a byte is one transition.
+
+    `running`: the tickets that the rollouter holds, each with the versions of the tokens that it has sampled. `groups`:
+    those versions for every group that is ready. `served`: what the replicas sample with.
+    """
+
+    def __init__(self, policy, every, max_attempts, seen):
+        self.policy, self.max_attempts, self.every = policy, max_attempts, min(every, policy.max_lag + 1)
+        self.seen = seen
+        self.books = Books()
         self.ledger = self.fresh()
-        self.tickets: dict[Ticket, int | None] = {}
-        self.ready_versions: dict[int, int] = {}
-        self.trained: list[int] = []
-        self.checkpoint = (self.ledger.snapshot(), dict(self.ready_versions), list(self.trained))
+        self.running: dict[Ticket, list[int]] = {}
+        self.pending: dict[int, tuple[Ticket, list[int]]] = {}
+        self.groups: dict[int, list[int]] = {}
+        self.cancelled: set[Ticket] = set()
+        self.served = 0
+        self.saved = ()
+        self.capture(0)
 
     def fresh(self):
-        return Ledger(self.policy, max_attempts=self.max_attempts, max_groups=60, on_event=self.events.append)
+        max_groups = MAX_STEPS * self.policy.groups_per_step
+        return Ledger(self.policy, max_attempts=self.max_attempts, max_groups=max_groups, on_event=self.hear)
 
-    @rule(limit=st.integers(1, 8))
-    def admit(self, limit):
-        for ticket in self.ledger.admit(limit):
-            assert ticket.version == self.ledger.version
-            self.tickets[ticket] = None
+    def hear(self, event):
+        self.books.add(event, self.max_attempts)
+        self.seen[event.kind] += 1
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def sample_first_token(self, data):
-        ticket = data.draw(st.sampled_from(list(self.tickets)))
-        if self.tickets[ticket] is None:
-            self.tickets[ticket] = self.ledger.version
+    def apply(self, byte):
+        mixed = byte * 167 + 83 & 255  # small bytes, which hypothesis likes, are to be all kinds of transitions
+        OPERATIONS[mixed >> 3](self, mixed & 7)
+        self.check()
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), has_signal=st.booleans())
-    def put(self, data, has_signal):
-        ticket = data.draw(st.sampled_from(list(self.tickets)))
-        oldest = self.tickets.pop(ticket)
-        oldest = self.ledger.version if oldest is None else oldest
-        self.ledger.put(ticket, oldest, has_signal=has_signal)
+    def check(self):
+        ledger, policy = self.ledger, self.policy
+        assert ledger.counts == self.books.counts()
+        assert ledger.counts.admitted == ledger.counts.active + ledger.counts.ended
+        deadlines = []
+        for r in ledger.snapshot().records:
+            anew = r.state == "running" and not r.issued and not r.kept
+            deadlines.append(policy.deadline(ledger.version if anew else r.version))
+            if r.state == "running":
+                assert r.version <= ledger.version
+        if policy.on_overdue == "mask":
+            latest = policy.deadline(ledger.version)
+            deadlines = [max(latest, deadline) for deadline in deadlines]
+        assert policy.is_feasible(deadlines, ledger.step)
+
+    # -- the rollouter
+
+    def admit(self, arg):
+        ledger = self.ledger
+        kept = {r.ordinal for r in ledger.running() if r.kept}
+        for ticket in ledger.admit(1 + 2 * arg):
+            partial, versions = self.pending.pop(ticket.ordinal, (None, []))
+            assert (partial == ticket) == (ticket.ordinal in kept)
+            assert ticket.version == ledger.version or (partial == ticket and ticket.version <= ledger.version)
+            if partial == ticket:
+                assert min(versions) >= ticket.version
+                self.seen["resumed"] += 1
+            self.running[ticket] = list(versions) if partial == ticket else []
+        for ticket in ledger.take_cancelled():
+            assert ticket in self.cancelled
+            self.running.pop(ticket, None)
+        assert not ledger.take_cancelled()
+
+    def pick(self, arg):
+        return list(self.running)[arg % len(self.running)]
+
+    def fast(self):
+        """All but the stragglers."""
+        return [ticket for ticket in self.running if ticket.ordinal % 4 != 3]
+
+    def sample_one(self, arg):
+        if self.running:
+            self.running[self.pick(arg)].append(self.served)
+
+    def sample_all(self, arg):
+        for ticket in self.fast() if arg > 2 else self.running:
+            self.running[ticket].append(self.served)
+
+    def put(self, ticket, *, has_signal=True):
+        versions = self.running.pop(ticket)
+        if ticket in self.cancelled:  # the news of it and this put have crossed
+            before = self.ledger.counts
+            assert not self.ledger.put(ticket, min(versions, default=None))
+            assert self.ledger.counts == before
+            return
+        assert self.ledger.put(ticket, min(versions, default=None), has_signal=has_signal) == has_signal
         if has_signal:
-            self.ready_versions[ticket.ordinal] = oldest
+            self.groups[ticket.ordinal] = versions or [ticket.version]
         with pytest.raises(LedgerError):
-            self.ledger.put(ticket, oldest)
+            self.ledger.put(ticket, min(versions, default=None))
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def nack(self, data):
-        ticket = data.draw(st.sampled_from(list(self.tickets)))
-        del self.tickets[ticket]
-        self.ledger.nack(ticket, "scripted")
+    def put_fast(self, arg):
+        if fast := self.fast():
+            self.put(fast[arg % len(fast)])
+
+    def put_any(self, arg):
+        if self.running and arg < {"wait": 8, "refill": 1, "mask": 3}[self.policy.on_overdue]:
+            self.put(self.pick(arg % 3))  # mostly a straggler
+
+    def put_all_fast(self, arg):
+        for ticket in self.fast():
+            self.put(ticket)
+
+    def fail_or_filter(self, arg):
+        tickets = self.fast() or list(self.running)
+        if not tickets:
+            return
+        ticket = tickets[arg // 2 % len(tickets)]
+        if arg % 2:
+            self.put(ticket, has_signal=False)
+            return
+        del self.running[ticket]
+        again = self.ledger.nack(ticket, "scripted")
+        if ticket in self.cancelled:
+            assert again
+            return
         with pytest.raises(LedgerError):
             self.ledger.nack(ticket, "again")
 
-    @rule()
-    def rollouter_dies(self):
-        self.ledger.take_back(list(self.tickets), "scripted death")
-        dead, self.tickets = self.tickets, {}
-        for ticket in dead:
+    def rollouter_dies(self, arg):
+        if arg > 0:
+            return self.sample_all(arg)
+        alive = [t for t in self.running if t not in self.cancelled]
+        assert self.ledger.take_back_all("scripted death") == len(alive)
+        assert not self.ledger.take_cancelled(), "a new rollouter hears nothing of its predecessor's tickets"
+        for ticket in list(self.running)[:2]:
             with pytest.raises(LedgerError):
                 self.ledger.put(ticket, ticket.version)
+        self.running, self.cancelled = {}, set()
 
-    @rule(fails=st.booleans())
-    def train(self, fails):
-        ledger = self.ledger
+    # -- the trainer
+
+    def lease(self):
+        """Leases; checks every token that would be trained. Returns the ordinals."""
+        ledger, policy = self.ledger, self.policy
         step = ledger.step
-        if step - ledger.version >= self.every:
-            return  # the coordinator publishes before it trains on
-        selection = ledger.lease(step)
-        if not selection.chosen:
-            return
-        assert len(selection.chosen) == self.policy.groups_per_step
+        issued = {r.ordinal: r.ticket for r in ledger.running() if r.issued}
+        floor = step - policy.max_lag
+
+        def oldest(ordinal, version):
+            assert policy.on_overdue == "mask"
+            assert version == floor
+            return min((v for v in self.groups[ordinal] if v >= version), default=None)
+
+        before = ledger.counts
+        selection = ledger.lease(step, oldest)
+        for ordinal, ticket in issued.items():
+            record = ledger.record(ordinal)
+            if record is None or record.attempt != ticket.attempt:
+                self.cancelled.add(ticket)
+                self.pending.pop(ordinal, None)
+        if ledger.counts.expired > before.expired:
+            assert policy.on_overdue != "wait"
+            assert policy.on_overdue == "mask" or selection.chosen, "given up for nothing"
+        assert selection.chosen or selection.missing or policy.on_overdue != "mask"
         for ordinal in selection.chosen:
-            assert step - self.ready_versions[ordinal] <= self.policy.max_lag
-        if fails:
-            ledger.rollback(step)
-            return
-        assert ledger.lease(step).chosen == selection.chosen or set(ledger.lease(step).chosen) == set(selection.chosen)
-        self.trained += ledger.commit(step)
-        assert len(set(self.trained)) == len(self.trained)
+            versions = self.groups[ordinal]
+            trained = [v for v in versions if v >= floor] if policy.on_overdue == "mask" else versions
+            assert trained, "nothing of it is left"
+            assert max(step - v for v in trained) <= policy.max_lag
+            assert ledger.record(ordinal).version == min(trained)
+            self.seen["masked"] += len(trained) < len(versions)
+        assert len(selection.chosen) in (0, policy.groups_per_step)
+        assert set(ledger.lease(step, oldest).chosen) == set(selection.chosen), "it is idempotent"
+        return selection.chosen
 
-    @rule()
-    def publish(self):
-        self.ledger.published(self.ledger.step)
-
-    @rule()
-    def save(self):
-        snapshot = LedgerSnapshot.from_json(self.ledger.snapshot().to_json())
-        self.checkpoint = (snapshot, dict(self.ready_versions), list(self.trained))
-
-    @rule()
-    def crash_and_resume(self):
-        snapshot, self.ready_versions, self.trained = (
-            self.checkpoint[0],
-            dict(self.checkpoint[1]),
-            list(self.checkpoint[2]),
-        )
-        dead, self.tickets = self.tickets, {}
-        self.ledger = self.fresh()
-        self.ledger.restore(snapshot)
-        self.ledger.published(self.ledger.step)
-        for ticket in dead:
-            record = self.ledger.record(ticket.ordinal)
-            if record is not None and record.attempt == ticket.attempt:
-                with pytest.raises(LedgerError):  # it is not issued, whoever holds an old ticket
-                    self.ledger.put(ticket, ticket.version)
-
-    @invariant()
-    def balanced_and_feasible(self):
-        if not hasattr(self, "ledger"):
-            return
-        counts = self.ledger.counts
-        assert counts.admitted == counts.active + counts.ended
-        assert counts.trained == len(self.trained)
-        deadlines = [
-            self.policy.deadline(r.version if r.issued or r.state != "running" else self.ledger.version)
-            for r in self.ledger.snapshot().records
-            if r.state != "leased"
-        ]
-        assert self.policy.is_feasible(deadlines, self.ledger.step)
-
-    def teardown(self):
-        """Progress: from any state, finishing what runs and training what is ready always reaches the end."""
-        if not hasattr(self, "ledger"):
-            return
+    def train(self, arg):
         ledger = self.ledger
-        for _ in range(400):
-            if ledger.counts.trained >= 60 - 60 % self.policy.groups_per_step:
+        if ledger.step - ledger.version >= self.every:
+            return  # the coordinator publishes before it trains on
+        chosen = self.lease()
+        if not chosen:
+            return
+        if arg == 0:
+            ledger.rollback(ledger.step)
+            return
+        step, oldest = ledger.step, {o: ledger.record(o).version for o in chosen}
+        assert set(ledger.commit(step)) == set(chosen)
+        for ordinal in chosen:
+            assert self.books.ends[ordinal][-1] == "trained"
+            assert self.books.trained_from[ordinal] == oldest[ordinal] >= step - self.policy.max_lag
+            del self.groups[ordinal]
+
+    def swap(self, arg):
+        """The replicas serve the newest version a moment before the ledger hears of it."""
+        self.served = self.ledger.step
+
+    def publish(self, arg):
+        self.served = self.ledger.step
+        self.ledger.published(self.ledger.step)
+
+    # -- the supervisor
+
+    def capture(self, arg):
+        ledger = self.ledger
+        partials = {t.ordinal: (t, list(v)) for t, v in self.running.items() if v and t.ordinal % 4 != arg % 4}
+        partials |= self.pending
+        kept = {o: (t, v) for o, (t, v) in partials.items() if (r := ledger.record(o)) is not None and r.ticket == t}
+        snapshot = LedgerSnapshot.from_json(ledger.snapshot().to_json())
+        self.saved = (snapshot, kept, {o: list(v) for o, v in self.groups.items()}, self.books.copy())
+
+    def restart(self, arg):
+        """Ledger and trainer are those of the last checkpoint; replicas and rollouter know nothing of it."""
+        if arg > 1:
+            return self.capture(arg)
+        snapshot, kept, groups, books = self.saved
+        self.books = books.copy()
+        self.ledger = self.fresh()
+        self.ledger.restore(snapshot, kept=kept)
+        dead, self.running, self.cancelled = self.running, {}, set()
+        self.groups = {o: list(v) for o, v in groups.items()}
+        self.pending = {
+            o: (r.ticket, v) for o, (_, v) in kept.items() if (r := self.ledger.record(o)) is not None and r.kept
+        }
+        assert len(self.pending) == len(kept)
+        for ticket in list(dead)[:2]:
+            with pytest.raises(LedgerError):  # nothing is issued, whoever holds an old ticket
+                self.ledger.put(ticket, ticket.version)
+        assert self.ledger.counts == replace(snapshot.counts, leased=0)
+        self.publish(arg)
+
+    def finish(self):
+        """From any state, finishing what runs and training what is ready reaches the end."""
+        ledger, goal = self.ledger, MAX_STEPS * self.policy.groups_per_step
+        for _ in range(3 * MAX_STEPS):
+            if ledger.counts.trained == goal:
                 break
-            ledger.published(ledger.step)
-            for ticket in ledger.admit(100):
-                self.tickets[ticket] = None
-            for ticket, oldest in list(self.tickets.items()):
-                ledger.put(ticket, ledger.version if oldest is None else oldest)
-            self.tickets = {}
-            selection = ledger.lease(ledger.step)
-            assert selection.chosen, (selection, ledger.counts)
-            self.trained += ledger.commit(ledger.step)
-        assert len(set(self.trained)) == len(self.trained) == ledger.counts.trained
-        assert ledger.counts.trained >= 60 - 60 % self.policy.groups_per_step
+            self.publish(0)
+            self.admit(100)
+            self.sample_all(0)
+            for ticket in list(self.running):
+                self.put(ticket)
+            before = ledger.counts
+            self.train(1)
+            self.check()
+            assert ledger.counts != before, (ledger.counts, "it stands still")
+            if self.policy.on_overdue != "mask":
+                assert ledger.counts.trained == before.trained + self.policy.groups_per_step
+        assert ledger.counts.trained == goal
+        assert ledger.counts.active == 0
+        assert not self.books.states
+        assert sum(ends[-1] == "trained" for ends in self.books.ends.values()) == goal
+        assert sorted(self.books.ends) == list(range(len(self.books.ends))), "every ordinal has ended"
+        assert sum(len(ends) for ends in self.books.ends.values()) == ledger.counts.admitted
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
-TestLedger = LedgerMachine.TestCase
-TestLedger.pytestmark = [pytest.mark.concurrency]
+OPERATIONS = (
+    *[Script.admit] * 5,
+    *[Script.sample_one] * 2,
+    *[Script.sample_all] * 3,
+    *[Script.put_fast] * 3,
+    *[Script.put_all_fast] * 3,
+    *[Script.put_any] * 2,
+    *[Script.train] * 6,
+    *[Script.publish] * 4,
+    Script.swap,
+    Script.fail_or_filter,
+    Script.rollouter_dies,
+    Script.restart,
+)
+
+
+def test_random_transitions():
+    """At least 100,000 of them, and each kind of event often enough to mean something."""
+    seen = Counter()
+
+    class LedgerMachine(RuleBasedStateMachine):
+        script = None
+
+        @initialize(
+            size=st.integers(1, 3),
+            max_lag=st.integers(0, 3),
+            every=st.integers(1, 4),
+            max_attempts=st.integers(1, 4),
+            on_overdue=st.sampled_from(["wait", "refill", "refill", "mask", "mask"]),
+        )
+        def setup(self, size, max_lag, every, max_attempts, on_overdue):
+            self.script = Script(StalenessPolicy(size, max_lag, on_overdue), every, max_attempts, seen)
+
+        @rule(transitions=st.binary(min_size=40, max_size=80))
+        def go(self, transitions):
+            for byte in transitions:
+                self.script.apply(byte)
+            seen["transitions"] += len(transitions)
+
+        def teardown(self):
+            if self.script is not None:
+                self.script.finish()
+
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=14,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+    assert seen["transitions"] >= 100_000, seen
+    often = {kind: seen[kind] for kind in ("expired", "masked", "resumed", "returned", "failed", "filtered")}
+    assert min(often.values()) >= 10, often
 
 
 def test_the_ends_of_a_group():

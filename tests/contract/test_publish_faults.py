@@ -21,7 +21,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import ProcessDied
+from asyncrl.errors import GenerationError, ProcessDied
 from asyncrl.inference.channel import spawn_replica
 from asyncrl.inference.pool import PoolSettings, ReplicaPool
 from asyncrl.rollout.channels import ReplicaActorChannel
@@ -37,7 +37,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), py
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]
 START_S = 120.0
-GATE_TIMEOUT_S = 6.0
+GATE_TIMEOUT_S = 20.0
+REJOIN_TIMEOUT_S = 15.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,25 +80,71 @@ async def fleet(cluster, model_path):
         gate_timeout_s=GATE_TIMEOUT_S,
     )
 
-    async def announce(replica_id, control):
-        pass
-
-    async def retire(replica_id):
-        pass
-
+    routes = Routes()
     pool = ReplicaPool(
         lambda i: spawn_replica(rollout, ModelConfig(path=str(model_path)), i, num_gpus=0, environment={}),
         2,
-        PoolSettings(max_restarts=5, start_timeout_s=START_S, health_interval_s=0.2, health_timeout_s=2.0),
-        announce=announce,
-        retire=retire,
-        on_event=lambda event, **fields: None,
+        PoolSettings(
+            max_restarts=8,
+            start_timeout_s=START_S,
+            health_interval_s=0.2,
+            health_timeout_s=4.0,
+            rejoin_timeout_s=REJOIN_TIMEOUT_S,
+        ),
+        announce=routes.announce,
+        retire=routes.retire,
+        hold=routes.hold,
+        release=routes.release,
+        on_event=lambda event, **fields: routes.events.append((event, fields.get("replica"))),
     )
+    pool.routes = routes
     await pool.start()
     watch = asyncio.create_task(pool.watch())
     yield pool
     watch.cancel()
     await pool.stop(3.0)
+
+
+class Routes:
+    """The rollout side: one generation client, if any, that is told of the replicas as a rollouter is."""
+
+    def __init__(self):
+        self.client = None
+        self.events = []
+
+    def of(self, replica_id):
+        """The events of one replica."""
+        return [event for event, replica in self.events if replica == replica_id]
+
+    def connect(self, pool):
+        channels = {i: self._channel(i, control) for i, control in pool.serving_members.items()}
+        self.client = GenerationClient(
+            "client", channels, request_timeout_s=60, poll_interval_s=0.01, waits_for_replacements=True
+        )
+        return self.client
+
+    def _channel(self, replica_id, control):
+        return ReplicaActorChannel(replica_id, control.handle, "client")
+
+    async def disconnect(self):
+        client, self.client = self.client, None
+        await client.close()
+
+    async def announce(self, replica_id, control, version):
+        if self.client is not None:
+            self.client.add_replica(replica_id, self._channel(replica_id, control), version)
+
+    async def retire(self, replica_id):
+        if self.client is not None:
+            self.client.remove_replica(replica_id, "it was taken out")
+
+    async def hold(self, replica_ids):
+        if self.client is not None:
+            self.client.hold(replica_ids)
+
+    async def release(self, replica_ids, version):
+        for replica_id in replica_ids if self.client is not None else ():
+            self.client.release(replica_id, version)
 
 
 async def whole(fleet, timeout_s=60):
@@ -114,21 +161,30 @@ class Publishing:
         self._trainer = trainer
         self.pool = pool
         self.under_way = asyncio.Event()
+        self.open_s, self.sends = [], []
         settings = {"bucket_bytes": 4096, "transfer_timeout_s": 30.0, "publish_timeout_s": 60.0, **weights}
-        self.engine = CheckpointEngine(WeightsConfig(**settings), self, pool, interrupt="abort_resume")
+        config = WeightsConfig(**settings)
+        self.engine = CheckpointEngine(config, self, pool, interrupt="abort_resume", rolling=config.rolling)
 
     async def weight_specs(self, timeout_s):
         return await self._trainer.weight_specs(timeout_s)
 
     async def open_weights(self, config, num_receivers, timeout_s):
-        return await self._trainer.open_weights(config, num_receivers, timeout_s)
+        started = time.monotonic()
+        source = await self._trainer.open_weights(config, num_receivers, timeout_s)
+        self.open_s.append(time.monotonic() - started)
+        return source
 
     async def interrupt_weights(self, timeout_s):
         await self._trainer.interrupt_weights(timeout_s)
 
     async def send_weights(self, manifest, timeout_s):
         self.under_way.set()
-        return await self._trainer.send_weights(manifest, timeout_s)
+        started = time.monotonic()
+        try:
+            return await self._trainer.send_weights(manifest, timeout_s)
+        finally:
+            self.sends.append((started, time.monotonic()))
 
     async def publish_hit_by(self, version, *, held, struck, blow):
         """A publish in whose middle the process `struck` gets the signal `blow`. `held`, one of its replicas, stands
@@ -150,10 +206,12 @@ class Publishing:
 
     async def answers(self):
         """What each replica that is up says to the prompt, greedily; an error as text."""
-        return {i: await ask(control) for i, control in self.pool.members.items()}
+        members = self.pool.members
+        return dict(zip(members, await asyncio.gather(*map(ask, members.values())), strict=True))
 
 
-async def ask(control):
+async def ask(control, versions=None):
+    """Greedy tokens, or an error as text; `versions` collects who sampled them."""
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     request = GenerationRequest(f"ask-{time.monotonic_ns()}", np.array(PROMPT, np.int32), sampling)
     channel = ReplicaActorChannel(0, control.handle, "test")
@@ -164,6 +222,8 @@ async def ask(control):
             if chunk.error is not None:
                 return chunk.error
             ids += chunk.token_ids.tolist()
+            if versions is not None and len(chunk.token_ids):
+                versions.add(chunk.version)
             if chunk.finish_reason is not None:
                 return ids
     raise AssertionError("the replica did not answer")
@@ -179,6 +239,18 @@ def weight_files(pids):
     return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*") if int(p.name.split("-")[2]) in pids]
 
 
+def requests(client, count=16):
+    """Responses of 50 tokens that begin now."""
+    sampling, prompt = SamplingParams(temperature=1.0, max_tokens=50), np.array(PROMPT, np.int32)
+    return [asyncio.create_task(client.generate(prompt, sampling, seed=i)) for i in range(count)]
+
+
+async def finished(running):
+    """All of them end whole."""
+    for generation in await asyncio.wait_for(asyncio.gather(*running), 60):
+        assert len(generation.token_ids) == generation.segments[-1].stop == 50
+
+
 async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_the_other_nor_requests(
     fleet, trainer, expected
 ):
@@ -187,18 +259,13 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
     assert (report.replicas, report.verified) == (2, True)
     assert await publishing.answers() == {0: expected, 1: expected}
 
-    channels = {i: ReplicaActorChannel(i, c.handle, "client") for i, c in fleet.controls.items()}
-    client = GenerationClient("client", channels, request_timeout_s=60, poll_interval_s=0.01)
-    sampling = SamplingParams(temperature=1.0, max_tokens=50)
-    prompt = np.array(PROMPT, np.int32)
-    running = [asyncio.create_task(client.generate(prompt, sampling, seed=i)) for i in range(16)]
+    running = requests(fleet.routes.connect(fleet))
     victim = await publishing.pid(1)
     report = await publishing.publish_hit_by(1, held=victim, struck=victim, blow=signal.SIGKILL)
     assert report.replicas == 1
     assert await ask(fleet.controls[0]) == expected
-    for generation in await asyncio.wait_for(asyncio.gather(*running), 60):
-        assert len(generation.token_ids) == generation.segments[-1].stop == 50
-    await client.close()
+    await finished(running)
+    await fleet.routes.disconnect()
 
     await whole(fleet)
     assert "placeholders" in (await publishing.answers())[1], "a replacement serves nothing before its first commit"
@@ -207,18 +274,120 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
     assert await publishing.pid(1) != victim
 
 
-async def test_a_stopped_replica_is_found_out_and_the_publish_goes_on_without_it(fleet, trainer, expected):
+async def generated(fleet, replica_id):
+    return (await fleet.controls[replica_id].stats(10)).health.generated_tokens
+
+
+@pytest.mark.parametrize("when", ["in the middle", "before"])
+async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_has_forgotten_everything(
+    fleet, trainer, expected, when
+):
+    publishing = Publishing(trainer, fleet, transport="ipc", verify="always")
+    await publishing.engine.publish(11)
+    victim = await publishing.pid(0)
+    client = fleet.routes.connect(fleet)
+    fleet.routes.events.clear()
+    running = requests(client)
+    await asyncio.sleep(0.02)
+    started = time.monotonic()
+    try:
+        if when == "before":
+            os.kill(victim, signal.SIGSTOP)
+            report = await asyncio.wait_for(publishing.engine.publish(12), 45)
+        else:
+            report = await publishing.publish_hit_by(12, held=victim, struck=victim, blow=signal.SIGSTOP)
+        assert report.replicas == 1
+        assert time.monotonic() - started < 15
+        assert (await publishing.engine.publish(13)).replicas == 1
+        await finished(running)
+        assert (list(fleet.members), await ask(fleet.members[1])) == ([1], expected)
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    await whole(fleet, REJOIN_TIMEOUT_S)
+    assert (await publishing.pid(0), list(fleet.newcomers), list(client.loads)) == (victim, [0], [1])
+    sampled = await generated(fleet, 0)
+    stale = ReplicaActorChannel(0, fleet.controls[0].handle, "client")
+    assert await stale.collect(0.2) == [], "nothing of what it was asked before is left for anybody"
+    assert (await publishing.engine.publish(13, newcomers_only=True)).replicas == 1
+    versions = set()
+    assert (await ask(fleet.members[0], versions), versions) == (expected, {13})
+    assert await generated(fleet, 0) == sampled + len(expected), "it works on nothing from before"
+    assert sorted(client.loads) == [0, 1]
+    await finished(requests(client))
+    await fleet.routes.disconnect()
+    assert fleet.routes.of(0) == ["replica_suspended", "replica_rejoined", "replica_serving"]
+    assert (await publishing.engine.publish(14)).replicas == 2
+
+
+async def test_a_stopped_replica_that_does_not_go_on_is_replaced(fleet, trainer, expected):
     publishing = Publishing(trainer, fleet, transport="collective")
     await publishing.engine.publish(3)
     victim = await publishing.pid(0)
+    fleet.routes.events.clear()
     started = time.monotonic()
     report = await publishing.publish_hit_by(4, held=victim, struck=victim, blow=signal.SIGSTOP)
     assert report.replicas == 1
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 15
     assert await ask(fleet.controls[1]) == expected
     await whole(fleet)
+    assert time.monotonic() - started > REJOIN_TIMEOUT_S
+    assert await publishing.pid(0) != victim
     assert (await publishing.engine.publish(5)).replicas == 2
     assert await publishing.answers() == {0: expected, 1: expected}
+    assert fleet.routes.of(0) == ["replica_suspended", "replica_failed", "replica_started", "replica_serving"]
+
+
+async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_began_anew(fleet, trainer, expected):
+    publishing = Publishing(trainer, fleet)
+    await publishing.engine.publish(20)
+    control = fleet.controls[0]
+    channel = ReplicaActorChannel(0, control.handle, "former")
+    sampling = SamplingParams(temperature=1.0, max_tokens=50)
+    await channel.submit([GenerationRequest("from-before", np.array(PROMPT, np.int32), sampling)])
+    await fleet.forget_client("former")
+    await fleet.fence()
+    assert fleet.serving_members == {}
+    with pytest.raises(GenerationError, match="forgotten"):
+        await channel.submit([GenerationRequest("zombie", np.array(PROMPT, np.int32), sampling)])
+    again = Publishing(trainer, fleet)
+    assert (await again.engine.publish(15)).replicas == 2
+    for member in fleet.serving_members.values():
+        versions = set()
+        assert (await ask(member, versions), versions) == (expected, {15})
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_while_a_rolling_publish_reaches_one_replica_the_other_generates(fleet, trainer, expected, transport):
+    publishing = Publishing(trainer, fleet, transport=transport, rolling=True)
+    await publishing.engine.publish(30)
+    client = fleet.routes.connect(fleet)
+    arrived, ending = [], asyncio.Event()
+
+    def on_chunk(chunk, replica_id):
+        arrived.append((time.monotonic(), replica_id, chunk.version))
+
+    async def stream(seed):
+        sampling, prompt = SamplingParams(temperature=1.0, max_tokens=50), np.array(PROMPT, np.int32)
+        while not ending.is_set():
+            generation = await client.generate(prompt, sampling, seed=seed, on_chunk=on_chunk)
+            assert len(generation.token_ids) == 50
+
+    streams = [asyncio.create_task(stream(i)) for i in range(6)]
+    await asyncio.sleep(0.2)
+    publishing.sends.clear()
+    report = await publishing.engine.publish(31)
+    waves = list(publishing.sends)
+    ending.set()
+    await asyncio.wait_for(asyncio.gather(*streams), 30)
+    await fleet.routes.disconnect()
+    assert (len(waves), report.replicas, report.attempts) == (2, 2, 2)
+    by_wave = [{replica for at, replica, _ in arrived if began + 0.05 < at < ended} for began, ended in waves]
+    assert all(by_wave), "tokens came in the middle of each wave"
+    assert report.pause_s < report.publish_s
+    for member in fleet.serving_members.values():
+        versions = set()
+        assert (await ask(member, versions), versions) == (expected, {31})
+    assert max(publishing.open_s) < 2.0
 
 
 async def test_a_trainer_killed_in_the_middle_ends_the_publish_and_nothing_half_updated_serves(

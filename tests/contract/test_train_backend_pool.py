@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -12,7 +13,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed, StorageError
 from asyncrl.remote import reply
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
 from asyncrl.trainer.pool import TrainerPool
@@ -114,7 +115,7 @@ async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
 
 
 async def test_ping_answers_during_a_step(pool, lease, queue):
-    await reply(queue.delay.remote(1.0), timeout_s=5, what="delay")
+    await reply(queue.delay.remote(1.0), timeout_s=5, call="delay", process="queue")
     step = asyncio.ensure_future(pool.train_step(lease.plans(num_ranks=2)))
     try:
         await asyncio.sleep(0)
@@ -123,7 +124,7 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
         assert cpu_s > 1.0  # two processes that imported torch
         await step
     finally:
-        await reply(queue.delay.remote(0.0), timeout_s=5, what="delay")
+        await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process="queue")
 
 
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
@@ -140,8 +141,9 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     from asyncrl.weights.transports import build_receiver
 
     plans = lease.plans(num_ranks=2)
-    await pool.save(tmp_path / "trainer")
+    await pool.capture()
     first = await pool.train_step(plans)
+    await pool.save(tmp_path / "trainer", START_S)
     await pool.load(tmp_path / "trainer")
     assert await pool.train_step(plans) == first
 
@@ -177,6 +179,31 @@ async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks
     await pool.train_step(lease.plans(num_ranks=2))
 
 
+async def test_steps_publishes_and_pings_go_on_while_a_checkpoint_is_written(pool, lease, tmp_path):
+    plans = lease.plans(num_ranks=2)
+    await pool.capture()
+    expected = await pool.train_step(plans)
+    await pool.capture()  # replaces the one before
+    saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "trainer", rank=1), START_S))
+    for _ in range(2):
+        after = await pool.train_step(plans)
+        await pool.ping(5.0)
+    assert after != expected
+    specs = await pool.weight_specs(START_S)
+    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    with pytest.raises(DeadlineExceeded):  # nobody receives, but both ranks walked the weights
+        await pool.send_weights(Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES)), 0.5)
+    assert not saving.done()
+    unblock(tmp_path / "trainer", rank=1)
+    with pytest.raises(StorageError, match="rank 1"):  # a pipe cannot hold a checkpoint
+        await asyncio.wait_for(saving, 20)
+    await pool.capture()  # and the ranks are whole
+    first = await pool.train_step(plans)
+    await pool.save(tmp_path / "again", START_S)
+    await pool.load(tmp_path / "again")
+    assert await pool.train_step(plans) == first
+
+
 async def test_an_unusable_model_is_a_config_error_and_leaves_nothing_behind(queue, tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         await TrainerPool.start(spec(tmp_path / "absent", num_ranks=1), queue, 0, START_S)
@@ -189,30 +216,105 @@ async def test_a_start_that_is_too_slow_is_named(queue, model_path):
 
 async def test_replies_are_bounded_and_typed(queue):
     with pytest.raises(RunFailed, match="budget spent"):
-        await reply(queue.fail.remote(), timeout_s=10, what="fail of the queue")
-    await reply(queue.delay.remote(3.0), timeout_s=10, what="delay of the queue")
+        await reply(queue.fail.remote(), timeout_s=10, call="fail", process="queue")
+    await reply(queue.delay.remote(3.0), timeout_s=10, call="delay", process="queue")
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="fetch of the queue"):
-        await reply(queue.fetch.remote([]), timeout_s=0.3, what="fetch of the queue")
+    with pytest.raises(DeadlineExceeded, match="fetch of queue"):
+        await reply(queue.fetch.remote([]), timeout_s=0.3, call="fetch", process="queue")
     assert time.monotonic() - started < 2
-    await reply(queue.delay.remote(0.0), timeout_s=10, what="delay of the queue")
+    await reply(queue.delay.remote(0.0), timeout_s=10, call="delay", process="queue")
 
 
-async def test_a_killed_rank_is_named_at_once(pool, lease, queue):
-    pids = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10) for actor in pool._actors]
-    await reply(queue.delay.remote(0.5), timeout_s=5, what="delay")
+async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
+    impatient = TrainerPool(spec("same ranks", step_timeout_s=1.5), pool._actors)
+    plans = lease.plans(num_ranks=2)
+    stopped = pids_of(pool)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded, match="train_step of trainer rank 1") as raised:
+            await impatient.train_step(plans)  # rank 0 is as late, waiting for it, but answers a ping
+        assert raised.value.process == "trainer rank 1"
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    await pool.train_step(plans)  # the late step is done first
+
+
+async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, lease, queue, tmp_path):
+    pids = pids_of(pool)
+    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    await pool.capture()
+    await pool.save(tmp_path / "whole", START_S)
+    await pool.capture()
+    await reply(queue.delay.remote(0.5), timeout_s=5, call="delay", process="queue")
+    saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "trainer", rank=1), START_S))
     step = asyncio.ensure_future(pool.train_step(lease.plans(num_ranks=2)))
     await pool.ping(5.0)
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(ProcessDied, match="train_step of trainer rank 1"):
-        await step
+    for call, waiting in (("train_step", step), ("save", saving)):
+        with pytest.raises(ProcessDied, match=f"{call} of trainer rank 1") as raised:
+            await waiting
+        assert raised.value.process == "trainer rank 1"
     assert time.monotonic() - started < 10
     with pytest.raises(ProcessDied, match="trainer rank 1"):
         await pool.ping(5.0)
+    os.kill(pids[0], signal.SIGKILL)  # so that its shared memory is left behind
     await pool.stop()
     await pool.stop()
     assert not _alive(pids[0])
+
+
+async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path):
+    """One pool for both: the start is what costs."""
+    await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process="queue")
+    pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
+    try:
+        pids, plans = pids_of(pool), lease.plans(num_ranks=2)
+        await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+        assert segments_of_the_dead() == []
+        await pool.capture()
+        first = await pool.train_step(plans)
+        await pool.save(tmp_path / "trainer", START_S)
+        await pool.load(tmp_path / "trainer")
+        assert await pool.train_step(plans) == first
+
+        await pool.capture()
+        saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "blocked", rank=0), START_S))
+        await pool.ping(5.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match="train_step of trainer rank 1") as raised:
+            await pool.train_step(plans)  # rank 0 fails first, in a collective
+        assert raised.value.process == "trainer rank 1"
+        with pytest.raises(DeadlineExceeded, match="ping of trainer rank 1"):
+            await pool.ping(1.0)
+    finally:
+        started = time.monotonic()
+        await pool.stop()
+        assert time.monotonic() - started < 10
+    with pytest.raises((ProcessDied, RuntimeError)):
+        await asyncio.wait_for(saving, 20)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def pids_of(pool):
+    return [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10) for actor in pool._actors]
+
+
+def blocked(directory, rank):
+    """A directory in which a rank cannot open its file before `unblock`."""
+    directory.mkdir()
+    os.mkfifo(directory / f"__{rank}_0.distcp")
+    return directory
+
+
+def unblock(directory, rank):
+    """The rank's write goes on, and fails."""
+    os.close(os.open(directory / f"__{rank}_0.distcp", os.O_RDONLY | os.O_NONBLOCK))
+
+
+def segments_of_the_dead():
+    found = Path("/dev/shm").glob("asyncrl-weights-*.seg")
+    return [p.name for p in found if not Path(f"/proc/{p.name.split('-')[2]}").exists()]
 
 
 def _alive(pid):

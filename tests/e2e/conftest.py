@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.audit import audit_run
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "asyncrl.cli"]
-ROLES = ("Replica", "Rollouter", "MessageQueue", "TrainerActor")
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +114,21 @@ def start(inputs, tmp_path):
         if run.process.poll() is None:
             run.process.kill()
             run.process.wait(30)
+    for directory in {run.directory for run in runs}:
+        if (directory / "events.jsonl").exists() and (directory / "config.json").exists():
+            assert audit_run(directory).findings == [], "every run directory must be clean"
+
+
+def assert_audited(run: Run, *, max_lag: int, steps: int | None = None) -> None:
+    """What must hold of a run that was mended: the audit is clean, the bound, and every step has its line."""
+    report = audit_run(run.directory)
+    assert list(report.findings) == []
+    metrics = run.metrics
+    assert [r["step"] for r in metrics] == list(range(1, (steps or metrics[-1]["step"]) + 1))
+    assert max(r["staleness/lag_max"] for r in metrics) <= max_lag
+    if steps is not None:
+        last = metrics[-1]
+        assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
 
 
 def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:

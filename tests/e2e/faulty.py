@@ -1,12 +1,16 @@
-"""Environments that misbehave on purpose."""
+"""Environments and rewards that misbehave on purpose."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
 from dataclasses import replace
 
 import numpy as np
 
 from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.rewards import RewardResult
 
 
 class RaisesOnSome(SingleTurn):
@@ -31,3 +35,41 @@ class ReturnsLists(SingleTurn):
         trajectory = await super().run(task, session)
         reward = "much" if task.ordinal == 3 and task.index == 0 else np.float32(trajectory.reward)
         return replace(trajectory, response_ids=trajectory.response_ids.tolist(), reward=reward)
+
+
+class HangsForEver(SingleTurn):
+    async def run(self, task, session):
+        await asyncio.Event().wait()
+
+
+class HangsOnSome(SingleTurn):
+    """Every fifth prompt hangs."""
+
+    async def run(self, task, session):
+        if task.ordinal % 5 == 0:
+            await asyncio.Event().wait()
+        return await super().run(task, session)
+
+
+class Straggles(SingleTurn):
+    """Some prompts come late, after a few others were trained."""
+
+    async def run(self, task, session):
+        trajectory = await super().run(task, session)
+        if task.ordinal % 4 == 1:
+            await asyncio.sleep(5)
+        return trajectory
+
+
+def moody_reward(response, row):
+    """Hangs on some rows, and takes its process down on others."""
+    digit = int(row.ground_truth) % 10 if row.ground_truth.lstrip("-").isdigit() else 0
+    if digit == 1:
+        time.sleep(600)
+    if digit == 2:
+        os._exit(9)
+    return RewardResult(float(len(response) % 2))
+
+
+def always_right(response, row):
+    return RewardResult(1.0)

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl import cli
 from asyncrl.observability.metrics import REQUIRED
-from tests.e2e.conftest import ROLES, ROOT, assert_sound
+from tests.e2e.conftest import ROOT, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -192,24 +192,6 @@ def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     steps = again.metrics[-1]["step"]
     assert_sound(again, max_lag=2, steps=steps)
     assert sorted(again.transitions("trained")) == list(range(16 * steps)), "the ordinals of an undisturbed run"
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_a_dead_actor_ends_the_run_with_its_name(start, role):
-    run = start("run.max_steps=500", "eval.every_steps=0", "recovery.max_replica_restarts=0")
-    run.wait_for_step(1)
-    tree = psutil.Process(run.process.pid).children(recursive=True)
-    (victim, *_) = run.actor_pids(role)
-    psutil.Process(victim).kill()
-    started = time.monotonic()
-    assert run.wait(60) == 1, run.log
-    assert time.monotonic() - started < 30
-    name = {"TrainerActor": "trainer rank", "MessageQueue": "message queue"}.get(role, role.lower())
-    assert name in run.log
-    assert "resume=auto" in run.log
-    assert any(e["event"] == "fault" for e in run.events)
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert not alive, [p.cmdline() for p in alive if p.is_running()]
 
 
 def test_two_runs_cannot_share_a_directory(start):

@@ -35,7 +35,7 @@ PARTS = {
     "testing": {"inference", "weights", "trainer", "queue", "rollout", "data", "rewards", "environments", "algorithms"},
 }
 FOUNDATION = {"types", "errors", "registry", "remote", "restarts", "config"}
-TOP = {"audit", "coordinator", "preflight", "run", "serve", "cli"}
+TOP = {"actors", "audit", "cluster", "coordinator", "janitor", "job", "parts", "preflight", "run", "serve", "cli"}
 HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "datasets", "wandb")
 
 
@@ -141,8 +141,24 @@ def test_omegaconf_has_one_user():
     assert users == [PACKAGE / "config" / "load.py"]
 
 
+def test_every_wait_on_another_process_has_a_deadline_and_a_name():
+    """Answers of actors come through `remote.reply`; nobody awaits a reference itself, or looks an actor up by name."""
+    for path in FILES:
+        if part_of(path) in ("remote", "testing"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
+                called = node.value.func
+                assert not (isinstance(called, ast.Attribute) and called.attr == "remote"), f"{where} awaits an actor"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ray":
+                assert node.attr not in ("get", "wait", "get_actor"), f"{where} uses ray.{node.attr}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "options":
+                assert not {k.arg for k in node.keywords} & {"name", "lifetime"}, f"{where} names or detaches an actor"
+
+
 def test_the_environment_is_read_in_the_launch_code_only():
-    allowed = {"config/load.py", "cli.py", "observability/logs.py"}
+    allowed = {"config/load.py", "cli.py", "cluster.py", "observability/logs.py"}
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"
 

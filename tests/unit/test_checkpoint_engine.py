@@ -19,6 +19,7 @@ def engine(
     interrupt="abort_resume",
     respawn=None,
     receivers_per_replica=1,
+    rolling=False,
     blame_s=0.01,
     **config,
 ):
@@ -29,6 +30,7 @@ def engine(
         fleet,
         interrupt=interrupt,
         receivers_per_replica=receivers_per_replica,
+        rolling=rolling,
         blame_s=blame_s,
     )
     return made, trainer, fleet
@@ -391,3 +393,166 @@ async def test_a_late_receiver_and_a_sender_interrupted_for_it_are_tried_again()
     late = DeadlineExceeded("no bucket within 1 s")
     made, _, _ = engine(FakeReplica(late), trainer=FakeTrainer(waits=True), max_retries=1)
     assert (await made.publish(1)).attempts == 2
+
+
+@pytest.mark.parametrize(("interrupt", "share_s"), [("abort_resume", 12), ("drain", 28)])
+async def test_a_pause_leaves_time_for_a_transfer_to_the_others(interrupt, share_s):
+    limits = []
+
+    class Asked(FakeReplica):
+        async def pause(self, mode, timeout_s):
+            limits.append(timeout_s)
+            await super().pause(mode, timeout_s)
+
+    made, _, fleet = engine(
+        Asked(),
+        Asked(pause_error=DeadlineExceeded("late")),
+        interrupt=interrupt,
+        transfer_timeout_s=12,
+        publish_timeout_s=40,
+    )
+    assert (await made.publish(1)).replicas == 1
+    assert limits == [pytest.approx(share_s, abs=0.5)] * 2
+    assert [i for i, _ in fleet.failures] == [1]
+
+
+@pytest.mark.parametrize("where", ["pause_error", "commit_error"])
+async def test_a_single_replica_that_answers_nothing_is_taken_out_and_who_comes_after_it_gets_the_weights(where):
+    late, fresh = DeadlineExceeded("no answer within 1 s"), FakeReplica()
+    stopped = FakeReplica(**{where: late})
+    stopped.alive = False
+    made, _, fleet = engine(stopped, respawn=lambda i: fresh)
+    assert (await made.publish(5)).replicas == 1
+    assert (stopped.committed, fresh.committed) == ([], [5])
+    assert [i for i, _ in fleet.failures] == [0]
+
+
+async def test_a_sender_is_interrupted_at_once_for_a_receiver_that_the_fleet_found_late():
+    class Stopped(FakeReplica):
+        async def receive_weights(self, manifest, source, timeout_s):
+            fleet.fail(1, self, "it answers no health check")
+            raise DeadlineExceeded("it answers too late")
+
+    good = FakeReplica(TransferEnded("the sender ended it"))
+    made, trainer, fleet = engine(good, Stopped(), trainer=FakeTrainer(waits=True), blame_s=60, transfer_timeout_s=60)
+    report = await asyncio.wait_for(made.publish(4), 4)
+    assert (trainer.interrupted.is_set(), report.replicas, good.committed) == (True, 1, [4])
+
+
+# -- rolling -----------------------------------------------------------------------------------------------------------
+
+
+async def served(made, version=0):
+    """The first publish; its calls are not on record."""
+    await made.publish(version)
+    for replica in made._fleet.members.values():
+        replica.calls.clear()
+    made._fleet.routing.clear()
+
+
+async def test_a_rolling_publish_reaches_some_at_a_time_while_the_others_are_sent_requests():
+    replicas = [FakeReplica() for _ in range(5)]
+    made, trainer, fleet = engine(*replicas, rolling=True, rolling_replicas=2)
+    await made.publish(1)
+    assert fleet.routing == [("hold", [0, 1, 2, 3, 4], None), ("release", [0, 1, 2, 3, 4], 1)], "newcomers go together"
+    await served(made, 2)
+    report = await made.publish(3)
+    waves = [call[1] for call in fleet.routing if call[0] == "hold"]
+    assert [call[1] for call in fleet.routing if call[0] == "release"] == waves
+    assert {call[2] for call in fleet.routing if call[0] == "release"} == {3}
+    assert sorted(i for wave in waves for i in wave) == [0, 1, 2, 3, 4]
+    assert [len(wave) for wave in waves] == [2, 2, 1]
+    assert [call[0] for call in fleet.routing] == ["hold", "release"] * 3
+    assert (report.attempts, report.replicas, trainer.opened[0]) == (3, 5, 5)
+    assert all(r.committed == [3] for r in replicas)
+    assert report.pause_s < report.publish_s / 2, "at most two of five stand still at any time"
+
+
+async def test_without_rolling_the_rollout_side_is_told_nothing():
+    made, _, fleet = engine(FakeReplica(), FakeReplica(), rolling=False, rolling_replicas=1)
+    for version in (1, 2):
+        assert (await made.publish(version)).attempts == 1
+    assert fleet.routing == []
+
+
+async def test_the_next_rolling_publish_begins_where_the_sending_end_is_open():
+    made, trainer, fleet = engine(FakeReplica(), FakeReplica(), rolling=True)
+    await served(made)
+    for version in (1, 2, 3):
+        await made.publish(version)
+    assert [call[1] for call in fleet.routing if call[0] == "hold"] == [[0], [1], [1], [0], [0], [1]]
+    assert trainer.opened == [2, 1, 1, 1, 1], "once for each publish after the first"
+
+
+async def test_a_rolling_publish_to_one_replica_is_a_publish():
+    replica = FakeReplica()
+    made, trainer, fleet = engine(replica, rolling=True)
+    for version in (1, 2):
+        report = await made.publish(version)
+        assert (report.attempts, report.replicas) == (1, 1)
+    assert replica.committed == [1, 2]
+    assert trainer.opened == [1]
+    assert fleet.newcomers == {}
+
+
+async def test_newcomers_go_with_the_first_wave():
+    replicas = [FakeReplica() for _ in range(3)]
+    made, _, fleet = engine(*replicas, rolling=True, respawn=lambda i: FakeReplica())
+    await served(made)
+    fleet.fail(2, replicas[2], "killed")
+    await made.publish(1)
+    assert [call[1] for call in fleet.routing if call[0] == "hold"] == [[0, 2], [1]]
+    fleet.fail(2, fleet.members[2], "killed again")
+    fleet.routing.clear()
+    assert (await made.publish(1, newcomers_only=True)).replicas == 1
+    assert fleet.routing == [("hold", [2], None), ("release", [2], 1)]
+
+
+@pytest.mark.parametrize("error", [ProcessDied("gone"), DeadlineExceeded("no answer within 1 s")])
+async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
+    replicas = [FakeReplica() for _ in range(3)]
+    made, _, fleet = engine(*replicas, rolling=True)
+    await served(made)
+    replicas[1].pause_error = error
+    replicas[1].alive = False
+    assert (await made.publish(1)).replicas == 2
+    assert [r.committed for r in replicas] == [[1], [], [1]]
+    assert [i for i, _ in fleet.failures] == [1]
+    assert ("release", [1], 1) not in fleet.routing
+
+
+async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_held_up():
+    replicas = [FakeReplica() for _ in range(3)]
+    made, _, fleet = engine(*replicas, rolling=True, verify="always", max_retries=1)
+    await served(made)
+    replicas[0].outcomes.append(WRONG)
+    assert (await made.publish(1)).attempts == 4
+    assert [call[:2] for call in fleet.routing] == [
+        ("hold", [0]),
+        *((call, [i]) for i in (0, 1, 2) for call in ("hold", "release")),
+    ]
+
+
+async def test_a_rolling_publish_that_fails_leaves_the_others_as_they_were():
+    replicas = [FakeReplica() for _ in range(3)]
+    trainer = FakeTrainer()
+    made, _, fleet = engine(*replicas, trainer=trainer, rolling=True)
+    await served(made)
+    trainer.outcomes = [(1, 2), WeightTransferError("publish tensor 3: the weights ended before it")]
+    with pytest.raises(WeightTransferError, match="tensor 3"):
+        await made.publish(1)
+    assert [r.committed for r in replicas] == [[1], [], []]
+    assert fleet.routing[-1] == ("hold", [1], None), "nothing is sent to its closed gate until the next publish"
+    assert (await made.publish(1)).replicas == 3
+
+
+async def test_the_deadline_of_a_rolling_publish_is_for_all_waves():
+    class Slow(FakeReplica):
+        async def receive_weights(self, manifest, source, timeout_s):
+            await asyncio.sleep(0.03)
+            return await super().receive_weights(manifest, source, timeout_s)
+
+    made, _, _ = engine(*(Slow() for _ in range(20)), rolling=True, publish_timeout_s=0.1)
+    await served(made)
+    with pytest.raises(DeadlineExceeded, match=r"(?s)within 0\.1 s.*after [1-9] transfer"):
+        await made.publish(1)

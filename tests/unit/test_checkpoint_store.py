@@ -5,7 +5,7 @@ import pytest
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore, RunState, check_resumable, read_state
 from asyncrl.config.load import load_recipe
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, StorageError
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit
@@ -31,8 +31,10 @@ def test_the_newest_are_kept_and_an_unfinished_one_is_invisible(tmp_path):
 def test_the_same_step_can_be_saved_again(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 3)
-    (save(store, 3) / "part").write_text("again")
-    assert [p.name for p in store.all()] == ["step_3"]
+    save(store, 4)
+    inode = save(store, 4).stat().st_ino
+    assert store.latest().stat().st_ino == inode
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_3", "step_4"]
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path):
@@ -74,3 +76,14 @@ def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):
     saved = save(CheckpointStore(directory.checkpoints, 2), 4)
     assert directory.resolve_resume("auto", 2, "command") == saved
     assert directory.resolve_resume(str(saved), 2, "command") == saved
+    (saved / "part").write_text("5")
+    with pytest.raises(ConfigError, match="step_4") as refused:
+        directory.resolve_resume("never", 2, "command")  # a new run is refused whatever the checkpoint is worth
+    assert "resume=auto" in str(refused.value)
+    with pytest.raises(ConfigError, match="part has other content"):
+        directory.resolve_resume(str(saved), 2, "command")
+    with pytest.raises(StorageError, match="step_4: part has other content"):
+        directory.resolve_resume("auto", 2, "command")
+    with pytest.raises(ConfigError, match=r"files\.json is missing"):
+        directory.resolve_resume(str(tmp_path / "absent"), 2, "command")
+    assert sorted(p.name for p in directory.checkpoints.iterdir()) == ["step_4"]  # nothing was written

@@ -28,10 +28,14 @@ def spec(tmp_path):
 
 
 async def fill(queue, count=10, **options):
-    tickets = await queue.admit(count, 0)
+    tickets = await admit(queue, count)
     for t in tickets:
         await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,), **options))
     return tickets
+
+
+async def admit(queue, count=10):
+    return (await queue.admit(count, 0)).tickets
 
 
 async def test_the_round_of_a_group(spec):
@@ -48,14 +52,14 @@ async def test_the_round_of_a_group(spec):
         await queue.fetch([2])
     counts = await queue.commit(0)
     assert (counts.trained, counts.ready) == (2, 2)
-    assert await queue.admit(10, 0) == [], "the slots come back with the publish"
+    assert await admit(queue) == (), "the slots come back with the publish"
     await queue.published(1)
-    assert [t.version for t in await queue.admit(10, 0)] == [1, 1]
+    assert [t.version for t in await admit(queue, 10)] == [1, 1]
 
 
 async def test_lags_are_split_by_where_they_arose(spec):
     queue = MessageQueue(replace(spec, max_lag=2))
-    tickets = await queue.admit(6, 0)
+    tickets = await admit(queue, 6)
     for t in tickets[:2]:
         await queue.put(t, group(t.ordinal, versions=(0,)))
     await queue.lease(0, 0)
@@ -72,7 +76,7 @@ async def test_lags_are_split_by_where_they_arose(spec):
 
 async def test_a_lease_waits_for_the_last_group_and_says_what_is_missing(spec):
     queue = MessageQueue(spec)
-    first, second, *_ = await queue.admit(4, 0)
+    first, second, *_ = await admit(queue, 4)
     await queue.put(first, group(first.ordinal))
     answer = await queue.lease(0, 0.01)
     assert isinstance(answer, LeaseWait)
@@ -91,19 +95,19 @@ async def test_admission_wakes_up_with_the_publish(spec):
     waiting = asyncio.create_task(queue.admit(10, 10))
     await asyncio.sleep(0)
     await queue.published(1)
-    assert len(await asyncio.wait_for(waiting, 5)) == 2
+    assert len((await asyncio.wait_for(waiting, 5)).tickets) == 2
 
 
 async def test_groups_without_signal_are_filtered_and_their_slot_is_free(spec):
     queue = MessageQueue(replace(spec, dynamic_sampling=True))
     assert len(await fill(queue, rewards=(1.0, 1.0))) == 4
     assert (await queue.counts()).filtered == 4
-    assert len(await queue.admit(10, 0)) == 4
+    assert len(await admit(queue, 10)) == 4
 
 
 async def test_wait_idle(spec):
     queue = MessageQueue(spec)
-    tickets = await queue.admit(10, 0)
+    tickets = await admit(queue, 10)
     assert not await queue.wait_idle(0.01)
     for t in tickets:
         await queue.put(t, group(t.ordinal))
@@ -113,19 +117,20 @@ async def test_wait_idle(spec):
 async def test_too_many_failures_end_the_run(spec):
     queue = MessageQueue(replace(spec, max_attempts=1))
     for _ in range(8):
-        for t in await queue.admit(4, 0):
+        for t in await admit(queue, 4):
             await queue.nack(t, "Traceback: boom")
-    with pytest.raises(RunFailed, match="32 of 32"):
+    with pytest.raises(RunFailed, match="32 of the last 32"):
         await queue.lease(0, 0)
 
 
 async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
     queue = MessageQueue(spec)
-    tickets = await queue.admit(4, 0)
+    tickets = await admit(queue, 4)
     for t in tickets[:3]:
         await queue.put(t, group(t.ordinal))
     await queue.lease(0, 0)
     await queue.commit(0)
+    await queue.capture([])
     await queue.save(tmp_path / "saved")
     restored = MessageQueue(spec)
     counts = await restored.load(tmp_path / "saved")
@@ -133,7 +138,7 @@ async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
     with pytest.raises(LedgerError):
         await restored.put(tickets[3], group(3))
     await restored.published(1)
-    again = await restored.admit(10, 0)
+    again = await admit(restored, 10)
     assert [(t.ordinal, t.attempt) for t in again] == [(3, 1), (4, 0), (5, 0)]
     await restored.put(again[0], group(3, attempt=1, versions=(1,)))
     manifest = await restored.lease(1, 0)
@@ -144,7 +149,7 @@ async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
 
 async def test_every_transition_is_an_event(spec):
     queue = MessageQueue(spec)
-    tickets = await queue.admit(3, 0)
+    tickets = await admit(queue, 3)
     await queue.nack(tickets[0], "Traceback ...\nValueError: bad reward")
     for t in tickets[1:]:
         await queue.put(t, group(t.ordinal))
@@ -156,3 +161,67 @@ async def test_every_transition_is_an_event(spec):
     assert seen[-2:] == [("trained", 1), ("trained", 2)]
     assert "bad reward" in events[3]["detail"]
     assert all({"time_s", "monotonic_s", "step", "version"} <= set(e) for e in events)
+
+
+async def test_a_straggler_is_given_up_told_once_and_generated_again(spec):
+    queue = MessageQueue(replace(spec, groups_per_step=1, on_overdue="refill"))
+    late, other = await admit(queue)
+    await queue.put(other, group(1))
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    await queue.published(1)
+    (third,) = await admit(queue)
+    await queue.put(third, group(2, versions=(1,)))
+    waiting = asyncio.create_task(queue.admit(10, 10))
+    await asyncio.sleep(0)
+    manifest = await queue.lease(1, 0)
+    assert isinstance(manifest, LeaseManifest)
+    assert [g.ordinal for g in manifest.groups] == [2]
+    admission = await asyncio.wait_for(waiting, 5)
+    assert admission.cancelled == (late,)
+    assert [(t.ordinal, t.attempt, t.version) for t in admission.tickets] == [(0, 1, 1)]
+    later = await queue.admit(10, 0)
+    assert (later.tickets, later.cancelled) == ((), ())
+    await queue.put(late, group(0))  # it was on its way
+    with pytest.raises(LedgerError):
+        await queue.put(late, group(0))
+    counts = await queue.counts()
+    assert (counts.admitted, counts.expired, counts.running, counts.leased) == (4, 1, 1, 1)
+    events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
+    mine = [(e["transition"], e["attempt"]) for e in events if e["ordinal"] == 0]
+    assert mine == [("admitted", 0), ("expired", 0), ("admitted", 1), ("reissued", 1)]
+
+
+async def test_nothing_goes_to_a_rollouter_that_is_gone(spec):
+    queue = MessageQueue(spec)
+    tickets = await admit(queue, 3)
+    await queue.put(tickets[0], group(0))
+    await admit(queue, 1)
+    waiting = asyncio.create_task(queue.admit(10, 10))
+    await asyncio.sleep(0)
+    assert await queue.take_back_all("it died") == 3
+    assert (await asyncio.wait_for(waiting, 5)).tickets == ()
+    assert [(t.ordinal, t.attempt) for t in await admit(queue)] == [(1, 1), (2, 1), (3, 1)]
+    with pytest.raises(LedgerError):
+        await queue.put(tickets[1], group(1))
+
+
+async def test_a_group_of_undone_weights_is_generated_again(spec):
+    queue = MessageQueue(spec)
+    ticket, *_ = await admit(queue)
+    await queue.put(ticket, group(ticket.ordinal, versions=(0, 3)))
+    counts = await queue.counts()
+    assert (counts.ready, counts.running) == (0, 4)
+    (again,) = await admit(queue)
+    assert (again.ordinal, again.attempt) == (0, 1)
+
+
+async def test_groups_that_all_are_filtered_stop_the_run(spec):
+    queue = MessageQueue(replace(spec, dynamic_sampling=True, filtered_window=8))
+    await fill(queue, rewards=(1.0, 1.0))
+    assert isinstance(await queue.lease(0, 0), LeaseWait)
+    await fill(queue, rewards=(1.0, 1.0))
+    assert (await queue.window()).filtered == 1
+    for call in (queue.lease(0, 0), queue.wait_idle(0)):
+        with pytest.raises(RunFailed, match="8 of the last 8 ended groups had equal rewards"):
+            await call

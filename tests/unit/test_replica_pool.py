@@ -1,6 +1,7 @@
 """The pool of replicas over scripted controls: who is a member, who is replaced, when it gives up."""
 
 import asyncio
+import copy
 
 import pytest
 
@@ -11,13 +12,22 @@ pytestmark = pytest.mark.unit
 
 
 class Control:
+    """One process. `stopped`: it answers nothing until `go_on`; `renewed`: the controls that followed this one."""
+
     def __init__(self, replica_id):
         self.replica_id = replica_id
-        self.killed = 0
-        self.start_error = None
-        self.stats_error = None
-        self.may_start = asyncio.Event()
+        self.kills, self.calls = [], []
+        self.start_error = self.stats_error = self.reset_error = None
+        self.renewed = []
+        self.may_start, self.runs = asyncio.Event(), asyncio.Event()
         self.may_start.set()
+        self.runs.set()
+
+    def stop_it(self):
+        self.runs.clear()
+
+    def go_on(self):
+        self.runs.set()
 
     async def start(self, timeout_s):
         await asyncio.wait_for(self.may_start.wait(), timeout_s)
@@ -25,23 +35,51 @@ class Control:
             raise self.start_error
 
     async def stats(self, timeout_s):
+        await self._answer(timeout_s)
         if self.stats_error:
             raise self.stats_error
         return self.replica_id
+
+    async def reset(self, timeout_s):
+        await self._answer(timeout_s)
+        if self.reset_error:
+            raise self.reset_error
+        self.calls.append("reset")
+
+    async def forget_client(self, client_id, timeout_s):
+        await self._answer(timeout_s)
+        self.calls.append(("forget", client_id))
+
+    def abandon(self):
+        """Another control of the same process: it shares everything but its identity."""
+        self.renewed.append(copy.copy(self))
+        return self.renewed[-1]
+
+    async def _answer(self, timeout_s):
+        """Ends when the process runs; killed, it is dead."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.runs.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("no answer in time") from None
 
     async def stop(self, timeout_s):
         if self.killed:
             raise ProcessDied("it was killed")
 
     def kill(self):
-        self.killed += 1
+        self.kills.append(self)
+
+    @property
+    def killed(self):
+        return len(self.kills)
 
 
 class Rig:
     """`may_retire`: retiring ends only when it is set."""
 
-    def __init__(self, num=2, max_restarts=2, prepare=lambda c: None, restart_delay_s=0):
-        self.made, self.announced, self.retired, self.events = [], [], [], []
+    def __init__(self, num=2, max_restarts=2, prepare=lambda c: None, restart_delay_s=0, **settings):
+        self.made, self.announced, self.retired, self.events, self.routing = [], [], [], [], []
         self.may_retire = asyncio.Event()
         self.may_retire.set()
         self.retire_error = None
@@ -54,8 +92,9 @@ class Rig:
             self.made.append(control)
             return control
 
-        async def announce(replica_id, control):
+        async def announce(replica_id, control, version):
             self.announced.append((replica_id, control))
+            self.routing.append(("announce", replica_id, version))
             self.on_announce(replica_id, control)
 
         async def retire(replica_id):
@@ -64,26 +103,35 @@ class Rig:
                 raise self.retire_error
             self.retired.append(replica_id)
 
+        async def hold(ids):
+            self.routing.append(("hold", ids))
+
+        async def release(ids, version):
+            self.routing.append(("release", ids, version))
+
+        times = {"start_timeout_s": 5, "health_interval_s": 0.01, "health_timeout_s": 1, **settings}
         self.pool = ReplicaPool(
             spawn,
             num,
-            PoolSettings(
-                max_restarts,
-                start_timeout_s=5,
-                health_interval_s=0.01,
-                health_timeout_s=1,
-                restart_delay_s=restart_delay_s,
-            ),
+            PoolSettings(max_restarts, restart_delay_s=restart_delay_s, **times),
             announce=announce,
             retire=retire,
+            hold=hold,
+            release=release,
             on_event=lambda event, **fields: self.events.append((event, fields)),
         )
 
     async def begin(self):
-        """All of them serve."""
+        """All of them serve; nothing of that is on record."""
         await self.pool.start()
         assert await self.pool.committed(self.pool.members) == len(self.made)
+        for record in (self.announced, self.events, self.routing):
+            record.clear()
         return self.pool
+
+    @property
+    def kinds(self):
+        return [event for event, _ in self.events]
 
 
 async def settled():
@@ -98,13 +146,13 @@ async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_ar
     assert rig.pool.members == rig.pool.newcomers == dict(enumerate(rig.made))
     assert not rig.pool.serving
     await rig.pool.committed(rig.pool.members)
-    assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({}, True, [])
+    assert (rig.pool.newcomers, rig.pool.serving_members) == ({}, rig.pool.members)
+    assert rig.announced == list(enumerate(rig.made)), "requests are sent to a replica from its first weights on"
 
 
 async def test_a_failed_replica_is_killed_and_replaced_and_announced_after_its_first_commit():
     rig = Rig()
-    await rig.pool.start()
-    await rig.pool.committed(rig.pool.members)
+    await rig.begin()
     first = rig.made[0]
     rig.pool.fail(0, first, ProcessDied("gone"))
     assert first.killed == 1
@@ -192,24 +240,20 @@ async def test_waiting_for_a_member_has_a_deadline():
 
 async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replacement_serve():
     rig = Rig()
-    await rig.pool.start()
+    await rig.begin()
     before = rig.pool.members
     rig.pool.fail(0, rig.made[0], "killed after its commit")
     await settled()
     assert await rig.pool.committed(before) == 1
     assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({0: rig.made[2]}, True, [])
-    assert "replica_serving" not in [event for event, _ in rig.events]
+    assert "replica_serving" not in rig.kinds
     assert await rig.pool.committed(rig.pool.members) == 2
     assert (rig.pool.newcomers, rig.announced) == ({}, [(0, rig.made[2])])
 
 
-@pytest.mark.parametrize("served", [True, False])
-async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned(served):
-    """From the start requests wait at the gates of the first incarnations, so those are retired too."""
+async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned():
     rig = Rig()
-    await rig.pool.start()
-    if served:
-        await rig.pool.committed(rig.pool.members)
+    await rig.begin()
     rig.may_retire.clear()
     rig.pool.fail(0, rig.made[0], "killed")
     committing = asyncio.create_task(rig.pool.committed({1: rig.made[1]}))
@@ -328,3 +372,171 @@ async def test_a_replica_that_fails_while_it_is_announced_is_retired():
     await settled()
     assert rig.retired == [0, 0]
     assert "replica_serving" not in [e for e, _ in rig.events]
+
+
+# -- late replicas -----------------------------------------------------------------------------------------------------
+
+LATE = DeadlineExceeded("no answer within 1 s")
+
+
+async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_forgotten_everything():
+    rig = Rig(rejoin_timeout_s=5)
+    pool = await rig.begin()
+    late = rig.made[0]
+    late.stop_it()
+    pool.fail(0, late, LATE)
+    await settled()
+    assert (list(pool.members), pool.newcomers, rig.retired, late.killed) == ([1], {}, [0], 0)
+    pool.fail(0, late, ProcessDied("who still holds the former control is not heard"))
+    assert await pool.committed({0: late, 1: rig.made[1]}) == 1, "what it had committed before does not count"
+    late.go_on()
+    await asyncio.wait_for(whole(pool), 5)
+    back = pool.members[0]
+    assert (late.renewed, late.calls, list(pool.newcomers)) == ([back], ["reset"], [0])
+    assert back is not late, "who holds the former control takes it for another incarnation"
+    assert rig.announced == []
+    await pool.committed(pool.members)
+    assert (rig.announced, len(rig.made), late.killed) == ([(0, back)], 2, 0)
+    assert rig.kinds == ["replica_suspended", "replica_rejoined", "replica_serving"]
+    await pool.stop(1)
+
+
+async def whole(pool, num=2):
+    while len(pool.members) < num:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_replica_that_stays_late_is_replaced_when_its_time_is_over():
+    rig = Rig(rejoin_timeout_s=0.05, health_timeout_s=0.02)
+    pool = await rig.begin()
+    rig.made[0].stop_it()
+    pool.fail(0, rig.made[0], LATE)
+    await asyncio.wait_for(whole(pool), 5)
+    assert (rig.made[0].killed, pool.newcomers) == (1, {0: rig.made[2]})
+    assert rig.kinds == ["replica_suspended", "replica_failed", "replica_started"]
+    assert "within 0.05 s" in rig.events[1][1]["error"]
+    assert rig.retired == [0], "once"
+    await pool.stop(1)
+
+
+@pytest.mark.parametrize("where", ["stats_error", "reset_error"])
+async def test_a_suspended_replica_that_dies_is_replaced_at_once(where):
+    rig = Rig(rejoin_timeout_s=3600)
+    pool = await rig.begin()
+    setattr(rig.made[0], where, ProcessDied("killed while it was stopped"))
+    pool.fail(0, rig.made[0], LATE)
+    await asyncio.wait_for(whole(pool), 5)
+    assert (rig.made[0].killed, pool.newcomers) == (1, {0: rig.made[2]})
+    await pool.stop(1)
+
+
+async def test_rejoining_costs_no_replacement_and_being_late_at_the_start_is_a_failure():
+    rig = Rig(num=1, max_restarts=1, rejoin_timeout_s=5, prepare=lambda c: setattr(c, "start_error", LATE))
+    pool = await rig.begin()
+    for _ in range(4):
+        pool.fail(0, pool.members[0], LATE)
+        assert pool.members == {}
+        await asyncio.wait_for(pool.wait_member(5), 5)
+    assert len(rig.made) == 1
+    pool.fail(0, pool.members[0], ProcessDied("gone"))
+    with pytest.raises(RunFailed, match="no answer within"):
+        await asyncio.wait_for(pool.watch(), 5)
+    assert (rig.kinds.count("replica_rejoined"), rig.kinds.count("replica_failed")) == (4, 2)
+
+
+async def test_what_goes_wrong_but_answers_is_replaced_although_late_ones_may_rejoin():
+    rig = Rig(rejoin_timeout_s=5)
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], ProcessDied("gone"))
+    await settled()
+    assert (rig.made[0].killed, rig.kinds) == (1, ["replica_failed", "replica_started"])
+
+
+async def test_a_pool_that_stops_does_not_wait_for_a_suspended_replica():
+    rig = Rig(rejoin_timeout_s=3600)
+    pool = await rig.begin()
+    rig.made[0].stop_it()
+    pool.fail(0, rig.made[0], LATE)
+    await settled()
+    await asyncio.wait_for(pool.stop(1), 5)
+    assert [c.killed for c in rig.made] == [1, 1]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_replacements_count_only_as_long_as_the_window():
+    rig = Rig(num=1, max_restarts=1, window_s=0.05)
+    pool = await rig.begin()
+    pool.fail(0, rig.made[0], ProcessDied("gone"))
+    await settled()
+    await asyncio.sleep(0.06)
+    pool.fail(0, rig.made[1], ProcessDied("gone again, later"))
+    await settled()
+    assert list(pool.members) == [0]
+    pool.fail(0, rig.made[2], ProcessDied("gone again, at once"))
+    with pytest.raises(RunFailed, match=r"(?s)2 replacement.*max_replica_restarts"):
+        await asyncio.wait_for(pool.watch(), 5)
+
+
+# -- clients and branches that are gone --------------------------------------------------------------------------------
+
+
+async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_suspended():
+    rig = Rig(num=3, rejoin_timeout_s=5, health_timeout_s=0.05)
+    pool = await rig.begin()
+    rig.made[0].stop_it()
+    pool.fail(0, rig.made[0], LATE)
+    rig.made[1].stop_it()
+    await asyncio.wait_for(pool.forget_client("rollouter-1"), 5)
+    assert [c.calls for c in rig.made] == [[], [], [("forget", "rollouter-1")]]
+    assert 1 in pool.members, "the health watch finds it"
+    rig.made[0].go_on()
+    await asyncio.wait_for(whole(pool, 3), 5)
+    assert rig.made[0].calls == ["reset", ("forget", "rollouter-1")]
+    await pool.stop(1)
+
+
+async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_them():
+    rig = Rig(rejoin_timeout_s=5)
+    pool = await rig.begin()
+    rig.retire_error = ProcessDied("the former rollouter is gone")
+    pool.fail(1, rig.made[1], ProcessDied("gone"))
+    await settled()
+    rig.made[0].stop_it()
+    fencing = asyncio.create_task(pool.fence())
+    await settled()
+    assert (pool.serving, pool.serving_members) == (False, {}), "at once, whatever the replicas take"
+    rig.made[0].go_on()
+    await asyncio.wait_for(fencing, 5)
+    assert [c.calls for c in rig.made] == [["reset"], [], ["reset"]]
+    assert pool.newcomers == {0: rig.made[0], 1: rig.made[2]}
+    assert await pool.committed(pool.members) == 2
+    assert rig.announced == [(0, rig.made[0]), (1, rig.made[2])]
+
+
+async def test_a_replica_that_a_fence_finds_late_is_suspended():
+    rig = Rig(rejoin_timeout_s=5, health_timeout_s=0.02)
+    pool = await rig.begin()
+    rig.made[0].stop_it()
+    await asyncio.wait_for(pool.fence(), 5)
+    assert (list(pool.newcomers), rig.kinds) == ([1], ["replica_suspended"])
+    await pool.stop(1)
+
+
+# -- rolling publishes -------------------------------------------------------------------------------------------------
+
+
+async def test_only_what_requests_are_sent_to_is_held_and_released_and_the_version_is_known_from_then_on():
+    rig = Rig(num=2)
+    pool = await rig.begin()
+    former = rig.made[0]
+    pool.fail(0, former, "killed")
+    await settled()
+    await pool.hold({0: former, 1: rig.made[1]})
+    await pool.hold(pool.newcomers)
+    assert rig.routing == [("hold", [1])]
+    await pool.committed(pool.members)
+    await pool.release({0: rig.made[2], 1: rig.made[1]}, 7)
+    await pool.release({0: former}, 8)
+    assert rig.routing[1:] == [("announce", 0, None), ("release", [0, 1], 7)]
+    await pool.reconcile((1,))
+    assert rig.routing[3:] == [("announce", 0, 7)]

@@ -256,3 +256,92 @@ def test_a_pick_stays_cheap_with_many_replicas(kind):
     for i in range(2000):
         made.done(made.pick(f"s{i % 50}" if kind == "session" else "", prompts[i % 50]))
     assert (time.process_time() - started) / 2000 < 1e-3
+
+
+def test_the_newest_version_is_preferred_until_it_has_more_than_its_share():
+    made = router(0, 1)
+    made.release(0, 7)
+    order = [made.pick() for _ in range(6)]
+    assert order == [0, 0, 1, 0, 0, 1], "0 while it has at most one more than twice what 1 has"
+    made.release(1, 7)
+    assert [made.pick() for _ in range(2)] == [1, 1], "one version again: the least loaded"
+
+
+def test_held_replicas_get_nothing_unless_all_are_held():
+    made = router(0, 1, 2)
+    made.hold(0)
+    made.hold(1)
+    assert {made.pick() for _ in range(5)} == {2}
+    made.hold(2)
+    assert {made.pick() for _ in range(2)} == {0, 1}, "they wait at a gate: the least loaded"
+    made.release(0, None)
+    assert {made.pick() for _ in range(5)} == {0}
+    made.hold(9)
+    made.release(9, 1)
+    assert set(made.loads) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("words", [("a", ()), ("", (1, 2, 3))], ids=["session", "prefix"])
+def test_sessions_and_prefixes_leave_a_held_replica_and_an_older_version(words):
+    made = router(0, 1)
+    home = made.pick(*words)
+    made.hold(home)
+    other = made.pick(*words)
+    assert other != home
+    made.release(home, 1)
+    assert made.pick(*words) == home, "the newest version comes before the cache"
+    assert made.pick(*words) == home, "and keeps it"
+
+
+def test_a_replica_added_without_a_version_counts_as_one_of_the_newest():
+    made = router(0)
+    made.release(0, 5)
+    made.add(1)
+    made.add(2, 4)
+    assert sorted(made.pick() for _ in range(2)) == [0, 1]
+    made.remove(0)
+    made.remove(1)
+    assert made.pick() == 2
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["pick", "pick", "pick", "done", "hold", "release", "remove", "add"]),
+            st.integers(0, 4),
+            st.integers(0, 3),
+            st.sampled_from(["", "a", "b"]),
+        ),
+        max_size=200,
+    )
+)
+def test_no_order_of_holds_and_releases_breaks_the_rule_of_versions(actions):
+    made, versions, held = router(0), {0: -1}, set()
+    for action, replica, version, session in actions:
+        if action == "add" and replica not in versions:
+            made.add(replica, version)
+            versions[replica] = version
+        elif action == "remove":
+            made.remove(replica)
+            versions.pop(replica, None)
+            held.discard(replica)
+        elif action == "hold":
+            made.hold(replica)
+            held |= {replica} & set(versions)
+        elif action == "release" and replica in versions:
+            made.release(replica, version)
+            versions[replica] = version
+            held.discard(replica)
+        elif action == "done" and made.loads.get(replica, 0) > 0:
+            made.done(replica)
+        elif action == "pick" and versions:
+            loads = made.loads
+            chosen = made.pick(session)
+            free = [i for i in versions if i not in held]
+            newest = [i for i in free if versions[i] == max(versions[j] for j in free)]
+            older = [i for i in free if i not in newest]
+            limit = 2 * min((loads[i] for i in older), default=10**6) + 1
+            fit = [i for i in newest if loads[i] <= limit]
+            tier = fit or older or list(versions)
+            assert chosen in tier
+            assert session or loads[chosen] == min(loads[i] for i in tier)

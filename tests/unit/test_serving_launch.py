@@ -15,6 +15,7 @@ from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaState
+from asyncrl.serving.server import serve_until
 
 pytestmark = pytest.mark.unit
 
@@ -97,7 +98,7 @@ class Ending:
 
     async def __call__(self):
         try:
-            await asyncio.wait_for(serve.serve_until(self.stop, self.server, self.serving, self.watching), 10)
+            await asyncio.wait_for(serve_until(self.stop, self.server, self.serving, self.watching), 10)
         finally:
             assert self.serving.done()
             assert self.watching.done()

@@ -35,16 +35,16 @@ def test_a_straggler_delays_nobody_before_its_time():
     policy = StalenessPolicy(groups_per_step=2, max_lag=2)
     straggler = [Candidate(0, deadline=2)]
     ready = candidates([2, 2, 2, 3, 3], first=1)
-    assert policy.select(step=1, ready=ready, unready=straggler).chosen == (1, 2)
+    assert policy.select(step=1, version=1, ready=ready, unready=straggler).chosen == (1, 2)
     # At its deadline the step waits for it, although two others are ready.
-    selection = policy.select(step=2, ready=candidates([3, 3], first=5), unready=straggler)
+    selection = policy.select(step=2, version=2, ready=candidates([3, 3], first=5), unready=straggler)
     assert selection.chosen == ()
     assert selection.overdue == 1
 
 
 def test_missing_counts_the_groups_short_of_a_batch():
     policy = StalenessPolicy(groups_per_step=3, max_lag=1)
-    selection = policy.select(step=0, ready=candidates([1]), unready=candidates([1, 1], first=1))
+    selection = policy.select(step=0, version=0, ready=candidates([1]), unready=candidates([1, 1], first=1))
     assert (selection.chosen, selection.missing) == ((), 2)
 
 
@@ -64,7 +64,7 @@ def test_a_lease_keeps_a_feasible_state_feasible_and_takes_the_earliest_deadline
         return
     ready = [Candidate(i, step + d) for i, (d, is_ready) in enumerate(groups) if is_ready]
     unready = [Candidate(i, step + d) for i, (d, is_ready) in enumerate(groups) if not is_ready]
-    selection = policy.select(step=step, ready=ready, unready=unready)
+    selection = policy.select(step=step, version=step, ready=ready, unready=unready)
     if selection.chosen:
         rest = [step + d for i, (d, _) in enumerate(groups) if i not in selection.chosen]
         assert len(selection.chosen) == size
@@ -75,6 +75,69 @@ def test_a_lease_keeps_a_feasible_state_feasible_and_takes_the_earliest_deadline
         assert selection.missing or selection.overdue
     if not unready and len(ready) >= size:
         assert selection.chosen, "with every active group ready a feasible state never waits"
+
+
+@given(states, st.integers(0, 3))
+def test_refill_gives_up_the_fewest_groups_and_then_the_step_has_its_batch(state, behind):
+    size, max_lag, groups = state
+    policy, step = StalenessPolicy(size, max_lag, "refill"), 3
+    version = step - min(behind, max_lag)
+    latest = policy.deadline(version)
+    groups = [(min(step + d, latest), is_ready) for d, is_ready in groups]
+    if not policy.is_feasible([d for d, _ in groups], step):
+        return
+    ready = [Candidate(i, d) for i, (d, is_ready) in enumerate(groups) if is_ready]
+    unready = [Candidate(i, d) for i, (d, is_ready) in enumerate(groups) if not is_ready]
+    waits = StalenessPolicy(size, max_lag).select(step=step, version=version, ready=ready, unready=unready)
+    selection = policy.select(step=step, version=version, ready=ready, unready=unready)
+    if not waits.overdue or waits.missing:
+        assert selection == waits
+        return
+    assert selection.expire, "a feasible state never has to wait for a group while B others are ready"
+
+    def after(expired):
+        again = [Candidate(c.ordinal, latest) if c.ordinal in expired else c for c in unready]
+        return policy.select(step=step, version=version, ready=ready, unready=again)
+
+    assert set(selection.expire) <= {c.ordinal for c in unready if c.deadline < latest}
+    assert after(selection.expire).chosen
+    oldest = sorted(unready, key=lambda c: (c.deadline, c.ordinal))
+    assert not after([c.ordinal for c in oldest[: len(selection.expire) - 1]]).chosen, "one fewer is not enough"
+
+
+def test_refill_gives_nothing_up_that_would_be_as_late_again():
+    policy = StalenessPolicy(1, 1, "refill")
+    ready, straggler = [Candidate(0, 2)], [Candidate(1, 1)]
+    assert policy.select(step=1, version=1, ready=ready, unready=straggler).expire == (1,)
+    # Version 1 is not published yet, as far as the ledger knows: admitted again now, it would be due as soon.
+    selection = policy.select(step=1, version=0, ready=ready, unready=straggler)
+    assert (selection.chosen, selection.expire, selection.overdue) == ((), (), 1)
+
+
+@given(states)
+def test_mask_waits_for_nobody(state):
+    size, max_lag, groups = state
+    policy = StalenessPolicy(size, max_lag, "mask")
+    ready = [Candidate(i, d) for i, (d, is_ready) in enumerate(groups) if is_ready]
+    unready = [Candidate(i, d) for i, (d, is_ready) in enumerate(groups) if not is_ready]
+    selection = policy.select(step=4, version=4, ready=ready, unready=unready)
+    assert len(selection.chosen) == (size if len(ready) >= size else 0)
+    assert (selection.overdue, selection.expire) == (0, ())
+    left = [c.deadline for c in ready if c.ordinal not in selection.chosen]
+    assert not left or not selection.chosen or max(groups[o][0] for o in selection.chosen) <= min(left)
+
+
+@given(states)
+def test_without_the_surplus_the_rest_is_feasible(state):
+    size, max_lag, groups = state
+    step = 2
+    candidates = [Candidate(i, d) for i, (d, _) in enumerate(groups)]
+    surplus = StalenessPolicy(size, max_lag).surplus(candidates, step)
+    rest = [c.deadline for c in candidates if c.ordinal not in surplus]
+    policy = StalenessPolicy(size, max_lag)
+    assert policy.is_feasible(rest, step)
+    assert bool(surplus) != policy.is_feasible([c.deadline for c in candidates], step)
+    assert StalenessPolicy(size, max_lag, "mask").surplus(candidates, step) == ()
 
 
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(0, 20))

@@ -31,8 +31,10 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
 
+        self._run.define_metric("*", step_metric="step")
+
     def write(self, step: int, record: Record) -> None:
-        self._run.log(dict(record), step=step)
+        self._run.log(dict(record))  # by its own "step": a run that goes back to a checkpoint repeats steps
 
     def close(self) -> None:
         self._run.finish()

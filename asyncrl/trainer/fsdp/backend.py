@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -46,6 +48,13 @@ class FsdpBackend:
         self._loss = build_loss(spec.algorithm)
         self._temperature = spec.temperature or 1.0
         self._publish_dtype: torch.dtype = getattr(torch, spec.model.inference_dtype)
+        self._captured: dict[str, torch.Tensor] | None = None
+        # Saving runs beside training in a thread of its own: without a group of its own the collectives of the two
+        # would meet each other. A rank waits in it while another one writes.
+        timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
+        saving = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
+        self._saving = saving
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
         """One optimizer step; see `TrainBackend`.
@@ -103,8 +112,16 @@ class FsdpBackend:
             # cast before gathering: half the bytes for 16-bit replicas
             yield name, state.full(tensor.detach().to(self._publish_dtype))
 
+    def capture(self) -> None:
+        self._captured = None  # freed before the next one is made
+        self._captured = state.capture(self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+
     def save(self, directory: Path) -> None:
-        state.save(directory, self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+        """See `TrainBackend`. Raises StorageError: it cannot be written there."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise RuntimeError("save was called before capture")
+        state.save(directory, captured, self._saving)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""

@@ -20,36 +20,31 @@ import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Manifest
+from asyncrl.weights.leftovers import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
 from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
-from asyncrl.weights.transports.locked_file import abandoned, create_locked
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
 
 logger = logging.getLogger(__name__)
 
 _DIGEST = "xxh3"
 """Both sides digest what lies in the host's memory."""
-_SUFFIX = ".lock"
 
 
 class PublishDirectory:
     """A sender's own directory below `root`, with the newest complete publish as `publish-<id>`.
 
-    A lock beside it says that its owner lives (`locked_file.py`). Leftovers of dead owners of this machine are removed;
-    those of other machines stay, because their locks may not be seen from here.
+    A lock beside it says that its owner lives (`weights/leftovers.py`). Leftovers of dead owners of this machine are
+    removed; those of other machines stay, because their locks may not be seen from here.
     """
 
     def __init__(self, root: Path) -> None:
         """Raises ConfigError: `root` cannot be written, or its file system has no locks."""
-        prefix = f"asyncrl-weights-{socket.gethostname()}-"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            for lock in abandoned(root, prefix, _SUFFIX):
-                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                lock.unlink(missing_ok=True)
-                logger.info("removed what a dead weight sender left on disk: %s", lock.with_suffix(""))
-            self._fd, self._lock = create_locked(root, prefix, _SUFFIX)
+            remove_stale_publishes(root)
+            self._fd, self._lock = create_locked(root, *publish_lock())
             self.path = self._lock.with_suffix("")
             try:
                 self.path.mkdir(mode=0o700)

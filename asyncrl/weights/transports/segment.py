@@ -1,27 +1,19 @@
 """A named piece of POSIX shared memory that one process owns and others map.
 
 `multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when a process
-that only attached to it exits. Here the owner holds a lock on the file for as long as it lives (`locked_file.py`): a
-file without a lock is left over, and the next owner on the machine removes it.
+that only attached to it exits. Here the owner holds a lock on the file for as long as it lives
+(`weights/leftovers.py`): a file without a lock is left over, and the next owner on the machine removes it.
 """
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-from pathlib import Path
 
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, explain
-from asyncrl.weights.transports.locked_file import abandoned, create_locked
-
-logger = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "asyncrl-weights-"
-_SUFFIX = ".seg"
+from asyncrl.weights.leftovers import SEGMENT, SHARED_MEMORY, create_locked, remove_stale_segments
 
 
 class Segment:
@@ -37,7 +29,7 @@ class Segment:
         remove_stale_segments()
         self.data = torch.empty(0, dtype=torch.uint8)
         """[nbytes] uint8, shared; empty before `reserve`."""
-        self._fd, self.path = create_locked(SHARED_MEMORY, _PREFIX, _SUFFIX)
+        self._fd, self.path = create_locked(SHARED_MEMORY, *SEGMENT)
         self.socket_path = self.path.with_suffix(".sock")
         if nbytes:
             try:
@@ -90,17 +82,6 @@ def attach(path: str) -> torch.Tensor:
         return _map(fd, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
     finally:
         os.close(fd)
-
-
-def remove_stale_segments() -> list[Path]:
-    """Removes what owners that died left in shared memory; returns the segments removed."""
-    removed = []
-    for path in abandoned(SHARED_MEMORY, _PREFIX, _SUFFIX):
-        path.with_suffix(".sock").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        removed.append(path)
-        logger.info("removed shared memory of a dead weight sender: %s", path)
-    return removed
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

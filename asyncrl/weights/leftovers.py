@@ -1,13 +1,25 @@
-"""Files that say whether their owner lives: it holds a lock on them, which the kernel drops however it ends."""
+"""Files that say whether their owner lives: it holds a lock on them, which the kernel drops however it ends.
+
+What owners that were killed left behind is found by it, and removed by the next owner or by the run's janitor.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT = "asyncrl-weights-", ".seg"
+"""Prefix and suffix of a sender's segment in shared memory; its socket has the same name and the suffix `.sock`."""
 
 
 def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]:
@@ -48,3 +60,31 @@ def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
             yield path
         finally:
             os.close(fd)
+
+
+def publish_lock() -> tuple[str, str]:
+    """Prefix and suffix of the lock beside a sender's directory on disk. Locks of other machines may not be seen from
+    here, so the name has this one's."""
+    return f"asyncrl-weights-{socket.gethostname()}-", ".lock"
+
+
+def remove_stale_segments() -> list[Path]:
+    """Removes what owners that died left in shared memory; returns the segments removed."""
+    removed = []
+    for path in abandoned(SHARED_MEMORY, *SEGMENT):
+        path.with_suffix(".sock").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        removed.append(path)
+        logger.info("removed shared memory of a dead weight sender: %s", path)
+    return removed
+
+
+def remove_stale_publishes(root: Path) -> list[Path]:
+    """Removes what owners on this machine that died left below `root`; returns the directories removed."""
+    removed = []
+    for lock in abandoned(root, *publish_lock()):
+        shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        removed.append(lock.with_suffix(""))
+        logger.info("removed what a dead weight sender left on disk: %s", lock.with_suffix(""))
+    return removed

@@ -1,0 +1,200 @@
+"""The processes of a run, and what is built anew when one of them is gone.
+
+Three groups live and die apart: each replica (`inference.pool`), the rollouter (`rollout.supervisor`), and the training
+side: message queue, trainer ranks and, because its groups belong to the queue's ledger, the rollouter with them. The
+training side comes back as the last checkpoint has it; the replicas stay and get its weights.
+
+The handles here are the only ones that keep the actors alive: none is detached, none is found by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.cluster import Cluster
+from asyncrl.errors import AsyncRLError
+from asyncrl.inference.channel import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.pool import PoolSettings, ReplicaPool
+from asyncrl.job import Job
+from asyncrl.observability.events import EventLog
+from asyncrl.queue.channel import QueueControl
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.restarts import RestartBudget
+from asyncrl.rollout.channels import QueueChannel, RolloutControl
+from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
+from asyncrl.rollout.supervisor import RolloutSupervisor
+from asyncrl.trainer.pool import TrainerPool
+from asyncrl.trainer.spec import TrainerSpec
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 3.0
+"""Longest that one part may take to stop before its process is killed."""
+ENGINE_STOP_TIMEOUT_S = {"torch": STOP_TIMEOUT_S, "vllm": 8.0}
+"""The same for a replica: vLLM's processes get 5 s to end by themselves."""
+END_TIMEOUT_S = 30.0
+"""Longest that a killed process may take to be gone; Ray needs 6 s for one that is stopped."""
+
+
+class Actors:
+    """The actors of a run and the channels to them."""
+
+    def __init__(self, job: Job, cluster: Cluster, events: EventLog) -> None:
+        self._job = job
+        self._recipe = recipe = job.recipe
+        self._events = events
+        self._on_driver = {
+            "num_cpus": 0,
+            "max_concurrency": 1000,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        }
+        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
+        require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
+        recovery = recipe.recovery
+        self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
+        self.replicas = ReplicaPool(
+            functools.partial(
+                spawn_replica,
+                recipe.rollout,
+                recipe.model,
+                num_gpus=gpus,
+                environment=cluster.engine_environment(recipe.rollout.engine),
+            ),
+            recipe.rollout.num_replicas,
+            PoolSettings(
+                max_restarts=recovery.max_replica_restarts,
+                window_s=recovery.window_s,
+                rejoin_timeout_s=recovery.rejoin_timeout_s,
+                start_timeout_s=recipe.ray.start_timeout_s,
+                health_interval_s=recipe.ray.health_interval_s,
+                health_timeout_s=recipe.ray.health_timeout_s,
+            ),
+            announce=self._announce,
+            retire=self._retire,
+            hold=self._hold,
+            release=self._release,
+            on_event=events.write,
+        )
+        self.queue = self._new_queue()
+        self.rollouter = self._new_rollouter()
+        self.trainers: TrainerPool
+
+    async def start(self) -> None:
+        """Starts all of them at once. Raises what any of them raises."""
+        await self._start_training_side(self.replicas.start())
+
+    async def restart_training_side(self) -> None:
+        """A new queue, rollouter and trainer pool, empty; the former ones are gone when they start, and the replicas
+        have forgotten the former rollouter. Raises what a start raises."""
+        trainers, self.trainers = self.trainers, None  # pyright: ignore[reportAttributeAccessIssue]
+        trainers.kill()
+        self.rollouter.kill()
+        ray.kill(self.queue.handle)
+        await asyncio.gather(
+            trainers.ended(END_TIMEOUT_S), self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)
+        )
+        await self.replicas.forget_client(self.rollouter.client_id)
+        await self.replicas.fence()
+        self.queue = self._new_queue()
+        self.rollouter = self._new_rollouter()
+        await self._start_training_side()
+
+    async def stop(self) -> None:
+        """Asks every part to stop and kills what does not in time."""
+        stops = [self.replicas.stop(ENGINE_STOP_TIMEOUT_S[self._recipe.rollout.engine])]
+        if getattr(self, "trainers", None) is not None:
+            stops.append(self.trainers.stop())
+        # The rollouter first: a group that loses its replica now would be counted as failed.
+        first = await asyncio.gather(self.rollouter.stop(STOP_TIMEOUT_S), return_exceptions=True)
+        for failure in (*first, *await asyncio.gather(*stops, return_exceptions=True)):
+            if isinstance(failure, AsyncRLError):
+                logger.info("while stopping: %s", failure)
+            elif isinstance(failure, BaseException):
+                logger.warning("while stopping: %r", failure)
+        self.rollouter.kill()
+        ray.kill(self.queue.handle)
+
+    async def _start_training_side(self, *others: Any) -> None:
+        recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
+        spec = TrainerSpec(
+            model=recipe.model,
+            trainer=recipe.trainer,
+            algorithm=recipe.algorithm,
+            temperature=recipe.rollout.sampling.temperature,
+            seed=recipe.run.seed,
+        )
+        gpus = self._rank_gpus()
+        try:
+            async with asyncio.TaskGroup() as group:
+                trainers = group.create_task(
+                    TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
+                )
+                group.create_task(self.rollouter.start(timeout_s))
+                for other in others:
+                    group.create_task(other)
+        except ExceptionGroup as errors:
+            # One error is told: a named one before others, one with a cause before a timeout.
+            raise min(
+                errors.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
+            ) from None
+        self.trainers = trainers.result()
+
+    def _new_queue(self) -> QueueControl:
+        recipe = self._recipe
+        spec = QueueSpec(
+            groups_per_step=recipe.batch.groups_per_step,
+            max_lag=recipe.max_lag,
+            max_groups=recipe.run.max_steps * recipe.batch.groups_per_step,
+            max_attempts=recipe.rollout.max_attempts,
+            max_failed_fraction=recipe.rollout.max_failed_fraction,
+            failed_window=recipe.rollout.failed_window,
+            dynamic_sampling=recipe.algorithm.dynamic_sampling,
+            max_filtered_fraction=recipe.algorithm.max_filtered_fraction,
+            filtered_window=recipe.algorithm.filtered_window,
+            on_overdue=recipe.staleness.on_overdue,
+            events_path=self._job.directory.events,
+        )
+        return QueueControl(ray.remote(MessageQueue).options(**self._on_driver).remote(spec))
+
+    def _new_rollouter(self) -> RolloutSupervisor:
+        job, recipe = self._job, self._recipe
+        spec = RolloutSpec(recipe, job.train, job.held_out, job.directory.samples, job.directory.quarantine)
+        queue = self.queue
+
+        def spawn(client_id: str) -> RolloutControl:
+            actor = ray.remote(Rollouter).options(**self._on_driver)
+            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle), {}, client_id), client_id)
+
+        return RolloutSupervisor(
+            spawn,
+            lambda: self.replicas.serving_members,
+            queue.take_back_all,
+            self.replicas.forget_client,
+            budget=self._rollouter_budget,
+            start_timeout_s=recipe.ray.start_timeout_s,
+            on_event=self._events.write,
+        )
+
+    async def _retire(self, replica_id: int) -> None:
+        await self.rollouter.remove_replica(replica_id)
+
+    async def _hold(self, replica_ids: list[int]) -> None:
+        await self.rollouter.hold(replica_ids)
+
+    async def _release(self, replica_ids: list[int], version: int | None) -> None:
+        await self.rollouter.release(replica_ids, version)
+
+    async def _announce(self, replica_id: int, control: ReplicaControl, version: int | None) -> None:
+        await self.rollouter.add_replica(replica_id, control, version)
+
+    def _rank_gpus(self) -> float:
+        """GPUs of one trainer rank: a whole one beside vLLM, which takes whole ones itself."""
+        recipe = self._recipe
+        beside = recipe.rollout.num_replicas if recipe.rollout.engine == "torch" else 0
+        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)

@@ -1,0 +1,5 @@
+import sys
+
+from asyncrl.audit import main
+
+sys.exit(main())

@@ -1,0 +1,385 @@
+"""The replay of a run's events: the rules that every group must have lived by. Pure: no files, no clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.audit.records import NOTHING, Announced, GroupNow, Mark
+from asyncrl.audit.report import COUNTS, STATES, Finding, Limits, Rollback
+
+EVENTS = "events.jsonl"
+# `waiting` is a running group that waits to be issued again.
+_MOVES: dict[str, tuple[tuple[str, ...], str]] = {
+    "reissued": (("waiting",), "running"),
+    "ready": (("running",), "ready"),
+    "leased": (("ready",), "leased"),
+    "trained": (("leased",), "trained"),
+    "filtered": (("running",), "filtered"),
+    "failed": (("running",), "failed"),
+    "expired": (("waiting", "running", "ready"), "expired"),
+}
+_TROUBLE = ("failed", "suspended")
+
+
+class Audit:
+    """Replays the events of a run one by one: `feed` or `torn` for every line, then `close`.
+
+    A transition that is not legal is a finding and happens all the same, so that one fault is told once. Undoing walks
+    back a journal of the transitions: the whole replay is linear in the number of events.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.findings: list[Finding] = []
+        self.rollbacks: list[Rollback] = []
+        self.troubles: Counter[str] = Counter()
+        self.recoveries: Counter[str] = Counter()
+        self.starts = self.crashes = self.num_torn = self.events = 0
+        self.max_lag = -1
+        self.step = 0
+        self.is_lost = False
+        """It is not known what the run went on from; until another restart only lags can be checked."""
+        self.goes_back = False
+        """No step was completed since the last rollback: the metrics may still have the lines of steps undone by it."""
+        self.outcome = "unknown"
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self.lags: list[int] = []
+        """Largest lag of the groups of each completed step, in the order of the steps."""
+        self._limits = limits
+        self._version = 0
+        self._next_ordinal = 0
+        self._groups: dict[int, GroupNow] = {}
+        self._journal: list[tuple[int, GroupNow | None]] = []
+        self._marks: dict[str, Mark] = {}
+        self._torn: list[int] = []
+        self._last_life = 0
+        self._training: list[tuple[int, int]] = []  # ordinal and lag of what the step in commit trained so far
+        self._announced: Announced | None = None
+        self._any_announced = False
+        self._unannounced: list[tuple[int, int]] = []  # line and step
+        self._awaiting: tuple[int, int | None] | None = None  # line and step of a resume, until its `restored`
+        self._side_lost = False
+        self._line = 0
+
+    @property
+    def unsure(self) -> bool:
+        """The queue or a trainer was lost, and nothing was restored since."""
+        return self._side_lost
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        return tuple(o for o, g in sorted(self._groups.items()) if g.state == "waiting" or g.state in STATES)
+
+    def feed(self, line: int, event: Mapping[str, Any]) -> None:
+        """One event. A malformed one is a finding."""
+        self._line = line
+        self.events += 1
+        try:
+            kind = event["event"]
+            if kind == "group":
+                self._on_group(event)
+            else:
+                self._on_other(kind, event)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._find(f"malformed event ({type(error).__name__}: {error}): {json.dumps(event)[:200]}")
+
+    def torn(self, line: int) -> None:
+        """A line that a crash left incomplete: no finding if all that came after it was undone."""
+        self.num_torn += 1
+        self._torn.append(line)
+
+    def close(self) -> None:
+        """The end of the log."""
+        for line in self._torn:
+            if line < self._last_life:
+                self._line = line
+                self._find("no JSON, and the run went on without undoing it: something may be missing here")
+        if self._any_announced:
+            for line, step in self._unannounced:
+                self._line = line
+                self._find(f"the queue committed step {step}, which the coordinator never announced (no `step` event)")
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def _on_group(self, event: Mapping[str, Any]) -> None:
+        kind, ordinal, attempt = event["transition"], event["ordinal"], event["attempt"]
+        step, version, oldest = event["step"], event["version"], event["oldest_version"]
+        self._lives()
+        if self.is_lost:
+            if kind == "trained":
+                self._check_lag(ordinal, step - oldest)
+            return
+        if self.outcome == "finished":
+            self._find(f"group {ordinal} is {kind} after the run had finished")
+        if step != self.step:
+            self._step_differs(step)
+        if version != self._version:
+            self._version_differs(version)
+        before = self._groups.get(ordinal)
+        if kind == "admitted":
+            after = self._admitted(before, ordinal, attempt, oldest)
+        elif kind == "returned":
+            after = self._returned(before, ordinal, attempt, oldest)
+        else:
+            allowed, state = _MOVES[kind]
+            if before is None or before.state not in allowed or before.attempt != attempt:
+                self._find(f"group {ordinal}.{attempt} is {kind}, but {_was(before)}")
+            else:
+                self._check_version(kind, ordinal, before, oldest)
+            after = GroupNow(state, attempt, oldest)
+        self._set(ordinal, before, after)
+        if kind == "trained":
+            self._trained(ordinal, oldest)
+
+    def _admitted(self, before: GroupNow | None, ordinal: int, attempt: int, oldest: int) -> GroupNow:
+        if before is None and attempt == 0:
+            if ordinal != self._next_ordinal:
+                self._find(f"group {ordinal} is admitted, but the next ordinal is {self._next_ordinal}")
+            if oldest != self._version:
+                self._find(f"group {ordinal} is admitted at version {oldest}; published is {self._version}")
+            self._next_ordinal = max(self._next_ordinal, ordinal + 1)
+            return GroupNow("running", attempt, oldest)
+        if before is None or before.state != "expired" or attempt != before.attempt + 1:
+            self._find(f"group {ordinal}.{attempt} is admitted, but {_was(before)}")
+        return GroupNow("waiting", attempt, oldest)
+
+    def _returned(self, before: GroupNow | None, ordinal: int, attempt: int, oldest: int) -> GroupNow:
+        if before is not None and before.state == "leased" and attempt == before.attempt:
+            if oldest != before.version:
+                self._find(f"group {ordinal} is returned with version {oldest}; it was leased with {before.version}")
+            return GroupNow("ready", attempt, oldest)
+        if before is None or before.state not in ("running", "waiting") or attempt != before.attempt + 1:
+            self._find(f"group {ordinal}.{attempt} is returned, but {_was(before)}")
+        return GroupNow("waiting", attempt, oldest)
+
+    def _check_version(self, kind: str, ordinal: int, before: GroupNow, oldest: int) -> None:
+        name = f"group {ordinal}.{before.attempt} is {kind} with version {oldest}"
+        if kind == "reissued":
+            if oldest > self._version:
+                self._find(f"{name}, above the published {self._version}")
+        elif kind in ("ready", "filtered"):
+            if not before.version <= oldest <= self.step:
+                self._find(f"{name}, outside [its admission {before.version}, the trained steps {self.step}]")
+        elif kind == "leased":
+            # Where it was over the limit, older tokens may have been masked: then none that is left is over it.
+            masked = before.version < self.step - self._limits.max_lag <= oldest <= self.step
+            if oldest != before.version and not masked:
+                self._find(f"{name}, but it was ready with {before.version}")
+        elif kind == "trained" and oldest != before.version:
+            self._find(f"{name}, but it was leased with {before.version}")
+
+    def _trained(self, ordinal: int, oldest: int) -> None:
+        lag = self.step - oldest
+        self._check_lag(ordinal, lag)
+        self._training.append((ordinal, lag))
+        if len(self._training) == self._limits.groups_per_step:
+            self._complete()
+
+    def _check_lag(self, ordinal: int, lag: int) -> None:
+        self.max_lag = max(self.max_lag, lag)
+        if not 0 <= lag <= self._limits.max_lag:
+            self._find(f"group {ordinal} is trained with lag {lag}; the limit is {self._limits.max_lag}")
+
+    def _complete(self) -> None:
+        """The queue has committed a step."""
+        ordinals = tuple(sorted(ordinal for ordinal, _ in self._training))
+        lag_max = max((lag for _, lag in self._training), default=0)
+        if self.counts["leased"]:
+            self._find(f"step {self.step + 1} is complete while {self.counts['leased']} groups are still leased")
+        announced, self._announced = self._announced, None
+        if announced is None:
+            self._unannounced.append((self._line, self.step + 1))
+        elif announced.ordinals != ordinals:
+            wrong = sorted(set(announced.ordinals) ^ set(ordinals))
+            self._find(f"step {self.step + 1} announced other groups than were committed: {wrong[:8]}")
+        elif announced.lag_max > lag_max:
+            self._find(f"step {self.step + 1} announced lag {announced.lag_max}; of its groups it is {lag_max}")
+        del self.lags[self.step :]
+        self.lags.append(lag_max)
+        self._training.clear()
+        self.step += 1
+        self.goes_back = False
+
+    def _step_differs(self, step: int) -> None:
+        if step < self.step:
+            self._find(f"an event of step {step} after step {self.step} was complete")
+        else:
+            found, asked = len(self._training), self._limits.groups_per_step
+            self._find(f"step {self.step + 1} trained {found} groups, not {asked}, and step {step} goes on")
+        self.lags += [self._limits.max_lag] * (step - len(self.lags))  # unknown: bounded by nothing better
+        self._training.clear()
+        self._announced = None
+        self.step = step
+
+    def _version_differs(self, version: int) -> None:
+        if not self._version <= version <= self.step:
+            self._find(f"published version {version}, outside [{self._version} before, {self.step} steps trained]")
+        self._version = version
+
+    # -- everything else ---------------------------------------------------------------------------------------------
+
+    def _on_other(self, kind: str, event: Mapping[str, Any]) -> None:
+        if self.is_lost and kind in ("step", "snapshot"):
+            return
+        match kind:
+            case "step":
+                self._on_step(event["step"], tuple(sorted(event["ordinals"])), event["lag_max"])
+            case "snapshot":
+                self._on_snapshot(event["snapshot"], event["step"], event["counts"])
+            case "restored":
+                self._on_restored(event["snapshot"], event["step"], event["counts"])
+            case "resume":
+                self._on_resume(event["step"], event["checkpoint"])
+            case "start":
+                self._on_start(resumed=event["resumed"])
+            case "end":
+                self._on_end(event["outcome"], event["step"])
+            case "fault":
+                self.outcome = "failed"
+                self.troubles[_named(f"fault {event['error']}", event)] += 1
+            case _ if kind.endswith(_TROUBLE):
+                self._side_lost |= kind == "training_failed"
+                self.troubles[_named(kind, event)] += 1
+            case _ if kind.endswith(("restarted", "rejoined", "_serving")):
+                self.recoveries[_named(kind, event)] += 1
+
+    def _on_start(self, *, resumed: bool) -> None:
+        if self.starts and self.outcome == "unknown":
+            self.crashes += 1
+        self.starts += 1
+        self.outcome = "unknown"
+        if resumed:
+            self._awaiting = self._line, None
+        else:
+            self._undo(NOTHING)
+
+    def _on_resume(self, step: int, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._awaiting = self._line, step
+            return
+        if step != 0:
+            self._find(f"resume without a checkpoint at step {step}")
+        self._undo(NOTHING)
+
+    def _on_snapshot(self, name: str, step: int, counts: Mapping[str, int]) -> None:
+        self._lives()
+        if name in self._marks:
+            self._find(f"snapshot {name} was taken before")
+        if step != self.step or self._training:
+            self._find(f"snapshot {name} of step {step}; the replay is at step {self.step}")
+        self._same_counts(f"snapshot {name}", counts)
+        self._marks.pop(name, None)
+        self._marks[name] = Mark(
+            self._line, len(self._journal), self.step, self._version, self._next_ordinal, dict(self.counts)
+        )
+
+    def _on_restored(self, name: str, step: int, counts: Mapping[str, int]) -> None:
+        awaited, self._awaiting = self._awaiting, None
+        if awaited is not None and awaited[1] not in (None, step):
+            self._find(f"restored {name} of step {step}; the run resumed at step {awaited[1]}")
+        mark = self._marks.get(name)
+        if mark is None:
+            self._lose(f"restored snapshot {name}, which this log does not have or a later restart had undone")
+            return
+        self._undo(mark)
+        if step != self.step:
+            self._find(f"restored snapshot {name} of step {step}; it was taken at step {self.step}")
+        self._same_counts(f"restored {name}", counts)
+
+    def _on_step(self, step: int, ordinals: tuple[int, ...], lag_max: int) -> None:
+        self._lives()
+        self._any_announced = True
+        if step != self.step + 1 or self._announced is not None:
+            self._find(f"step {step} is announced; the step in progress is {self.step + 1}")
+            return
+        wrong = [o for o in ordinals if (g := self._groups.get(o)) is None or g.state != "leased"]
+        if wrong or len(ordinals) != self._limits.groups_per_step:
+            self._find(f"step {step} is announced with {len(ordinals)} groups; not leased: {wrong[:8]}")
+        if lag_max > self._limits.max_lag:
+            self._find(f"step {step} is announced with lag {lag_max}; the limit is {self._limits.max_lag}")
+        self._announced = Announced(self._line, ordinals, lag_max)
+
+    def _on_end(self, outcome: str, step: int) -> None:
+        self._lives()
+        unsure = self.unsure and outcome == "interrupted"  # stopped before it could go back to a checkpoint
+        if not unsure and not self.is_lost and (step != self.step or self._training or self._announced is not None):
+            self._find(f"the run {outcome} at step {step}; the replay is at step {self.step}")
+        active = 0 if self.is_lost else self.counts["running"] + self.counts["ready"] + self.counts["leased"]
+        if outcome == "finished" and active:
+            self._find(f"the run finished with {active} groups that had not ended: {self.unfinished[:8]}")
+        self.outcome = outcome
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _lives(self) -> None:
+        """Something happened that a torn line before it, or a missing rollback, could belie."""
+        self._last_life = self._line
+        if self._awaiting is not None:
+            line, _ = self._awaiting
+            self._awaiting = None
+            self._lose(f"the run resumed in line {line}, but no `restored` event says what the queue went on from")
+
+    def _lose(self, text: str) -> None:
+        self.is_lost = True
+        self._find(f"{text}; of what follows only the lag of each group is checked")
+
+    def _set(self, ordinal: int, before: GroupNow | None, after: GroupNow) -> None:
+        self._journal.append((ordinal, before))
+        self._groups[ordinal] = after
+        if before is None or (before.state == "expired" and after.state == "waiting"):
+            self.counts["admitted"] += 1
+            if before is not None:
+                self.counts[_counted(after)] += 1
+                return  # the end of its admission before stays counted
+        else:
+            self.counts[_counted(before)] -= 1
+        self.counts[_counted(after)] += 1
+
+    def _undo(self, mark: Mark) -> None:
+        """Becomes what it was at `mark`; snapshots taken since are forgotten."""
+        transitions = len(self._journal) - mark.journal
+        trained = self.counts["trained"] - mark.counts["trained"]
+        if transitions:
+            self.rollbacks.append(Rollback(self._line, self.step, mark.step, trained, transitions))
+        while len(self._journal) > mark.journal:
+            ordinal, before = self._journal.pop()
+            if before is None:
+                del self._groups[ordinal]
+            else:
+                self._groups[ordinal] = before
+        while self._marks and next(reversed(self._marks.values())).line > mark.line:
+            self._marks.popitem()
+        self.counts = dict(mark.counts)
+        self.step, self._version, self._next_ordinal = mark.step, mark.version, mark.next_ordinal
+        del self.lags[self.step :]
+        self._training.clear()
+        self._announced = self._awaiting = None
+        self._side_lost = self.is_lost = False
+        self.goes_back = True
+        self._torn = [line for line in self._torn if line < mark.line]
+        self._unannounced = [(line, step) for line, step in self._unannounced if line < mark.line]
+        self._last_life = mark.line
+
+    def _same_counts(self, what: str, counts: Mapping[str, int]) -> None:
+        wrong = [f"{n} {counts.get(n)}, not {self.counts[n]}" for n in COUNTS if counts.get(n) != self.counts[n]]
+        if wrong:
+            self._find(f"{what} does not agree with the events before it: {'; '.join(wrong)}")
+
+    def _find(self, text: str) -> None:
+        self.findings.append(Finding(EVENTS, self._line, text))
+
+
+def _counted(group: GroupNow) -> str:
+    return "running" if group.state == "waiting" else group.state
+
+
+def _was(group: GroupNow | None) -> str:
+    return "it was never admitted" if group is None else f"it is {group.state}, attempt {group.attempt}"
+
+
+def _named(kind: str, event: Mapping[str, Any]) -> str:
+    """`kind` with the process that the event names, if any."""
+    process = event.get("process") or (f"replica {event['replica']}" if "replica" in event else "")
+    return f"{kind} ({process})" if process else kind

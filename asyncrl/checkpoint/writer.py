@@ -1,0 +1,142 @@
+"""Checkpoints of a run that goes on: captured between two steps, written while the next ones are trained.
+
+Consumes: the state of rollouter, queue and trainers at one moment, copied in memory.
+Produces: complete checkpoints; an event for each, and for each that failed.
+Waits for: the captures (short), and the write before, which has `checkpoint.timeout_s`.
+Stops when: `settle` has returned. `failed` is done when more writes in a row failed than `checkpoint.max_failures`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.checkpoint.store import CheckpointStore, RunState
+from asyncrl.config.checkpoint import CheckpointConfig
+from asyncrl.errors import ProcessDied, StorageError, explain
+from asyncrl.types import PartialGroup
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_TIMEOUT_S = 60.0
+"""Longest that the rollouter may take to say what it has; a checkpoint without partial trajectories is complete too."""
+
+
+class RolloutState(Protocol):
+    async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
+
+
+class QueueState(Protocol):
+    async def capture(self, partials: list[PartialGroup]) -> Any: ...
+    async def save(self, directory: Path, timeout_s: float) -> Any: ...
+
+
+class TrainerState(Protocol):
+    async def capture(self) -> None: ...
+    async def save(self, path: Path, timeout_s: float) -> None: ...
+
+
+class CheckpointWriter:
+    """Args:
+    on_event: writes an event, as `EventLog.write`.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        store: CheckpointStore,
+        rollouter: RolloutState,
+        queue: QueueState,
+        trainers: TrainerState,
+        *,
+        on_event: Callable[..., None],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._rollouter, self._queue, self._trainers = rollouter, queue, trainers
+        self._on_event = on_event
+        self._writing: asyncio.Task[None] | None = None
+        self._failures = 0
+        self.last_step = -1
+        """Step of the newest checkpoint that was captured."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def save(self, state: RunState) -> None:
+        """Captures the run between two steps; returns when training may go on. Raises what a part raises."""
+        await self.settle()
+        started = time.monotonic()
+        partials = await self._rollouter.partials(CAPTURE_TIMEOUT_S)
+        await self._queue.capture(partials)
+        await self._trainers.capture()
+        self.last_step = state.global_steps
+        capture_s = time.monotonic() - started
+        self._writing = asyncio.create_task(self._write(state, started, capture_s), name="checkpoint")
+        self._writing.add_done_callback(self._ended)
+        if not self._config.background:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Waits for the write under way. Raises StorageError: too many in a row failed; ProcessDied."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    async def last(self, state: RunState) -> None:
+        """The checkpoint that the run ends with; unlike the others it must not fail. Raises what it fails with."""
+        self._failures = self._config.max_failures
+        if self.last_step != state.global_steps:
+            await self.save(state)
+        await self.settle()
+
+    async def close(self) -> None:
+        """Gives up the write under way."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self, state: RunState, started: float, capture_s: float) -> None:
+        temporary: Path | None = None
+        timeout_s = self._config.timeout_s
+        try:
+            temporary = self._store.begin(state.global_steps)
+            async with asyncio.timeout(timeout_s):
+                outcomes = await asyncio.gather(
+                    self._queue.save(temporary / "queue", timeout_s),
+                    self._trainers.save(temporary / "trainer", timeout_s),
+                    return_exceptions=True,  # nobody writes any more when the directory is removed
+                )
+                for failure in outcomes:
+                    if isinstance(failure, BaseException):
+                        raise failure
+                path = await asyncio.to_thread(self._store.finish, temporary, state)
+        except ProcessDied:
+            self._discard(temporary)
+            raise
+        except Exception as error:  # task boundary: counted, and raised when too many
+            self._discard(temporary)
+            self._on_event("checkpoint_failed", step=state.global_steps, error=f"{type(error).__name__}: {error}")
+            logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
+            self._failures += 1
+            if self._failures > self._config.max_failures:
+                found = f"{self._failures} time(s) in a row: {type(error).__name__}: {error}"
+                do = "make room, or raise checkpoint.max_failures; then go on with resume=auto"
+                raise StorageError(explain(f"a checkpoint of step {state.global_steps}", found, do)) from error
+            if self.last_step == state.global_steps:
+                self.last_step = -1
+        else:
+            self._failures = 0
+            took_s = time.monotonic() - started
+            self._on_event("checkpoint", step=state.global_steps, path=path.name, save_s=took_s, capture_s=capture_s)
+
+    def _discard(self, temporary: Path | None) -> None:
+        if temporary is not None:
+            self._store.discard(temporary)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # taken: the run may end before anybody else looks

@@ -1,0 +1,111 @@
+"""Cleans up behind a run, however its driver ends: a small process that outlives it by a few seconds.
+
+Consumes: the end of the pipe that only the driver holds; lines on it name directories to remove.
+Produces: nothing left over: no process of the run, no shared memory, no socket, no temporary directory.
+Waits for: the driver, as long as it lives; then at most `GRACE_S` for its processes to end by themselves.
+Stops when: that is done.
+
+Processes of a run are known by `ASYNCRL_RUN` in their environment, which the launch code sets and every process below
+inherits: Ray's own, the actors, and what engines and rewards start.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from asyncrl.weights.leftovers import remove_stale_publishes, remove_stale_segments
+
+RUN_VARIABLE = "ASYNCRL_RUN"
+GRACE_S = 4.0
+"""Ray and vLLM tidy up by themselves when their parent ends, if they are left the time."""
+KILL_S = 5.0
+"""Longest that killed processes are waited for."""
+
+
+class Janitor:
+    """The driver's side. `run_id`: the value of ASYNCRL_RUN in the processes of the run."""
+
+    def __init__(self, run_id: str) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        """Directory for sockets and temporary files of the run; removed at its end."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.janitor", run_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C on a terminal reaches the driver, not this
+            text=True,
+        )
+        self.remove_later(self.scratch)
+
+    def remove_later(self, path: Path) -> None:
+        """This file or directory is removed when the run is over."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{path}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it was killed: then nobody cleans up, which harms no run
+            pass
+
+    def close(self) -> None:
+        """Lets it clean up and waits for it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(GRACE_S + 2 * KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """The living processes on this machine that belong to a run, but for this one and its parent."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # it has ended, or is not ours to look at
+    own = psutil.Process()
+    return [process for process in found if process not in (own, own.parent())]
+
+
+def clean(run_id: str, paths: list[Path]) -> None:
+    """Ends what is left of a run whose driver is gone, and removes what it left behind."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of(run_id)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    while left and time.monotonic() < deadline + KILL_S:
+        for process in left:
+            try:
+                process.kill()
+            except psutil.Error:
+                pass  # it has ended meanwhile
+        psutil.wait_procs(left, timeout=1.0)
+        left = processes_of(run_id)
+    remove_stale_segments()
+    remove_stale_publishes(Path(tempfile.gettempdir()))
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    paths = [Path(line.rstrip("\n")) for line in sys.stdin]
+    clean(sys.argv[1], paths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What a run is asked to do, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.tokenizer import RenderedPrompts
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that has been checked. `start_from`: the checkpoint to go on from, if any."""
+
+    recipe: Recipe
+    name: str
+    directory: RunDirectory
+    start_from: Path | None
+    train: RenderedPrompts
+    held_out: Mapping[str, RenderedPrompts]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """`signal`: the number of the signal that ended the run early, None when it reached `run.max_steps`."""
+
+    step: int
+    signal: int | None

@@ -1,0 +1,53 @@
+"""Evidence of a failure: one directory below `<run>/faults/` with what failed and what every process was doing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+
+from asyncrl.observability import stacks
+
+TAIL_LINES = 60
+
+
+def write_report(
+    directory: Path, error: BaseException, *, waits: list[str], processes: list[psutil.Process], log: Path
+) -> Path:
+    """Writes `report.txt` and `stacks/<pid>-<name>.txt` of every process; returns the new directory.
+
+    Args:
+        waits: the open waits of the driver (`remote.WAITS.lines()`).
+        processes: those of the run on this machine; the others say what they do with `py-spy dump` on theirs.
+        log: the run's log; its last lines are copied.
+
+    Raises OSError: it cannot be written.
+    """
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(error).__name__}"
+    number = sum(path.name.startswith(base) for path in directory.glob("*")) if directory.exists() else 0
+    place = directory / (f"{base}-{number}" if number else base)
+    (place / "stacks").mkdir(parents=True)
+    lines = [f"{type(error).__name__}: {error}", ""]
+    if (process := getattr(error, "process", "")) != "":
+        lines += [f"process: {process}", ""]
+    lines += ["The driver waits for:", *(waits or ["nothing"]), "", "Processes:"]
+    for process in processes:
+        try:
+            name, status = " ".join(process.cmdline())[:80] or process.name(), process.status()
+            cpu = process.cpu_times()
+        except psutil.Error:
+            continue  # it has ended meanwhile
+        lines.append(f"{process.pid:8d}  {status:10s} {cpu.user + cpu.system:8.1f} s CPU  {name}")
+        short = "".join(c if c.isalnum() else "_" for c in name.partition(" ")[0].rpartition("/")[2])[:40]
+        (place / "stacks" / f"{process.pid}-{short}.txt").write_text(stacks.read(process.pid))
+    lines += ["", f"The end of {log.name}:", *_tail(log)]
+    (place / "report.txt").write_text("\n".join(lines) + "\n")
+    return place
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError as error:
+        return [str(error)]

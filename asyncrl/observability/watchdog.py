@@ -1,0 +1,46 @@
+"""Notices that nothing happens any more, also when the event loop itself is what hangs.
+
+Consumes: marks of progress.   Produces: one call of `on_stall` when none came for `timeout_s`.
+Waits for: nothing but time, in a thread of its own.
+Stops when: `close` is called, or after it has called `on_stall`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+
+class Watchdog:
+    """Args:
+    on_stall: called once, in the watchdog's thread, with the seconds since the last progress.
+    """
+
+    def __init__(self, timeout_s: float, on_stall: Callable[[float], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_stall = on_stall
+        self._marks: dict[str, Hashable] = {}
+        self._last = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def saw(self, name: str, mark: Hashable) -> None:
+        """Counts as progress when `mark` differs from the last one under this name."""
+        if self._marks.get(name, self) != mark:
+            self._marks[name] = mark
+            self._last = time.monotonic()
+
+    def close(self) -> None:
+        """Ends it. Idempotent; may be called from `on_stall`."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._timeout_s / 4)):
+            quiet_s = time.monotonic() - self._last
+            if quiet_s > self._timeout_s:
+                self._on_stall(quiet_s)
+                return

@@ -1,0 +1,83 @@
+"""What the coordinator drives: the parts of a run as it sees them, built by the composition root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.inference.replica import ReplicaStats
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.progress import ProgressView
+from asyncrl.queue.budgets import EndShares
+from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.queue.message_queue import LeaseWait
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.types import LeaseManifest, PartialGroup, RankPlan
+from asyncrl.weights.checkpoint_engine import CheckpointEngine
+
+
+class Queue(Protocol):
+    """The training side of the message queue."""
+
+    async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait: ...
+    async def commit(self, step: int) -> LedgerCounts: ...
+    async def published(self, version: int) -> LedgerCounts: ...
+    async def wait_idle(self, wait_s: float) -> bool: ...
+    async def counts(self) -> LedgerCounts: ...
+    async def window(self) -> EndShares: ...
+    async def capture(self, partials: list[PartialGroup]) -> LedgerCounts: ...
+    async def save(self, directory: Path, timeout_s: float) -> None: ...
+    async def load(self, directory: Path) -> LedgerCounts: ...
+    async def ping(self, timeout_s: float) -> float: ...
+
+
+class Trainers(Protocol):
+    async def train_step(self, plans: tuple[RankPlan, ...]) -> TrainMetrics: ...
+    async def capture(self) -> None: ...
+    async def save(self, path: Path, timeout_s: float) -> None: ...
+    async def load(self, path: Path) -> None: ...
+    async def ping(self, timeout_s: float) -> float: ...
+
+
+class RolloutSide(Protocol):
+    async def run(self) -> None: ...
+    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult: ...
+    async def stats(self, timeout_s: float) -> RolloutStats: ...
+    async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
+
+
+class Replicas(Protocol):
+    """The replicas of the run: `inference.pool.ReplicaPool`."""
+
+    @property
+    def newcomers(self) -> Mapping[int, Any]: ...
+    @property
+    def serving(self) -> bool: ...
+    async def reconcile(self, known: Collection[int]) -> None: ...
+    async def stats(self) -> list[ReplicaStats]: ...
+    async def watch(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that the coordinator drives, built by the composition root.
+
+    `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
+    """
+
+    queue: Queue
+    trainers: Trainers
+    rollouter: RolloutSide
+    replicas: Replicas
+    weights: CheckpointEngine
+    checkpoints: CheckpointStore
+    metrics: MetricsLog
+    events: EventLog
+    progress: ProgressView
+    prompts_digest: str
+    saw: Callable[[str, Hashable], None] = lambda name, mark: None

@@ -1,0 +1,102 @@
+"""How the last groups ended, and when that is reason enough to stop the run. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import RunFailed, explain
+
+MIN_ENDED_FOR_FAILED = 32
+"""Ended groups from which on the share of failed ones says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndShares:
+    """Shares of the last ended groups, each over its own window; 0 before the first end."""
+
+    filtered: float = 0.0
+    failed: float = 0.0
+
+
+class EndWindow:
+    """How many of the last `size` ended groups ended in one certain way."""
+
+    def __init__(self, size: int) -> None:
+        self._ends: deque[bool] = deque(maxlen=size)
+        self.hits = 0
+
+    def add(self, hit: bool) -> None:
+        if self.is_full:
+            self.hits -= self._ends[0]
+        self._ends.append(hit)
+        self.hits += hit
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._ends) == self._ends.maxlen
+
+    @property
+    def share(self) -> float:
+        return self.hits / len(self._ends) if self._ends else 0.0
+
+    def to_text(self) -> str:
+        """One character per end, oldest first."""
+        return "".join("1" if hit else "0" for hit in self._ends)
+
+    def load_text(self, text: Iterable[str]) -> None:
+        """Becomes the window that `to_text` described, or what of it fits."""
+        self._ends.clear()
+        self.hits = 0
+        for character in text:
+            self.add(character == "1")
+
+
+class EndBudgets:
+    """Args:
+    max_failed, failed_window: the failed share may not be over `max_failed`, from MIN_ENDED_FOR_FAILED ends on.
+    max_filtered, filtered_window: the filtered share of a full window may not be over `max_filtered`; 1: it may.
+    events_path: where the evidence lies.
+    """
+
+    def __init__(
+        self, *, max_failed: float, failed_window: int, max_filtered: float, filtered_window: int, events_path: Path
+    ) -> None:
+        self._max_failed, self._max_filtered = max_failed, max_filtered
+        self._events_path = events_path
+        self.failed = EndWindow(failed_window)
+        self.filtered = EndWindow(filtered_window)
+
+    def add(self, end: str) -> None:
+        self.failed.add(end == "failed")
+        self.filtered.add(end == "filtered")
+
+    @property
+    def shares(self) -> EndShares:
+        return EndShares(filtered=self.filtered.share, failed=self.failed.share)
+
+    def check(self) -> None:
+        """Raises RunFailed: a share is over its limit."""
+        failed, filtered = self.failed, self.filtered
+        if len(failed) >= MIN_ENDED_FOR_FAILED and failed.share > self._max_failed:
+            raise RunFailed(
+                explain(
+                    f"at most {self._max_failed:.4g} of the groups may fail (rollout.max_failed_fraction)",
+                    f"{failed.hits} of the last {len(failed)} ended groups failed",
+                    f"read the tracebacks of the `failed` events in {self._events_path}",
+                )
+            )
+        if self._max_filtered < 1 and filtered.is_full and filtered.share > self._max_filtered:
+            raise RunFailed(
+                explain(
+                    f"at most {self._max_filtered:.4g} of the groups may be filtered (algorithm.max_filtered_fraction)",
+                    f"{filtered.hits} of the last {len(filtered)} ended groups had equal rewards",
+                    "train on data that is neither too easy nor too hard for the policy, check the reward, or set "
+                    "algorithm.dynamic_sampling=false",
+                )
+            )

@@ -1,0 +1,94 @@
+"""Which tokens of a group a step may train. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncrl.errors import LedgerError
+from asyncrl.types import GroupSummary, Lengths, Segment, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A ready or leased group; `put_version` is the one published when it was put."""
+
+    group: TrajectoryGroup
+    put_version: int
+
+
+def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
+    """`group` with the loss mask cleared where a version before `version` sampled; itself where there is nothing to
+    clear."""
+    trajectories = tuple(_mask_older(t, version) for t in group.trajectories)
+    if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
+        return group
+    return replace(group, trajectories=trajectories)
+
+
+def oldest_trained(group: TrajectoryGroup, version: int) -> int | None:
+    """The version of the oldest token that is trained when those before `version` are masked; `version` for a group
+    that never had any to train, None for one whose last token the mask takes."""
+    versions = [segment.version for t in group.trajectories for segment, _ in _trained(t)]
+    return min((v for v in versions if v >= version), default=None) if versions else version
+
+
+def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_lag: int) -> GroupSummary:
+    """What planning needs to know.
+
+    Args:
+        stored: the group as it was put; `leased`: as `step` trains it, masked where it has to be.
+
+    Raises LedgerError: a token would be trained with a lag over `max_lag`.
+    """
+    lag_sum = lag_max = in_flight = 0
+    lengths = []
+    for trajectory in leased.trajectories:
+        trained = 0
+        for segment, count in _trained(trajectory):
+            lag = step - segment.version
+            trained += count
+            lag_sum += count * lag
+            lag_max = max(lag_max, lag)
+            in_flight += count * (stored.put_version - segment.version)
+        lengths.append(Lengths(len(trajectory.prompt_ids), len(trajectory.response_ids), trained))
+    if lag_max > max_lag:
+        raise LedgerError(f"step {step} would train a token of group {leased.ordinal} with lag {lag_max} > {max_lag}")
+    trained_tokens = sum(length.trained for length in lengths)
+    before = (
+        sum(t.num_trained_tokens for t in stored.group.trajectories) if leased is not stored.group else trained_tokens
+    )
+    return GroupSummary(
+        ordinal=leased.ordinal,
+        attempt=leased.attempt,
+        lengths=tuple(lengths),
+        rewards=tuple(t.reward for t in leased.trajectories),
+        lag_sum=lag_sum,
+        lag_max=lag_max,
+        lag_in_flight_sum=in_flight,
+        trained_tokens=trained_tokens,
+        segments=sum(len(t.segments) for t in leased.trajectories),
+        interrupted=sum(len({s.version for s in t.segments if s.kind == "policy"}) > 1 for t in leased.trajectories),
+        masked_tokens=before - trained_tokens,
+    )
+
+
+def _trained(trajectory: Trajectory) -> Iterator[tuple[Segment, int]]:
+    """Segments of the policy with tokens in the loss, and how many they have."""
+    for segment in trajectory.segments:
+        if segment.kind == "policy" and (
+            count := int(np.count_nonzero(trajectory.loss_mask[segment.start : segment.stop]))
+        ):
+            yield segment, count
+
+
+def _mask_older(trajectory: Trajectory, version: int) -> Trajectory:
+    old = [segment for segment, _ in _trained(trajectory) if segment.version < version]
+    if not old:
+        return trajectory
+    loss_mask = trajectory.loss_mask.copy()
+    for segment in old:
+        loss_mask[segment.start : segment.stop] = False
+    return replace(trajectory, loss_mask=loss_mask)

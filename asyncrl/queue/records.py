@@ -1,0 +1,93 @@
+"""What the ledger keeps and says of groups, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from asyncrl.types import Ticket
+
+State = Literal["running", "ready", "leased"]
+End = Literal["trained", "filtered", "expired", "failed"]
+EventKind = Literal["admitted", "reissued", "ready", "leased", "returned", "trained", "filtered", "expired", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
+    """One transition of one group; `step` and `version` are those of the ledger when it happened."""
+
+    kind: EventKind
+    ordinal: int
+    attempt: int
+    step: int
+    version: int
+    oldest_version: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """An unfinished group. `version`: of its oldest token, or of its admission; of a leased group, of its oldest token
+    that is trained. `failures` count against the budget.
+
+    `issued` is False while a running group waits to be handed out (again). `kept`: tokens of it, not older than
+    `version`, wait with it.
+    """
+
+    ordinal: int
+    attempt: int
+    version: int
+    state: State
+    issued: bool = True
+    failures: int = 0
+    kept: bool = False
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.ordinal, self.attempt, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """Groups: `admitted` and the four ends are cumulative, the three states are current."""
+
+    admitted: int = 0
+    running: int = 0
+    ready: int = 0
+    leased: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def active(self) -> int:
+        return self.running + self.ready + self.leased
+
+    @property
+    def ended(self) -> int:
+        return self.trained + self.filtered + self.expired + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """All that a ledger is, as plain values (`to_json` / `from_json`)."""
+
+    step: int
+    version: int
+    next_ordinal: int
+    counts: LedgerCounts
+    records: tuple[GroupRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LedgerSnapshot:
+        return cls(
+            step=data["step"],
+            version=data["version"],
+            next_ordinal=data["next_ordinal"],
+            counts=LedgerCounts(**data["counts"]),
+            records=tuple(GroupRecord(**record) for record in data["records"]),
+        )

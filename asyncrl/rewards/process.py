@@ -1,0 +1,244 @@
+"""One reward process, as its owner sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.rewards.guard import Guard
+from asyncrl.rewards.messages import LENGTH, Answer, Raised
+
+logger = logging.getLogger(__name__)
+
+REWARD_PROCESS = "reward process"
+_REAP_S = 2.0
+"""Longest that a killed process is waited for."""
+
+
+class RewardProcess:
+    """Leads a session and process group of its own. Whoever makes one must `end` it, whether it has started or not.
+
+    Ending it ends what it has started too, but for a process that left both its parent and its group (a daemon).
+
+    Raises ProcessDied: the system gives no process.
+    """
+
+    def __init__(self, name: str, guard: Guard) -> None:
+        self._name = name
+        self._guard = guard
+        self._answers = _Answers()
+        self._writer: asyncio.WriteTransport | None = None
+        self._reader: asyncio.ReadTransport | None = None
+        self._exit_fd: int | None = None
+        self._end: asyncio.Task[None] | None = None
+        self._ready = False
+        # From the thread of the event loop: the kernel takes the end of the thread that makes a process for its
+        # parent's.
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.rewards.worker", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            do = "free memory, processes or file descriptors"
+            raise ProcessDied(explain(f"a process for rollout.reward={name}", str(error), do)).of(
+                REWARD_PROCESS
+            ) from error
+        guard.watch(self.pid)
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when it has built the reward.
+
+        Raises:
+            ConfigError: the reward cannot be built there.
+            ProcessDied, DeadlineExceeded: it ended, or was not ready in time.
+        """
+        asked = f"rollout.reward={self._name}"
+        try:
+            await self._connect()
+            answer = await self.ask(pickle.dumps(list(sys.path)), timeout_s)
+        except TimeoutError:
+            found = f"its process was not ready within {timeout_s:g} s"
+            do = "let its module import less, or wait less while it is imported"
+            raise DeadlineExceeded(explain(asked, found, do)).of(REWARD_PROCESS) from None
+        except EOFError:
+            await self.end()
+            raise self.died(asked, "its process ended while it started") from None
+        if isinstance(answer, Raised):
+            raise error_of(answer)
+        self._ready = True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked: it has started, and the event loop has not seen it go."""
+        return self._ready and not self._answers.ended and self._end is None
+
+    async def ask(self, request: bytes, timeout_s: float) -> Answer:
+        """Sends one request, once the one before was answered.
+
+        Raises TimeoutError: no answer in time. EOFError: it died, or sent what is no answer. After either: `end` it.
+        """
+        answer = self._answers.expect()
+        assert self._writer is not None
+        self._writer.write(LENGTH.pack(len(request)) + request)
+        # What has arrived when the deadline fires counts: it was the event loop that was late.
+        await asyncio.wait([answer], timeout=timeout_s)
+        if not answer.done():
+            raise TimeoutError
+        try:
+            return pickle.loads(answer.result())
+        except Exception as error:
+            raise EOFError("it sent what is no answer") from error
+
+    def died(self, asked: str, found: str) -> ProcessDied:
+        """The error that says so; after `end`."""
+        code = self._process.returncode
+        if code is None:
+            how = "and cannot be killed"
+        elif code < 0:
+            how = f"killed by {_signal_name(-code)}"
+        else:
+            how = f"exit code {code}"
+        do = "see its output in the log; SIGKILL is often the system, out of memory"
+        return ProcessDied(explain(asked, f"{found}: {how}", do)).of(REWARD_PROCESS)
+
+    async def end(self, grace_s: float = 0.0) -> None:
+        """Ends it and what it has started: by itself within `grace_s` seconds if it is idle, else it is killed.
+        Idempotent; goes on when its caller is cancelled."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._ending(grace_s), name=f"end of reward process {self.pid}")
+        await asyncio.shield(self._end)
+
+    async def _ending(self, grace_s: float) -> None:
+        self._forget_exit()
+        if self._writer is not None:
+            self._writer.close()
+        elif self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.to_thread(_end_tree, self._process, grace_s)
+        if self._reader is not None:
+            self._reader.close()
+        elif self._process.stdout is not None:
+            self._process.stdout.close()
+        self._guard.forget(self.pid)
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._reader, _ = await loop.connect_read_pipe(lambda: self._answers, self._process.stdout)
+        self._writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
+        if sys.platform == "linux":
+            try:
+                self._exit_fd = os.pidfd_open(self.pid)
+            except OSError:
+                return  # a kernel without it: the end of the pipe says the same, if nobody else holds it
+            loop.add_reader(self._exit_fd, self._exited)
+
+    def _exited(self) -> None:
+        """It is dead, whoever still holds its pipe: a child that it had forked, say. Their end is the pipe's."""
+        self._forget_exit()
+        _kill_group(self.pid)
+
+    def _forget_exit(self) -> None:
+        if self._exit_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._exit_fd)
+            os.close(self._exit_fd)
+            self._exit_fd = None
+
+
+class _Answers(asyncio.Protocol):
+    """Puts the frames together that the process sends."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._received = bytearray()
+        self._next: asyncio.Future[bytes] | None = None
+
+    def expect(self) -> asyncio.Future[bytes]:
+        """The next frame; EOFError when the process is gone."""
+        self._next = asyncio.get_running_loop().create_future()
+        if self.ended:
+            self._next.set_exception(EOFError())
+        return self._next
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < LENGTH.size:
+            return
+        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        if len(self._received) >= end:
+            frame = bytes(self._received[LENGTH.size : end])
+            del self._received[:end]
+            if self._next is not None and not self._next.done():
+                self._next.set_result(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended = True
+        if self._next is not None and not self._next.done():
+            self._next.set_exception(EOFError())
+            self._next.exception()  # whoever asked may have been cancelled
+
+
+def error_of(raised: Raised) -> Exception:
+    """The exception as its own type where it can be had here, with the traceback of the reward process as a note."""
+    error: Any = None
+    try:
+        error = pickle.loads(raised.error) if raised.error is not None else None
+    except Exception:  # what a user's exception does when it is made again is not ours
+        logger.debug("an exception of a reward cannot be made again here", exc_info=True)
+    if not isinstance(error, Exception):
+        error = RuntimeError(raised.summary)
+    error.add_note(f"In the reward process:\n{raised.trace}")
+    return error
+
+
+def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Blocks for at most `grace_s` and `_REAP_S` seconds."""
+    if grace_s > 0:
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            pass  # it works on a request, or has threads that go on
+    try:
+        below = psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        below = []
+    _kill_group(process.pid)
+    for child in below:  # those with a group of their own
+        try:
+            child.kill()
+        except psutil.Error:
+            pass  # it went with the group
+    try:
+        process.wait(_REAP_S)
+    except subprocess.TimeoutExpired:
+        logger.critical("reward process %d does not end although it was killed", process.pid)
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass  # all of it has ended
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,115 @@
+"""Sessions: what environments call, what is recorded of it, and how a record is played back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.data.rows import PromptRow
+from asyncrl.rewards import RewardResult
+from asyncrl.rollout.draft import Draft, Generation
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.types import PartialGroup, PartialTrajectory, RecordedCall, SamplingParams, Ticket, Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionTools:
+    """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock."""
+
+    client: GenerationClient
+    decode: Callable[[np.ndarray], str]
+    score: Callable[[str, PromptRow], Awaitable[RewardResult]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenCall:
+    prompt_ids: np.ndarray
+    draft: Draft
+
+
+class RolloutSession:
+    """The session that one trajectory's environment gets.
+
+    Args:
+        recorded: calls that this trajectory made before it was cut off. While the environment asks the same again it
+            is given the recorded tokens, and the first unfinished response goes on from those that it has; at the first
+            other prompt the rest of the record is dropped.
+    """
+
+    def __init__(
+        self,
+        tools: SessionTools,
+        sampling: SamplingParams,
+        session_id: str,
+        seed: int,
+        recorded: Sequence[RecordedCall] = (),
+    ) -> None:
+        self._tools = tools
+        self._sampling = sampling
+        self._session_id = session_id
+        self._seed = seed
+        self._replay = tuple(recorded)
+        self._calls: list[RecordedCall | _OpenCall] = []
+
+    async def generate(self, prompt_ids: np.ndarray) -> Generation:
+        number = len(self._calls)
+        prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may go on writing to its own
+        prior = self._recorded(number, prompt_ids)
+        if prior is not None and prior.finish_reason is not None:
+            self._calls.append(prior)
+            return Generation(prior.token_ids, prior.logprobs, prior.segments, prior.finish_reason, 0)
+        draft = Draft(prior)
+        self._calls.append(_OpenCall(prompt_ids, draft))
+        made = await self._tools.client.generate(
+            prompt_ids,
+            self._sampling,
+            session_id=self._session_id,
+            seed=self._seed + number,  # each call draws from a stream of its own
+            draft=draft,
+        )
+        self._calls[number] = RecordedCall(prompt_ids, made.token_ids, made.logprobs, made.segments, made.finish_reason)
+        return made
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        return self._tools.decode(token_ids)
+
+    async def reward(self, response: str, row: PromptRow) -> RewardResult:
+        return await self._tools.score(response, row)
+
+    @property
+    def calls(self) -> tuple[RecordedCall, ...]:
+        """Every call as far as it has come, and what is still to be played back."""
+        made = (c.draft.record(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
+        return (*made, *self._replay[len(self._calls) :])
+
+    def _recorded(self, number: int, prompt_ids: np.ndarray) -> RecordedCall | None:
+        if number >= len(self._replay):
+            return None
+        if not np.array_equal(self._replay[number].prompt_ids, prompt_ids):
+            self._replay = self._replay[:number]
+            return None
+        return self._replay[number]
+
+
+@dataclass(slots=True, eq=False)
+class RunningGroup:
+    """A group that is being generated. `done[i]` is trajectory i once it is complete; until then `sessions[i]` knows
+    how far it has come. `task` generates it."""
+
+    ticket: Ticket
+    sessions: tuple[RolloutSession, ...]
+    done: list[Trajectory | None]
+    task: asyncio.Task[None] | None = None
+
+    def partial(self) -> PartialGroup:
+        """All that there is of it now; shares the tokens of what is complete."""
+        return PartialGroup(
+            self.ticket,
+            tuple(
+                PartialTrajectory(done=done) if done is not None else PartialTrajectory(session.calls)
+                for done, session in zip(self.done, self.sessions, strict=True)
+            ),
+        )

@@ -1,0 +1,347 @@
+"""Keeps a rollouter alive: one that died, or answers no health check, is replaced by a new process.
+
+Consumes: deaths and missed health checks of the rollouter.   Produces: a new one that knows the replicas that serve.
+Waits for: starts (`start_timeout_s`) and calls of the rollouter, each with a deadline.
+Stops when: `stop` is called; `run` raises when the restarts are spent, when the rollouter itself raised, and when
+another process that it needs is gone.
+
+The groups of a dead rollouter are taken back at the queue and issued again; replicas forget the dead client, so that
+nothing of it is generated on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
+from asyncrl.restarts import RestartBudget
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.types import PartialGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PROCESS = "rollouter"
+"""`remote.ROLLOUTER`, without importing Ray: the process that errors about the rollouter name."""
+
+
+class Process(Protocol):
+    """One rollouter, as `rollout.channels.RolloutControl` reaches it; its errors name `PROCESS`."""
+
+    async def start(self, timeout_s: float) -> RolloutStats: ...
+    async def run(self) -> None: ...
+    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult: ...
+    async def add_replica(self, replica_id: int, replica: Any, version: int | None) -> None: ...
+    async def remove_replica(self, replica_id: int) -> None: ...
+    async def hold(self, replica_ids: list[int]) -> None: ...
+    async def release(self, replica_ids: list[int], version: int | None) -> None: ...
+    async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
+    async def stats(self, timeout_s: float) -> RolloutStats: ...
+    async def stop(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+    async def ended(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """What a rollouter is to know of one replica."""
+
+    control: Any
+    version: int | None = None
+    held: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Incarnation:
+    """One rollouter process. `up`: it has started and knows the replicas. `failure`: it has been given up."""
+
+    control: Process
+    client_id: str
+    up: bool = False
+    failure: ProcessDied | None = None
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RolloutSupervisor:
+    """Args:
+    spawn: makes the process of a rollouter without replicas, not started, from its client id.
+    replicas: those that serve now.
+    take_back: gives every running group back to the queue, for this reason; returns how many.
+    forget: tells the replicas to drop a dead client.
+    budget: how often it may be restarted.
+    on_event: writes an event, as `EventLog.write`.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[str], Process],
+        replicas: Callable[[], Mapping[int, Any]],
+        take_back: Callable[[str], Awaitable[int]],
+        forget: Callable[[str], Awaitable[None]],
+        *,
+        budget: RestartBudget,
+        start_timeout_s: float,
+        on_event: Callable[..., None],
+    ) -> None:
+        self._spawn = spawn
+        self._serving = replicas
+        self._take_back = take_back
+        self._forget = forget
+        self._budget = budget
+        self._start_timeout_s = start_timeout_s
+        self._on_event = on_event
+        self._replicas: dict[int, _Replica] = {}
+        self._current = self._new()
+        self._ready = asyncio.Event()
+        self._stats: RolloutStats
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def client_id(self) -> str:
+        """The rollouter of now among the clients of the replicas."""
+        return self._current.client_id
+
+    async def start(self, timeout_s: float) -> RolloutStats:
+        """Starts the first one. Raises what that raises: nothing is replaced before the run has begun."""
+        return await self._start(timeout_s)
+
+    async def run(self) -> None:
+        """Returns when the rollouter was stopped. Raises RunFailed: the restarts are spent; else what a rollouter
+        raised, or what the calls to the queue raise."""
+        while True:
+            current = self._current
+            try:
+                await self._answer(current, current.control.run())
+                return
+            except ProcessDied as error:
+                if not self._is_gone(current, error):
+                    raise
+                if self._stopping:
+                    return
+                await self._restart(error)
+
+    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
+        """As of a rollouter; begins anew on the next one when it dies meanwhile. Raises DeadlineExceeded."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                await asyncio.wait_for(self._ready.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                found = f"none was up when the {timeout_s:g} s were over"
+                do = "see the log of the run, or raise eval.timeout_s"
+                raise DeadlineExceeded(explain(f"evaluate({name}) of the rollouter", found, do)).of(PROCESS) from None
+            current = self._current
+            if not current.up:
+                continue  # it died between its wake and this task's
+            try:
+                left_s = max(0.0, deadline - time.monotonic())
+                return await self._answer(current, current.control.evaluate(name, seed, left_s))
+            except ProcessDied as error:
+                if not self._is_gone(current, error):
+                    raise
+
+    async def add_replica(self, replica_id: int, replica: Any, version: int | None = None) -> None:
+        """Sends requests to this replica from now on, also after restarts."""
+        self._replicas[replica_id] = _Replica(replica, version)
+        await self._tell(lambda control: control.add_replica(replica_id, replica, version))
+
+    async def remove_replica(self, replica_id: int) -> None:
+        self._replicas.pop(replica_id, None)
+        await self._tell(lambda control: control.remove_replica(replica_id))
+
+    async def hold(self, replica_ids: Iterable[int]) -> None:
+        """Sends no new request to these while others are not held."""
+        ids = list(replica_ids)
+        for i in self._replicas.keys() & set(ids):
+            self._replicas[i] = replace(self._replicas[i], held=True)
+        await self._tell(lambda control: control.hold(ids))
+
+    async def release(self, replica_ids: Iterable[int], version: int | None) -> None:
+        """Sends requests to these again; they serve `version` now (None: the same as before)."""
+        ids = list(replica_ids)
+        for i in self._replicas.keys() & set(ids):
+            known = self._replicas[i]
+            self._replicas[i] = replace(known, held=False, version=known.version if version is None else version)
+        await self._tell(lambda control: control.release(ids, version))
+
+    async def partials(self, timeout_s: float) -> list[PartialGroup]:
+        """What runs now; nothing while there is no rollouter that could tell: its groups begin anew anyway."""
+        current = self._current
+        if not current.up:
+            return []
+        try:
+            return await self._answer(current, current.control.partials(timeout_s))
+        except (ProcessDied, DeadlineExceeded) as error:
+            if not self._is_gone(current, error) and error.process != PROCESS:
+                raise
+            logger.warning("a checkpoint goes without the tokens of running groups: %s", error)
+            return []
+
+    async def stats(self, timeout_s: float) -> RolloutStats:
+        """The health check: a rollouter that does not answer in time is killed and replaced. Meanwhile the last ones
+        known are returned; the restart has its own deadline."""
+        current = self._current
+        if current.up:
+            try:
+                self._stats = await self._answer(current, current.control.stats(timeout_s))
+            except (ProcessDied, DeadlineExceeded) as error:
+                self._blame(current, error)
+        return self._stats
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks the rollouter to stop, and kills what is left of it. Raises what the call raises."""
+        self._stopping = True
+        forgetting = list(self._forgetting)
+        for task in forgetting:
+            task.cancel()
+        await asyncio.gather(*forgetting, return_exceptions=True)
+        try:
+            if self._current.failure is None:
+                await self._current.control.stop(timeout_s)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the rollouter for good, whatever it does. Idempotent."""
+        self._stopping = True
+        self._current.control.kill()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
+        await self._current.control.ended(timeout_s)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new(self) -> _Incarnation:
+        client_id = f"rollouter-{uuid.uuid4().hex[:12]}"  # replicas refuse the clients that they were told to forget
+        return _Incarnation(self._spawn(client_id), client_id)
+
+    async def _start(self, timeout_s: float) -> RolloutStats:
+        current = self._current
+        started = await self._answer(current, current.control.start(timeout_s))
+        for replica_id, control in self._serving().items():
+            if replica_id not in self._replicas:
+                self._replicas[replica_id] = _Replica(control)
+        await self._introduce(current)
+        self._stats = replace(started, replicas=tuple(self._replicas))
+        current.up = True
+        self._ready.set()
+        return self._stats
+
+    async def _introduce(self, current: _Incarnation) -> None:
+        """Tells a new rollouter of the replicas, until it knows what came in meanwhile too."""
+        told: dict[int, _Replica] = {}
+        while told != self._replicas:
+            for replica_id in told.keys() | self._replicas.keys():
+                known, wanted = told.get(replica_id), self._replicas.get(replica_id)
+                if wanted == known:
+                    continue
+                if wanted is None:
+                    del told[replica_id]
+                    await self._answer(current, current.control.remove_replica(replica_id))
+                    continue
+                told[replica_id] = wanted
+                await self._answer(current, current.control.add_replica(replica_id, wanted.control, wanted.version))
+                if wanted.held:
+                    await self._answer(current, current.control.hold([replica_id]))
+
+    async def _restart(self, failure: ProcessDied) -> None:
+        """Replaces the rollouter of now, which is gone. Raises RunFailed."""
+        while True:
+            dead = self._current
+            logger.error("the rollouter has failed: %s", failure)
+            self._on_event("rollouter_failed", error=str(failure), restarts=self._budget.total)
+            if not self._budget.take():
+                raise RunFailed(
+                    explain(
+                        "the rollouter to go on",
+                        f"it failed after {self._budget}: {failure}",
+                        "see the log of the run; raise recovery.max_restarts, or go on with resume=auto",
+                    )
+                ).of(PROCESS) from failure
+            started_s = time.monotonic()
+            taken = await self._take_back(f"the rollouter failed: {failure}")
+            task = asyncio.create_task(self._drop(dead.client_id), name=f"forget {dead.client_id}")
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+            self._current = self._new()
+            try:
+                await self._start(self._start_timeout_s)
+            except (ProcessDied, DeadlineExceeded) as error:
+                failure = self._blame(self._current, error)
+                continue
+            self._on_event("rollouter_restarted", seconds=time.monotonic() - started_s, groups=taken)
+            return
+
+    async def _drop(self, client_id: str) -> None:
+        try:
+            await self._forget(client_id)
+        except AsyncRLError as error:  # its requests end by themselves, and their tokens are never collected
+            logger.warning("replicas may still work for the dead rollouter %s: %s", client_id, error)
+
+    async def _tell(self, call: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
+        """One that is not up, or dies over it, is told by `_introduce`."""
+        current = self._current
+        if not current.up:
+            return
+        try:
+            await self._answer(current, call(current.control))
+        except (ProcessDied, DeadlineExceeded) as error:
+            self._blame(current, error)
+
+    async def _answer(self, current: _Incarnation, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits a call of this rollouter. Raises ProcessDied also when it is given up meanwhile: what was stopped and
+        then killed may take long to be known as dead."""
+        answer = asyncio.create_task(work)
+        given_up = asyncio.create_task(current.given_up.wait())
+        try:
+            await asyncio.wait([answer, given_up], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                assert current.failure is not None
+                raise current.failure
+            return await answer
+        finally:
+            given_up.cancel()
+            answer.cancel()
+            answer.add_done_callback(_seen)
+
+    def _is_gone(self, current: _Incarnation, error: AsyncRLError) -> bool:
+        """Whether `error` says that this rollouter is dead; then it is given up."""
+        if error is current.failure:
+            return True
+        if isinstance(error, ProcessDied) and error.process == PROCESS:
+            self._give_up(current, error)
+            return True
+        return False
+
+    def _blame(self, current: _Incarnation, error: AsyncRLError) -> ProcessDied:
+        """Gives this rollouter up for not answering, or being gone; raises errors about another process."""
+        if not self._is_gone(current, error):
+            if error.process != PROCESS:
+                raise error
+            self._give_up(current, ProcessDied(f"the rollouter was killed: {error}").of(PROCESS))
+        assert current.failure is not None
+        return current.failure
+
+    def _give_up(self, current: _Incarnation, failure: ProcessDied) -> None:
+        if current.failure is None:
+            current.failure = failure
+            current.up = False
+            current.control.kill()
+            current.given_up.set()
+            if current is self._current:
+                self._ready.clear()
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """What a call that nobody waits for any more raised is no news."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,51 @@
+"""The HTTP server's life beside the watch over the fleet: whatever ends first ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from asyncrl.errors import RunFailed, explain
+
+logger = logging.getLogger("asyncrl.serve")
+
+END_TIMEOUT_S = 3.0
+"""Longest that the server may take beyond its grace to end what it is answering."""
+
+
+class Server(uvicorn.Server):
+    """Leaves signals to the program that it serves in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_until(
+    stop: asyncio.Future[Any], server: uvicorn.Server, serving: asyncio.Task[None], watching: asyncio.Task[None]
+) -> None:
+    """Lets the HTTP server and the watch over the fleet run until `stop` is done, then ends both.
+
+    Raises what ended one of them before `stop`; RunFailed where the server ended without saying why.
+    """
+    grace_s = server.config.timeout_graceful_shutdown or 0
+    try:
+        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not stop.done() and not watching.done():
+            await serving
+            raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
+        if stop.done():
+            logger.info("stopping: requests in flight may take %d s", grace_s)
+        server.should_exit = True
+        await asyncio.wait([serving], timeout=grace_s + END_TIMEOUT_S)
+        if watching.done():
+            await watching
+    finally:
+        serving.cancel()
+        watching.cancel()
+        await asyncio.gather(watching, serving, return_exceptions=True)

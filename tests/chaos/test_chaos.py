@@ -1,0 +1,108 @@
+"""A short run of the chaos harness over all roles: everything is mended, nothing is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.chaos import markdown
+from tools.chaos_driver import ROOT, Driver
+from tools.chaos_faults import ROLES, Saboteur
+from tools.chaos_run import Chaos, Plan
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+SMALL = (
+    "batch.groups_per_step=4",
+    "batch.group_size=4",
+    "rollout.sampling.max_response_tokens=32",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=2",
+)
+FAULTS = 8
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """`runs/tiny-qwen3` and `data/`, as `make quickstart` makes them."""
+    for tool, *options in (
+        ("make_tiny_model.py", "--out", "runs/tiny-qwen3"),
+        ("make_arithmetic_dataset.py", "--out", "data"),
+    ):
+        subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)
+
+
+@pytest.mark.usefixtures("inputs")
+def test_a_run_survives_what_can_happen_to_it(tmp_path):
+    plan = Plan(
+        recipe="recipes/quickstart.yaml",
+        kills=FAULTS,
+        seed=3,
+        steps=30,
+        roles=tuple(role for role in ROLES if role != "engine"),  # the embedded engine has no process of its own
+        overrides=SMALL,
+        pause_s=0.5,
+        deadline_s=120,
+    )
+    report = Chaos(plan, tmp_path).run()
+    assert report.clean, markdown(report)
+    assert report.audit is not None
+    assert (report.audit.outcome, report.audit.unfinished) == ("finished", ())
+    assert len(report.faults) == FAULTS
+    assert len({fault.name for fault in report.faults}) == FAULTS, "each kind once before any comes again"
+
+
+def test_what_a_driver_leaves_behind_is_seen(tmp_path):
+    """A process in a session of its own, a file and a segment: found by the harness, and gone when it closes."""
+    leave = (
+        "import os, pathlib, subprocess, tempfile\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "pathlib.Path(tempfile.gettempdir(), 'asyncrl-socket').touch()\n"
+        "pathlib.Path(tempfile.gettempdir(), 'ray').mkdir()\n"
+        "pathlib.Path(f'/dev/shm/asyncrl-weights-{child.pid}-chaostest.seg').touch()\n"
+        "print(child.pid, flush=True)\n"
+        "input()\n"
+    )
+    driver = Driver(1, [sys.executable, "-c", leave], tmp_path / "output.txt")
+    try:
+        assert driver.process.wait(60) == 1, "its input has ended"
+        child = int((tmp_path / "output.txt").read_text().split()[0])
+        assert [p.pid for p in driver.look()] == [child]
+        names = sorted(Path(file).name for file in driver.leftovers())
+        assert names == ["asyncrl-socket", f"asyncrl-weights-{child}-chaostest.seg"]
+    finally:
+        driver.close()
+        for segment in Path("/dev/shm").glob("asyncrl-weights-*-chaostest.seg"):
+            segment.unlink()
+    assert driver.look() == []
+    assert not driver.temporary.exists()
+
+
+def test_a_corrupted_checkpoint_is_the_newest_one_and_a_full_disk_is_freed(tmp_path):
+    driver = Driver(1, ["sleep", "600"], tmp_path / "output.txt")
+    saboteur = Saboteur(("checkpoint", "disk"), tmp_path, seed=1, disk_mb=1)
+    for step in (3, 6, 12):
+        folder = saboteur.run_dir / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}" * 100)
+    try:
+        seen = set()
+        for fault in saboteur.faults(lambda: driver, lambda: 0):
+            seen.add(fault.name)
+            if fault.role == "disk":
+                assert saboteur.holds
+                saboteur.take_back(all_of_it=True)
+            assert not saboteur.holds
+            if len(seen) == 2 or saboteur.skipped:
+                break
+    finally:
+        saboteur.close()
+        driver.close()
+    assert "corrupt checkpoint" in seen
+    assert driver.process.returncode == -9
+    assert saboteur.corrupted == "step_12"
+    intact = {p.parent.name for p in (tmp_path / "run").rglob("state.json") if p.read_bytes() == b"{}" * 100}
+    assert intact == {"step_3", "step_6"}

@@ -1,0 +1,160 @@
+"""Checkpoints in the background: training waits for the capture only, failures are counted, the last one must be good.
+
+The store is real; queue, trainers and rollouter are scripted.
+"""
+
+import asyncio
+
+import pytest
+
+from asyncrl.checkpoint.store import CheckpointStore, RunState
+from asyncrl.checkpoint.writer import CheckpointWriter
+from asyncrl.config.checkpoint import CheckpointConfig
+from asyncrl.errors import ProcessDied, StorageError
+
+pytestmark = pytest.mark.concurrency
+
+
+class Part:
+    """`writing`: set while a save is under way. `go`: lets saves end. `errors`: what the next ones raise."""
+
+    def __init__(self):
+        self.captured, self.errors = [], []
+        self.go, self.writing = asyncio.Event(), asyncio.Event()
+        self.go.set()
+
+    async def partials(self, timeout_s):
+        return []
+
+    async def capture(self, *args):
+        self.captured.append(args)
+
+    async def save(self, directory, timeout_s):
+        self.writing.set()
+        await self.go.wait()
+        self.writing.clear()
+        if self.errors:
+            raise self.errors.pop(0)
+        directory.mkdir(parents=True)
+        (directory / "state").write_text("state")
+
+
+class Rig:
+    def __init__(self, path, **settings):
+        self.store = CheckpointStore(path, keep=2)
+        self.queue, self.trainers, self.events = Part(), Part(), []
+        self.writer = CheckpointWriter(
+            CheckpointConfig(**settings),
+            self.store,
+            Part(),
+            self.queue,
+            self.trainers,
+            on_event=lambda kind, **fields: self.events.append((kind, fields["step"])),
+        )
+
+    async def save(self, step):
+        async with asyncio.timeout(10):
+            await self.writer.save(state(step))
+
+    def saved(self):
+        return [path.name for path in self.store.all()]
+
+
+def state(step):
+    return RunState(step, 1.0, 4, 4, 2, 0, True, "digest")
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path):
+    rig = Rig(tmp_path)
+    rig.trainers.go.clear()
+    await rig.save(2)
+    await asyncio.wait_for(rig.trainers.writing.wait(), 5)
+    assert rig.saved() == []
+    second = asyncio.create_task(rig.save(4))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    assert len(rig.trainers.captured) == 1, "the copy of the first one is still being written"
+    rig.trainers.go.set()
+    await asyncio.wait_for(second, 5)
+    await rig.writer.settle()
+    assert rig.saved() == ["step_2", "step_4"]
+    assert rig.events == [("checkpoint", 2), ("checkpoint", 4)]
+
+
+async def test_in_the_foreground_it_is_there_when_save_returns(tmp_path):
+    rig = Rig(tmp_path, background=False)
+    await rig.save(2)
+    assert rig.saved() == ["step_2"]
+
+
+async def test_failures_are_counted_and_too_many_in_a_row_end_the_run(tmp_path):
+    rig = Rig(tmp_path, max_failures=1)
+    rig.trainers.errors = [OSError(28, "No space left"), None]
+    rig.trainers.errors.pop()
+    await rig.save(2)
+    await rig.writer.settle()
+    assert (rig.saved(), rig.events) == ([], [("checkpoint_failed", 2)])
+    assert list(tmp_path.iterdir()) == [], "nothing half-written stays"
+    await rig.save(4)  # a good one in between begins the count anew
+    await rig.writer.settle()
+    rig.trainers.errors = [OSError(28, "No space left")]
+    rig.queue.errors = []
+    await rig.save(6)
+    await rig.writer.settle()
+    rig.queue.errors = [OSError(28, "No space left")]
+    await rig.save(8)
+    with pytest.raises(StorageError, match=r"(?s)step 8.*2 time.*No space left.*max_failures"):
+        await rig.writer.settle()
+    with pytest.raises(StorageError):
+        await asyncio.wait_for(asyncio.shield(rig.writer.failed), 1)
+    assert rig.saved() == ["step_4"]
+
+
+async def test_the_last_one_must_not_fail_and_is_not_written_twice(tmp_path):
+    rig = Rig(tmp_path, max_failures=5)
+    await rig.save(2)
+    await rig.writer.last(state(2))
+    assert rig.events == [("checkpoint", 2)]
+    rig.trainers.errors = [OSError(28, "No space left")]
+    with pytest.raises(StorageError):
+        await rig.writer.last(state(3))
+
+
+async def test_a_last_one_of_a_step_that_failed_to_be_saved_is_tried_again(tmp_path):
+    rig = Rig(tmp_path, max_failures=5)
+    rig.trainers.errors = [OSError(28, "No space left")]
+    await rig.save(2)
+    await rig.writer.settle()
+    await rig.writer.last(state(2))
+    assert rig.saved() == ["step_2"]
+
+
+async def test_the_death_of_a_process_is_not_a_failed_checkpoint(tmp_path):
+    rig = Rig(tmp_path, max_failures=5)
+    rig.trainers.errors = [ProcessDied("gone").of("trainer rank 1")]
+    await rig.save(2)
+    with pytest.raises(ProcessDied) as caught:
+        await asyncio.wait_for(asyncio.shield(rig.writer.failed), 5)
+    assert caught.value.process == "trainer rank 1"
+    assert rig.events == []
+    with pytest.raises(ProcessDied):
+        await rig.writer.settle()
+
+
+async def test_a_write_that_takes_too_long_has_failed(tmp_path):
+    rig = Rig(tmp_path, timeout_s=0.05)
+    rig.trainers.go.clear()
+    await rig.save(2)
+    async with asyncio.timeout(5):
+        await rig.writer.settle()
+    assert rig.events == [("checkpoint_failed", 2)]
+
+
+async def test_close_gives_the_write_up(tmp_path):
+    rig = Rig(tmp_path)
+    rig.trainers.go.clear()
+    await rig.save(2)
+    await asyncio.wait_for(rig.trainers.writing.wait(), 5)
+    async with asyncio.timeout(5):
+        await rig.writer.close()
+    assert rig.saved() == []

@@ -1,0 +1,224 @@
+"""A replica over a fake engine: what it forgets, and what it does when calls of former owners arrive late."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError
+from asyncrl.inference.replica import Replica
+from asyncrl.testing.fake_engine import FakeEngine, FakeScript, fake_token
+from asyncrl.testing.local import NO_SOURCE, publish
+from asyncrl.types import GenerationRequest, Manifest, SamplingParams
+
+pytestmark = pytest.mark.concurrency
+
+LONG = 1_000_000
+
+
+class Loading:
+    """A load hook. `begun` is set when a transfer begins; it ends when `may_end` is set."""
+
+    def __init__(self):
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, manifest, source, timeout_s):
+        self.begun.set()
+        await asyncio.wait_for(self.may_end.wait(), timeout_s)
+        return (manifest.publish_id,)
+
+
+async def start(version=1, engine=FakeEngine, **script):
+    replica = Replica(
+        0, lambda: engine(FakeScript(start_version=None, max_model_len=10 * LONG, **script)), gate_timeout_s=5
+    )
+    await replica.start()
+    if version is not None:
+        await publish(replica, 1, version)
+    return replica
+
+
+def request(name, max_tokens=LONG, prompt=7):
+    return GenerationRequest(name, np.array([prompt], np.int32), SamplingParams(max_tokens=max_tokens))
+
+
+async def answer(replica, client, name, max_tokens=8):
+    """All chunks that a client gets until the end of this request, whatever request they are of."""
+    await replica.submit(client, [request(name, max_tokens)])
+    chunks = []
+    async with asyncio.timeout(5):
+        while not any(c.request_id == name and c.finish_reason for c in chunks):
+            chunks += await replica.collect(client, 1.0)
+    return chunks
+
+
+async def generating(replica, count=3):
+    async with asyncio.timeout(5):
+        while (await replica.stats()).health.running < count:
+            await asyncio.sleep(0)
+
+
+async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anybody():
+    replica = await start()
+    await replica.submit("client", [request(f"old-{i}") for i in range(3)])
+    await generating(replica)
+    polling = asyncio.create_task(replica.collect("client", 5.0))
+    await polling  # some chunks have been collected, others wait
+    await asyncio.sleep(0.01)
+    await replica.reset(5)
+    health = (await replica.stats()).health
+    assert (health.running, health.waiting) == (0, 0)
+    assert await replica.collect("client", 0.02) == []
+    asking = asyncio.create_task(answer(replica, "client", "new"))
+    await asyncio.sleep(0.02)
+    assert not asking.done(), "the gate is closed until weights are committed"
+    await publish(replica, 2, 2)
+    chunks = await asking
+    assert {c.request_id for c in chunks} == {"new"}
+    assert {c.version for c in chunks} == {2}
+    await replica.stop()
+
+
+async def test_a_poll_from_before_a_reset_gets_nothing_of_what_comes_after():
+    replica = await start()
+    stale = asyncio.create_task(replica.collect("client", 0.3))
+    await asyncio.sleep(0)
+    await replica.reset(5)
+    await publish(replica, 2, 2)
+    assert (await answer(replica, "client", "new"))[-1].finish_reason == "length"
+    assert await stale == []
+    await replica.stop()
+
+
+async def test_requests_that_wait_at_the_gate_end_with_a_reset_too():
+    replica = await start()
+    await replica.pause("abort")
+    await replica.submit("client", [request("waiting")])
+    await replica.reset(5)
+    await publish(replica, 2, 2)
+    await asyncio.sleep(0.01)
+    assert (await replica.stats()).health.generated_tokens == 0
+    await replica.stop()
+
+
+async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_committed():
+    loading = Loading()
+    replica = await start(version=None, load_hook=loading)
+    await replica.pause("abort")
+    receiving = asyncio.create_task(replica.receive_weights(Manifest(5, 5, (), ()), NO_SOURCE, 5))
+    await loading.begun.wait()
+    with pytest.raises(DeadlineExceeded, match="transfer of weights that began before"):
+        await replica.reset(0.02)
+    resetting = asyncio.create_task(replica.reset(5))
+    await asyncio.sleep(0.01)
+    assert not resetting.done()
+    loading.may_end.set()
+    with pytest.raises(WeightTransferError, match="reset"):
+        await receiving
+    await resetting
+    with pytest.raises(WeightTransferError, match="received None"):
+        await replica.commit(5, 5, (5,))
+    await publish(replica, 6, 6)
+    assert (await answer(replica, "client", "new"))[0].version == 6
+    await replica.stop()
+
+
+async def test_a_commit_that_a_reset_overtakes_does_not_open_the_gate():
+    committing, may_commit = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def commit(self, version):
+            committing.set()
+            await may_commit.wait()
+            await super().commit(version)
+
+    replica = await start(version=None, engine=Slow)
+    stale = asyncio.create_task(publish(replica, 1, 1))
+    await committing.wait()
+    await replica.reset(5)
+    may_commit.set()
+    with pytest.raises(WeightTransferError, match="reset in the middle"):
+        await stale
+    asking = asyncio.create_task(answer(replica, "client", "new"))
+    await asyncio.sleep(0.02)
+    assert not asking.done()
+    await publish(replica, 2, 2)
+    assert (await asking)[0].version == 2
+    await replica.stop()
+
+
+async def test_a_reset_of_a_dead_engine_says_so():
+    replica = await start()
+    replica._engine.crash("no memory")
+    with pytest.raises(ProcessDied, match="no memory"):
+        await replica.reset(5)
+
+
+async def test_a_forgotten_client_ends_alone_and_is_refused():
+    replica = await start(num_slots=2)
+    await replica.submit("gone", [request(f"gone-{i}") for i in range(3)])  # one of them waits for a slot
+    await replica.submit("other", [request("other")])
+    await generating(replica, 2)
+    polling = asyncio.create_task(replica.collect("gone", 0.5))
+    await asyncio.sleep(0)
+    await replica.forget_client("gone")
+    async with asyncio.timeout(5):
+        while (health := (await replica.stats()).health).running != 1 or health.waiting:
+            await asyncio.sleep(0)
+    assert all(c.request_id.startswith("gone") for c in await polling)
+    for call in (replica.submit("gone", [request("again")]), replica.collect("gone", 0.1)):
+        with pytest.raises(GenerationError, match=r"(?s)work for gone.*forgotten"):
+            await call
+    await replica.reset(5)
+    with pytest.raises(GenerationError, match="forgotten"):
+        await replica.submit("gone", [request("after a reset")])
+    await replica.stop()
+
+
+async def test_an_unknown_client_can_be_forgotten_and_one_that_waits_at_the_gate():
+    replica = await start(version=None)
+    await replica.forget_client("never seen")
+    await replica.submit("gone", [request("waiting")])
+    await replica.forget_client("gone")
+    await publish(replica, 1, 1)
+    await asyncio.sleep(0.01)
+    assert (await replica.stats()).health.generated_tokens == 0
+    await replica.stop()
+
+
+async def test_a_lower_version_than_the_last_one_is_served_and_stamped():
+    replica = await start(version=5)
+    assert {c.version for c in await answer(replica, "client", "ahead")} == {5}
+    await publish(replica, 2, 3)
+    chunks = await answer(replica, "client", "behind")
+    assert {c.version for c in chunks} == {3}
+    assert np.concatenate([c.token_ids for c in chunks]).tolist() == [fake_token(3, 7, 1 + i) for i in range(8)]
+    await replica.stop()
+
+
+async def test_stats_are_answered_in_the_middle_of_a_publish():
+    loading = Loading()
+    replica = await start(version=None, load_hook=loading)
+    publishing = asyncio.create_task(publish(replica, 1, 1))
+    await loading.begun.wait()
+    before = await asyncio.wait_for(replica.stats(), 1)
+    loading.may_end.set()
+    await publishing
+    await answer(replica, "client", "a", 8)
+    after = await replica.stats()
+    assert (before.health.generated_tokens, after.health.generated_tokens) == (0, 8)
+    assert before.paused_s <= after.paused_s
+    await replica.stop()
+
+
+async def test_an_abort_as_the_gate_opens_ends_the_request_once():
+    replica = await start(version=None)
+    await replica.submit("client", [request("aborted", 8)])
+    await asyncio.sleep(0)
+    replica._gate.set()
+    await replica.abort(["aborted"])
+    await asyncio.sleep(0.01)
+    chunks = await replica.collect("client", 0.1)
+    assert [c.finish_reason for c in chunks] == ["abort"]
+    assert await replica.collect("client", 0.02) == []
+    await replica.stop()

@@ -1,0 +1,359 @@
+"""The supervisor over scripted rollouters: what dies is replaced, what is no death of it is told."""
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
+from asyncrl.remote import ROLLOUTER
+from asyncrl.restarts import RestartBudget
+from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.rollout.supervisor import PROCESS, RolloutSupervisor
+
+pytestmark = pytest.mark.concurrency
+
+
+def died(process=ROLLOUTER):
+    return ProcessDied("it is gone").of(process)
+
+
+def late():
+    return DeadlineExceeded("no answer").of(ROLLOUTER)
+
+
+class Scripted:
+    """A rollouter. `hangs`: stopped, answers nothing, also after it was killed; `start_error`: raised by its start;
+    `gate`: its start and evaluations wait for it."""
+
+    def __init__(self, client_id, number):
+        self.client_id, self.number = client_id, number
+        self.known, self.held, self.calls = {}, set(), []
+        self.ended_with = asyncio.get_running_loop().create_future()
+        self.hangs, self.killed, self.start_error = False, 0, None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def _answer(self, call, *, timeout_s=0.05):
+        self.calls.append(call)
+        if self.hangs:
+            await asyncio.sleep(timeout_s)
+            raise late()
+        if self.ended_with.done():
+            await asyncio.shield(self.ended_with)
+
+    async def start(self, timeout_s):
+        await self.gate.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        return self._stats()
+
+    async def run(self):
+        await asyncio.shield(self.ended_with)
+
+    async def evaluate(self, name, seed, timeout_s):
+        self.calls.append("evaluate")
+        gate = asyncio.ensure_future(self.gate.wait())
+        await asyncio.wait([gate, self.ended_with], return_when=asyncio.FIRST_COMPLETED)
+        if not gate.done():
+            await asyncio.shield(self.ended_with)
+        return EvalResult(name, 0.5, 0.5, 4.0, self.number, 0)
+
+    async def add_replica(self, replica_id, replica, version):
+        await self._answer("add_replica")
+        self.known[replica_id] = replica, version
+        self.held.discard(replica_id)
+
+    async def remove_replica(self, replica_id):
+        await self._answer("remove_replica")
+        self.known.pop(replica_id, None)
+
+    async def hold(self, replica_ids):
+        await self._answer("hold")
+        self.held |= set(replica_ids)
+
+    async def release(self, replica_ids, version):
+        await self._answer("release")
+        self.held -= set(replica_ids)
+
+    async def partials(self, timeout_s):
+        await self._answer("partials", timeout_s=timeout_s)
+        return [self.number]
+
+    async def stats(self, timeout_s):
+        await self._answer("stats", timeout_s=timeout_s)
+        return self._stats()
+
+    async def stop(self, timeout_s):
+        await self._answer("stop", timeout_s=timeout_s)
+        if not self.ended_with.done():
+            self.ended_with.set_result(None)
+
+    def kill(self):
+        self.killed += 1
+        if not self.hangs:
+            self.die()
+
+    def die(self, error=None):
+        if not self.ended_with.done():
+            self.ended_with.set_exception(error or died())
+            self.ended_with.exception()
+
+    async def ended(self, timeout_s):
+        assert self.killed
+
+    def _stats(self):
+        return RolloutStats(self.number, 0, 0, tuple(self.known), 10, 0, 0.0)
+
+
+class Rig:
+    """`script`: called with every new rollouter. The replicas 0 and 1 serve from the beginning."""
+
+    def __init__(self, *, max_restarts=3, script=lambda made: None):
+        self.made, self.events, self.taken, self.forgotten = [], [], [], []
+        self.take_error = None
+        self.script = script
+        self.serving = {0: "replica 0", 1: "replica 1"}
+        self.supervisor = RolloutSupervisor(
+            self.spawn,
+            lambda: self.serving,
+            self.take_back,
+            self.forget,
+            budget=RestartBudget(max_restarts, 3600),
+            start_timeout_s=5,
+            on_event=lambda kind, **fields: self.events.append((kind, fields)),
+        )
+
+    def spawn(self, client_id):
+        self.made.append(Scripted(client_id, len(self.made)))
+        self.script(self.made[-1])
+        return self.made[-1]
+
+    async def take_back(self, reason):
+        assert self.made[-1].killed, "the old one is killed before its groups are issued again"
+        if self.take_error is not None:
+            raise self.take_error
+        self.taken.append(reason)
+        return 5
+
+    async def forget(self, client_id):
+        self.forgotten.append(client_id)
+        if len(self.forgotten) == 1:
+            raise died("replica 1")
+
+    async def __aenter__(self):
+        assert (await self.supervisor.start(5)).replicas == (0, 1)
+        self.running = asyncio.create_task(self.supervisor.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+    async def restarted(self, times=1):
+        async with asyncio.timeout(5):
+            while Counter(kind for kind, _ in self.events)["rollouter_restarted"] < times:
+                if self.running.done():
+                    await self.running
+                await asyncio.sleep(0.001)
+
+
+def test_the_name_is_that_of_the_errors_and_ray_is_not_needed():
+    assert PROCESS == ROLLOUTER
+    code = "import sys, asyncrl.rollout.supervisor; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
+    async with Rig() as rig:
+        first = rig.made[0]
+        assert rig.supervisor.client_id == first.client_id
+        await rig.supervisor.release([1], 7)
+        await rig.supervisor.hold([0])
+        first.die()
+        await rig.restarted()
+        assert [kind for kind, _ in rig.events] == ["rollouter_failed", "rollouter_restarted"]
+        assert "it is gone" in rig.events[0][1]["error"]
+        assert rig.events[1][1]["seconds"] >= 0
+        second = rig.made[1]
+        assert second.known == {0: ("replica 0", None), 1: ("replica 1", 7)}
+        assert second.held == {0}
+        assert (len(rig.taken), rig.forgotten) == (1, [first.client_id])
+        assert rig.supervisor.client_id == second.client_id != first.client_id
+        assert (await rig.supervisor.stats(1)).replicas == (0, 1)
+        second.die()
+        await rig.restarted(2)
+        assert not rig.running.done()
+
+
+async def test_one_that_answers_no_health_check_is_killed_and_replaced_though_its_death_is_never_told():
+    async with Rig() as rig:
+        before = await rig.supervisor.stats(1)
+        rig.made[0].hangs = True
+        assert await rig.supervisor.stats(0.05) == before, "the last ones known"
+        await rig.restarted()
+        assert rig.made[0].killed
+        assert (await rig.supervisor.stats(1)).pid == 1
+
+
+async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
+    def script(made):
+        if made.number == 1:
+            made.gate.clear()
+
+    async with Rig(script=script) as rig:
+        rig.made[0].gate.clear()
+        evaluation = asyncio.create_task(rig.supervisor.evaluate("held_out", 0, 5))
+        while "evaluate" not in rig.made[0].calls:
+            await asyncio.sleep(0.001)
+        rig.made[0].die()
+        while len(rig.made) < 2:
+            await asyncio.sleep(0.001)
+        assert not evaluation.done()
+        rig.made[1].gate.set()
+        assert (await asyncio.wait_for(evaluation, 5)).num_prompts == 1
+
+
+async def test_an_evaluation_has_its_deadline_also_while_there_is_no_rollouter():
+    def script(made):
+        if made.number == 1:
+            made.gate.clear()
+
+    async with Rig(script=script) as rig:
+        rig.made[0].die()
+        with pytest.raises(DeadlineExceeded, match="evaluate"):
+            await asyncio.wait_for(rig.supervisor.evaluate("held_out", 0, 0.1), 5)
+
+
+async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answer():
+    def script(made):
+        if made.number == 1:
+            made.gate.clear()
+
+    async with Rig(script=script) as rig:
+        last = await rig.supervisor.stats(1)
+        rig.made[0].die()
+        while len(rig.made) < 2:
+            await asyncio.sleep(0.001)
+        assert await rig.supervisor.partials(1) == []
+        assert await rig.supervisor.stats(1) == last
+        await rig.supervisor.remove_replica(0)
+        await rig.supervisor.add_replica(2, "replica 2", 4)
+        del rig.serving[0]
+        rig.made[1].gate.set()
+        await rig.restarted()
+        assert rig.made[1].known == {1: ("replica 1", None), 2: ("replica 2", 4)}
+        assert await rig.supervisor.partials(1) == [1]
+
+
+async def test_what_changes_while_the_new_one_is_told_is_told_too():
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Scripted):
+        async def add_replica(self, replica_id, replica, version):
+            await super().add_replica(replica_id, replica, version)
+            if self.number == 1 and not go_on.is_set():
+                entered.set()
+                await go_on.wait()
+
+    async with Rig() as rig:
+        rig.spawn = None
+        rig.supervisor._spawn = lambda client_id: rig.made.append(Slow(client_id, len(rig.made))) or rig.made[-1]
+        rig.made[0].die()
+        await asyncio.wait_for(entered.wait(), 5)
+        await rig.supervisor.remove_replica(0)
+        await rig.supervisor.remove_replica(1)
+        await rig.supervisor.add_replica(1, "another 1", 3)
+        go_on.set()
+        await rig.restarted()
+        assert rig.made[1].known == {1: ("another 1", 3)}
+
+
+@pytest.mark.parametrize("how", ["dead", "hangs"])
+async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_replaced(how):
+    async with Rig() as rig:
+        if how == "dead":
+            rig.made[0].die()
+        else:
+            rig.made[0].hangs = True
+        await rig.supervisor.add_replica(5, "replica 5", 1)
+        await rig.restarted()
+        assert rig.made[1].known.keys() == {0, 1, 5}
+
+
+async def test_partials_that_come_too_late_are_done_without_and_nobody_is_killed():
+    async with Rig() as rig:
+        rig.made[0].hangs = True
+        assert await rig.supervisor.partials(0.02) == []
+        rig.made[0].hangs = False
+        assert await rig.supervisor.partials(1) == [0]
+        assert (len(rig.made), rig.made[0].killed) == (1, 0)
+
+
+@pytest.mark.parametrize("error", [died("message queue"), GenerationError("its own loop broke")])
+async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
+    async with Rig() as rig:
+        rig.made[0].die(error)
+        with pytest.raises(type(error)) as caught:
+            await asyncio.wait_for(rig.running, 5)
+        assert caught.value is error
+        with pytest.raises(type(error)):
+            await rig.supervisor.stats(1)
+        with pytest.raises(type(error)):
+            await rig.supervisor.add_replica(5, "replica 5", 1)
+        assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 0, [])
+
+
+async def test_a_queue_that_is_gone_when_groups_are_taken_back_is_told():
+    async with Rig() as rig:
+        rig.take_error = died("message queue")
+        rig.made[0].die()
+        with pytest.raises(ProcessDied) as caught:
+            await asyncio.wait_for(rig.running, 5)
+        assert caught.value.process == "message queue"
+
+
+async def test_starts_that_fail_count_and_the_spent_budget_names_the_last_error():
+    def script(made):
+        if made.number:
+            made.start_error = late() if made.number == 1 else ProcessDied("out of memory").of(ROLLOUTER)
+
+    async with Rig(max_restarts=2, script=script) as rig:
+        rig.made[0].die()
+        with pytest.raises(RunFailed, match=r"(?s)out of memory.*recovery\.max_restarts"):
+            await asyncio.wait_for(rig.running, 5)
+        assert [kind for kind, _ in rig.events] == ["rollouter_failed"] * 3
+        assert all(made.killed for made in rig.made)
+
+
+async def test_without_restarts_the_first_death_ends_the_run():
+    async with Rig(max_restarts=0) as rig:
+        rig.made[0].die()
+        with pytest.raises(RunFailed):
+            await asyncio.wait_for(rig.running, 5)
+        assert rig.taken == []
+
+
+async def test_a_stop_ends_the_run_and_leaves_no_process():
+    async with Rig() as rig:
+        await rig.supervisor.stop(1)
+        await asyncio.wait_for(rig.running, 5)
+        await rig.supervisor.ended(1)
+        assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 1, [])
+
+
+async def test_a_stop_in_the_middle_of_a_restart_kills_the_new_one():
+    def script(made):
+        if made.number == 1:
+            made.gate.clear()
+
+    async with Rig(script=script) as rig:
+        rig.made[0].die()
+        while len(rig.made) < 2:
+            await asyncio.sleep(0.001)
+        await rig.supervisor.stop(1)
+        rig.running.cancel()
+        await asyncio.gather(rig.running, return_exceptions=True)
+        assert rig.made[1].killed

@@ -1,0 +1,238 @@
+"""What the real system mends by itself, and how it ends when it cannot: every row of docs/operations.md."""
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
+from tests.e2e.conftest import assert_audited
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+SMALL = (
+    "batch.groups_per_step=4",
+    "batch.group_size=4",
+    "rollout.sampling.max_response_tokens=32",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=2",
+    "ray.health_interval_s=0.5",
+    "ray.health_timeout_s=5",
+)
+NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue", "Rollouter": "rollouter"}
+
+
+def finish(run, *, more_steps=3, timeout_s=180):
+    """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
+    run.wait_for_step(max(r["step"] for r in run.metrics) + more_steps, timeout_s)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.log
+    assert_audited(run, max_lag=2)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_lost_rollouter_is_replaced_and_training_goes_on(start, how):
+    run = start(*SMALL, "run.max_steps=2000")
+    run.wait_for_step(2)
+    (victim,) = run.actor_pids("Rollouter")
+    process = psutil.Process(victim)
+    process.kill() if how == "killed" else process.suspend()
+    run.wait_for_event("rollouter_restarted")
+    assert run.actor_pids("Rollouter") != [victim]
+    taken_back = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
+    assert taken_back, "its tickets were taken back"
+    assert not [e for e in run.events if e["event"] == "training_failed"], "nothing was rolled back"
+    finish(run)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("role", ["TrainerActor", "MessageQueue"])
+def test_a_lost_training_side_starts_anew_from_the_last_checkpoint(start, role, how):
+    run = start(*SMALL, "run.max_steps=2000")
+    run.wait_for_event("checkpoint")
+    replicas = run.actor_pids("Replica")
+    (victim,) = run.actor_pids(role)
+    process = psutil.Process(victim)
+    process.kill() if how == "killed" else process.suspend()
+    run.wait_for_event("training_restarted")
+    (failed,) = [e for e in run.events if e["event"] == "training_failed"]
+    assert failed["process"] == NAMES[role]
+    (restarted,) = [e for e in run.events if e["event"] == "training_restarted"]
+    assert restarted["checkpoint"].startswith("step_")
+    finish(run)
+    assert replicas
+    assert not [e for e in run.events if e["event"] == "replica_failed"], "the replicas stayed"
+
+
+def test_two_ranks_and_a_death_before_the_first_checkpoint(start):
+    run = start(*SMALL, "run.max_steps=2000", "trainer.num_ranks=2", "checkpoint.every_steps=1000")
+    run.wait_for_step(2)
+    psutil.Process(run.actor_pids("TrainerActor")[1]).kill()
+    run.wait_for_event("training_restarted")
+    (restarted,) = [e for e in run.events if e["event"] == "training_restarted"]
+    assert restarted["checkpoint"] is None
+    assert next(e for e in run.events if e["event"] == "training_failed")["process"].startswith("trainer rank")
+    finish(run)
+
+
+def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpoint(start):
+    run = start(*SMALL, "run.max_steps=2000")
+    run.wait_for_event("checkpoint", count=2)
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.kill()
+    run.process.wait(10)
+    _, alive = psutil.wait_procs(tree, timeout=30)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    checkpoints = sorted((run.directory / "checkpoints").glob("step_*"), key=lambda p: int(p.name.split("_")[1]))
+    torn = checkpoints[-1]
+    (weights,) = (torn / "trainer").glob("*.distcp")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(bytes(data))
+    steps = int(torn.name.split("_")[1]) + 3
+    again = start(*SMALL, f"run.max_steps={steps}", "resume=auto")
+    assert again.wait() == 0, again.log
+    assert torn.name in again.log
+    assert torn.with_name(f"corrupt_{torn.name}").exists()
+    resumed = [e for e in again.events if e["event"] == "resume"][-1]
+    assert resumed["checkpoint"] == checkpoints[-2].name
+    assert_audited(again, max_lag=2, steps=steps)
+
+
+def test_a_replica_that_was_stopped_rejoins_as_it_is(start):
+    run = start(*SMALL, "run.max_steps=2000", "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5")
+    run.wait_for_step(2)
+    pids = run.actor_pids("Replica")
+    stopped = psutil.Process(pids[0])
+    stopped.suspend()
+    try:
+        run.wait_for_event("replica_suspended")
+        reached = run.metrics[-1]["step"]
+        run.wait_for_step(reached + 2)
+    finally:
+        stopped.resume()
+    run.wait_for_event("replica_rejoined")
+    run.wait_for_event("replica_serving")
+    assert sorted(run.actor_pids("Replica")) == sorted(pids)
+    finish(run)
+    assert not [e for e in run.events if e["event"] == "replica_failed"]
+
+
+def test_a_spent_budget_ends_the_run_with_a_report(start):
+    run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=0")
+    run.wait_for_step(1)
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    psutil.Process(run.actor_pids("TrainerActor")[0]).kill()
+    assert run.wait(90) == RunFailed.exit_code, run.log
+    assert "trainer rank 0" in run.log
+    assert "recovery.max_restarts" in run.log
+    (report,) = (run.directory / "faults").glob("*/report.txt")
+    text = report.read_text()
+    assert "trainer rank 0" in text
+    assert "Processes:" in text
+    assert list((report.parent / "stacks").iterdir())
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    assert_audited(run, max_lag=2)
+
+
+def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
+    run = start(
+        *SMALL,
+        "run.max_steps=2000",
+        "rollout.environment=tests.e2e.faulty:HangsForEver",
+        "recovery.stall_timeout_s=8",
+    )
+    assert run.wait(120) == Stalled.exit_code, run.log
+    reports = [p.read_text() for p in (run.directory / "faults").glob("*/report.txt")]
+    assert any("lease of message queue" in text or "The driver waits for" in text for text in reports)
+    stacks = "".join(p.read_text() for p in (run.directory / "faults").glob("*/stacks/*"))
+    assert "asyncio" in stacks
+
+
+def test_an_environment_that_hangs_fails_its_group(start):
+    run = start(
+        *SMALL,
+        "run.max_steps=3",
+        "rollout.environment=tests.e2e.faulty:HangsOnSome",
+        "rollout.trajectory_timeout_s=3",
+        "rollout.max_attempts=1",
+    )
+    assert run.wait() == 0, run.log
+    assert_audited(run, max_lag=2, steps=3)
+    failed = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
+    assert {e["ordinal"] % 5 for e in failed} == {0}
+    assert all(DeadlineExceeded.__name__ in e["detail"] for e in failed)
+    quarantined = [json.loads(line) for line in (run.directory / "quarantine.jsonl").read_text().splitlines()]
+    assert {q["ordinal"] for q in quarantined} == {e["ordinal"] for e in failed}
+
+
+def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_again(start):
+    run = start(
+        *SMALL,
+        "run.max_steps=3",
+        "rollout.reward=tests.e2e.faulty:moody_reward",
+        "rollout.reward_timeout_s=2",
+        "rollout.max_attempts=2",
+        "rollout.max_failed_fraction=1",
+    )
+    assert run.wait() == 0, run.log
+    assert_audited(run, max_lag=2, steps=3)
+    details = [e["detail"] for e in run.events if e["event"] == "group" and e["transition"] in ("returned", "failed")]
+    assert any("DeadlineExceeded" in d for d in details)
+    assert any("ProcessDied" in d for d in details)
+
+
+def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
+    run = start(
+        *SMALL,
+        "run.max_steps=2000",
+        "rollout.reward=tests.e2e.faulty:always_right",
+        "algorithm.dynamic_sampling=true",
+        "algorithm.filtered_window=32",
+    )
+    assert run.wait(180) == RunFailed.exit_code, run.log
+    assert "32 of the last 32" in run.log
+    assert_audited(run, max_lag=2)
+
+
+@pytest.mark.parametrize("policy", ["refill", "mask"])
+def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
+    run = start(
+        *SMALL,
+        "run.max_steps=12",
+        f"staleness.on_overdue={policy}",
+        "staleness.max_lag=1",
+        "rollout.environment=tests.e2e.faulty:Straggles",
+        "rollout.max_attempts=2",
+    )
+    assert run.wait() == 0, run.log
+    assert_audited(run, max_lag=1, steps=12)
+    last = run.metrics[-1]
+    if policy == "refill":
+        assert last["queue/expired"] > 0
+    else:
+        assert last["queue/expired"] > 0 or any(r["staleness/masked_tokens_fraction"] > 0 for r in run.metrics)
+
+
+def test_a_rolling_publish_keeps_the_fleet_generating(start):
+    run = start(*SMALL, "run.max_steps=6", "weights.rolling=true", "rollout.num_replicas=3")
+    assert run.wait() == 0, run.log
+    assert_audited(run, max_lag=2, steps=6)
+    assert all(r["weights/replicas"] == 3 for r in run.metrics)
+    assert any(r["weights/publish_tokens_fraction"] > 0 for r in run.metrics)
+
+
+def test_partial_trajectories_survive_a_signal(start):
+    run = start(*SMALL, "run.max_steps=2000", "rollout.sampling.max_response_tokens=64")
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 143, run.log
+    step = run.metrics[-1]["step"]
+    again = start(*SMALL, f"run.max_steps={step + 3}", "rollout.sampling.max_response_tokens=64", "resume=auto")
+    started = time.monotonic()
+    assert again.wait() == 0, again.log
+    assert time.monotonic() - started < 200
+    assert_audited(again, max_lag=2, steps=step + 3)

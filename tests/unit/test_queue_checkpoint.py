@@ -1,0 +1,199 @@
+"""What a checkpoint keeps of the queue, partial groups with it, and what a restored queue does with that."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import LedgerError
+from asyncrl.queue.group_files import CALL_ARRAYS, load_partials, save_partials
+from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, RecordedCall, Segment, Ticket
+from tests.make import group, trajectory
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return QueueSpec(
+        groups_per_step=2,
+        max_lag=2,
+        max_groups=100,
+        max_attempts=3,
+        max_failed_fraction=0.5,
+        dynamic_sampling=False,
+        events_path=tmp_path / "events.jsonl",
+    )
+
+
+def call(*versions, seed=0, finish_reason=None):
+    """Two tokens of each version."""
+    rng = np.random.default_rng(seed)
+    segments = tuple(Segment(2 * i, 2 * i + 2, version, i) for i, version in enumerate(versions))
+    tokens = rng.integers(0, 100, 2 * len(versions)).astype(np.int32)
+    logprobs = -rng.random(2 * len(versions)).astype(np.float32)
+    return RecordedCall(rng.integers(0, 100, 5).astype(np.int32), tokens, logprobs, segments, finish_reason)
+
+
+def partial(ticket, *versions):
+    """A complete trajectory, one in its second call, and one that has not begun."""
+    calls = (call(*versions, seed=1, finish_reason="stop"), call(versions[-1], seed=2))
+    done = trajectory(versions=versions, reward=1.0)
+    return PartialGroup(ticket, (PartialTrajectory(done=done), PartialTrajectory(calls), PartialTrajectory()))
+
+
+def same(a, b):
+    assert (a.ticket, a.num_tokens, len(a.trajectories)) == (b.ticket, b.num_tokens, len(b.trajectories))
+    for x, y in zip(a.trajectories, b.trajectories, strict=True):
+        assert (x.done is None) == (y.done is None)
+        if x.done and y.done:
+            assert (x.done.segments, x.done.reward) == (y.done.segments, y.done.reward)
+            np.testing.assert_array_equal(x.done.response_ids, y.done.response_ids)
+        for p, q in zip(x.calls, y.calls, strict=True):
+            assert (p.segments, p.finish_reason) == (q.segments, q.finish_reason)
+            for name, dtype in CALL_ARRAYS.items():
+                np.testing.assert_array_equal(getattr(p, name), getattr(q, name))
+                assert getattr(q, name).dtype == dtype
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_partial_groups_survive_a_round_trip(tmp_path, count):
+    partials = [partial(Ticket(i, 1, 2), 2, 3 + i) for i in range(count)]
+    save_partials(tmp_path, partials)
+    loaded = load_partials(tmp_path)
+    assert len(loaded) == count
+    for before, after in zip(partials, loaded, strict=True):
+        same(before, after)
+
+
+def test_arrays_that_do_not_belong_to_their_description_are_refused(tmp_path):
+    save_partials(tmp_path, [partial(Ticket(0, 0, 2), 2, 3)])
+    described = (tmp_path / "partials.json").read_text()
+    save_partials(tmp_path, [])
+    (tmp_path / "partials.json").write_text(described)
+    with pytest.raises(ValueError, match="its description needs"):
+        load_partials(tmp_path)
+
+
+async def saved(queue, directory, partials):
+    await queue.capture(partials)
+    await queue.save(directory)
+    return directory
+
+
+async def step(queue, number):
+    """Puts what is running but ticket 0, trains and publishes one step."""
+    for t in (await queue.admit(100, 0)).tickets:
+        if t.ordinal:
+            await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+    assert isinstance(await queue.lease(number, 0), LeaseManifest)
+    await queue.commit(number)
+    await queue.published(number + 1)
+
+
+async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(spec, tmp_path):
+    queue = MessageQueue(spec)
+    await step(queue, 0)
+    kept = partial(Ticket(0, 0, 0), 0, 1)
+    restored = MessageQueue(spec)
+    await restored.load(await saved(queue, tmp_path / "a", [kept]))
+    # What was not handed out yet is in the next checkpoint too, with its age.
+    again = MessageQueue(spec)
+    counts = await again.load(await saved(restored, tmp_path / "b", []))
+    assert (counts.trained, counts.ready, counts.running) == (2, 3, 1)
+    admission = await again.admit(1, 0)
+    assert admission.tickets == (Ticket(0, 2, 0),)
+    same(admission.partials[0], replace(kept, ticket=Ticket(0, 2, 0)))
+    assert (await again.admit(100, 0)).partials == ()
+    await again.put(admission.tickets[0], group(0, 2, versions=(0, 1)))
+    assert await again.take_back_all("it died") == 2
+
+
+async def test_a_resumed_group_is_as_old_as_its_tokens(spec, tmp_path):
+    queue = MessageQueue(spec)
+    await step(queue, 0)
+    await step(queue, 1)
+    restored = MessageQueue(spec)
+    await restored.load(await saved(queue, tmp_path / "a", [partial(Ticket(0, 0, 0), 0, 1)]))
+    (ticket,) = (await restored.admit(1, 0)).tickets
+    for t in (await restored.admit(100, 0)).tickets:
+        await restored.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+    assert isinstance(await restored.lease(2, 0), LeaseWait), "step 2 is the last that may train version 0"
+    await restored.put(ticket, group(0, ticket.attempt, versions=(0, 2)))
+    manifest = await restored.lease(2, 0)
+    assert isinstance(manifest, LeaseManifest)
+    assert (manifest.groups[0].ordinal, manifest.groups[0].lag_max) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        partial(Ticket(0, 1, 0), 0, 1),  # another attempt
+        partial(Ticket(1, 0, 0), 0, 1),  # has been put
+        partial(Ticket(77, 0, 0), 0, 1),  # unknown
+        partial(Ticket(0, 0, 0), 0, 5),  # of weights that do not exist
+        PartialGroup(Ticket(0, 0, 0), (PartialTrajectory(),)),  # nothing
+    ],
+)
+async def test_tokens_of_groups_that_do_not_run_are_not_kept(spec, tmp_path, wrong):
+    queue = MessageQueue(spec)
+    await step(queue, 0)
+    restored = MessageQueue(spec)
+    await restored.load(await saved(queue, tmp_path / "a", [wrong]))
+    admission = await restored.admit(1, 0)
+    assert (admission.tickets, admission.partials) == ((Ticket(0, 1, 1),), ())
+
+
+async def test_a_checkpoint_is_of_the_moment_of_its_capture(spec, tmp_path):
+    queue = MessageQueue(spec)
+    with pytest.raises(LedgerError, match="capture comes first"):
+        await queue.save(tmp_path / "none")
+    captured = await queue.capture([])
+    saving = asyncio.create_task(queue.save(tmp_path / "a"))
+    await step(queue, 0)
+    await saving
+    restored = MessageQueue(spec)
+    assert await restored.load(tmp_path / "a") == captured
+    assert captured.admitted == 0
+
+
+async def test_the_events_say_what_a_restore_undoes(spec, tmp_path):
+    queue = MessageQueue(spec)
+    await step(queue, 0)
+    await queue.nack((await queue.admit(1, 0)).tickets[0], "boom")
+    counts = await queue.capture([])
+    await queue.save(tmp_path / "a")
+    await MessageQueue(spec).load(tmp_path / "a")
+    events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
+    (snapshot,) = [e for e in events if e["event"] == "snapshot"]
+    at = [e["event"] for e in events].index("restored")
+    assert (events[at]["snapshot"], events[at]["step"]) == (snapshot["snapshot"], 1)
+    assert snapshot["snapshot"].startswith("1-")
+    assert events[at]["counts"] == snapshot["counts"]
+    assert snapshot["counts"]["admitted"] == counts.admitted
+    assert {e["transition"] for e in events[at + 1 :]} == {"returned"}, "what the restore itself does follows it"
+
+
+async def test_the_windows_are_kept(spec, tmp_path):
+    queue = MessageQueue(spec)
+    for _ in range(spec.max_attempts):
+        await queue.nack((await queue.admit(1, 0)).tickets[0], "boom")
+    restored = MessageQueue(spec)
+    await restored.load(await saved(queue, tmp_path / "a", []))
+    assert await restored.window() == await queue.window()
+    assert (await restored.window()).failed == 1
+
+
+async def test_a_checkpoint_made_under_mask_can_be_gone_on_with_under_wait(spec, tmp_path):
+    queue = MessageQueue(replace(spec, groups_per_step=1, max_lag=1, on_overdue="mask"))
+    (late,) = (await queue.admit(1, 0)).tickets
+    for number in range(2):
+        await step(queue, number)
+    await queue.put(late, group(0, versions=(0, 2)))
+    restored = MessageQueue(replace(spec, groups_per_step=1, max_lag=1))
+    counts = await restored.load(await saved(queue, tmp_path / "a", []))
+    assert counts.expired == 1
+    await step(restored, 2)

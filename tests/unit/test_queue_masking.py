@@ -1,0 +1,113 @@
+"""Which tokens of a group a step trains: masks, summaries, what the trainer fetches."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import LedgerError
+from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
+from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, Segment
+from tests.make import group
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return QueueSpec(
+        groups_per_step=1,
+        max_lag=1,
+        max_groups=100,
+        max_attempts=2,
+        max_failed_fraction=0.1,
+        dynamic_sampling=False,
+        events_path=tmp_path / "events.jsonl",
+        on_overdue="mask",
+    )
+
+
+def lags(trained, step):
+    """The lag of every token in the loss."""
+    return [
+        step - s.version for t in trained.trajectories for s in t.segments for m in t.loss_mask[s.start : s.stop] if m
+    ]
+
+
+def test_only_older_tokens_are_masked():
+    whole = group(versions=(3, 4, 5, 5))
+    masked = mask_older(whole, 5)
+    assert [t.loss_mask.tolist() for t in masked.trajectories] == [[False, False, True, True]] * 2
+    assert all(t.loss_mask.all() for t in whole.trajectories), "the group itself stays as it was put"
+    assert mask_older(whole, 3) is whole
+    assert [oldest_trained(whole, v) for v in (0, 3, 4, 5, 6)] == [3, 3, 4, 5, None]
+
+
+def test_a_group_that_never_had_a_token_to_train_is_not_over_the_limit():
+    whole = group(versions=(3,))
+    empty = replace(whole, trajectories=tuple(replace(t, loss_mask=np.zeros(4, np.bool_)) for t in whole.trajectories))
+    assert oldest_trained(empty, 7) == 7
+    assert summarize(StoredGroup(empty, 3), mask_older(empty, 7), step=8, max_lag=1).trained_tokens == 0
+
+
+def test_the_environments_tokens_have_no_lag():
+    (first, second) = group(versions=(3, 5)).trajectories
+    segments = (Segment(0, 2, 3, 0, "environment"), Segment(2, 4, 5, 0))
+    first = replace(first, segments=segments, loss_mask=np.array([False, False, True, True]))
+    mixed = replace(group(versions=(5,)), trajectories=(first, second))
+    assert oldest_trained(mixed, 4) == 5
+    summary = summarize(StoredGroup(mixed, 5), mask_older(mixed, 4), step=5, max_lag=1)
+    assert (summary.trained_tokens, summary.masked_tokens, summary.lag_max) == (4, 2, 0)
+    assert [length.trained for length in summary.lengths] == [2, 2]
+
+
+def test_a_summary_refuses_a_token_over_the_limit():
+    whole = group(versions=(3, 5))
+    with pytest.raises(LedgerError, match="lag 2 > 1"):
+        summarize(StoredGroup(whole, 5), whole, step=5, max_lag=1)
+
+
+async def straggle(queue, versions):
+    """Group 0 is put after two steps were trained without it; it has tokens of `versions`."""
+    (late,) = (await queue.admit(1, 0)).tickets
+    for step in range(2):
+        for ticket in (await queue.admit(10, 0)).tickets:
+            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        manifest = await queue.lease(step, 0)
+        assert isinstance(manifest, LeaseManifest), manifest
+        assert manifest.groups[0].masked_tokens == 0
+        await queue.commit(step)
+        await queue.published(step + 1)
+    await queue.put(late, group(late.ordinal, versions=versions))
+    return await queue.lease(2, 0)
+
+
+async def test_a_straggler_is_trained_without_its_old_tokens(spec):
+    queue = MessageQueue(spec)
+    manifest = await straggle(queue, (0, 1, 2, 2))
+    assert isinstance(manifest, LeaseManifest)
+    (summary,) = manifest.groups
+    assert (summary.ordinal, summary.trained_tokens, summary.masked_tokens) == (0, 6, 2)
+    assert (summary.lag_max, summary.lag_sum, summary.lag_in_flight_sum) == (1, 2, 2)
+    assert [length.trained for length in summary.lengths] == [3, 3]
+    (trained,) = await queue.fetch([0])
+    assert lags(trained, 2) == [1, 0, 0] * 2
+    await queue.rollback(2)
+    with pytest.raises(LedgerError, match="fetch"):
+        await queue.fetch([0])
+    assert isinstance(await queue.lease(2, 0), LeaseManifest)
+    (trained,) = await queue.fetch([0])
+    assert lags(trained, 2) == [1, 0, 0] * 2
+    await queue.commit(2)
+    text = spec.events_path.read_text().splitlines()
+    assert '"transition": "trained", "ordinal": 0' in text[-1]
+    assert '"oldest_version": 1' in text[-1]
+
+
+async def test_a_group_without_a_token_left_expires_and_the_lease_looks_again(spec):
+    queue = MessageQueue(spec)
+    answer = await straggle(queue, (0,))
+    assert isinstance(answer, LeaseWait)
+    assert (answer.missing, answer.counts.expired, answer.counts.active) == (1, 1, 0)
+    assert len((await queue.admit(10, 0)).tickets) == 2, "its slot is free"
