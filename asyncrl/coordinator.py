@@ -24,10 +24,10 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.observability.step import StepClock, StepRecord, tokens_between
 from asyncrl.parts import Parts
 from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.remote import WAITS
 from asyncrl.rollout.rollouter import EvalResult
 from asyncrl.trainer.packing import plan_step
 from asyncrl.types import LeaseManifest
+from asyncrl.waits import WAITS
 from asyncrl.weights.checkpoint_engine import PublishReport
 
 logger = logging.getLogger(__name__)

@@ -3,85 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
-    """One wait of this process on another one; `since_s` is monotonic."""
-
-    call: str
-    process: str
-    timeout_s: float
-    since_s: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        return f"{self.call} of {self.process}"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitTotals:
-    """Waits that ended since the last `take`: how many, the longest in seconds, and the largest share of its deadline
-    that one used (1: it was missed). Waits without a real deadline are left out."""
-
-    ended: int = 0
-    longest_s: float = 0.0
-    deadline_used: float = 0.0
-
-
-class Waits:
-    """The open waits of this process, and what ended ones took."""
-
-    def __init__(self) -> None:
-        self._open: set[Wait] = set()
-        self._totals = WaitTotals()
-
-    @contextlib.contextmanager
-    def of(self, wait: Wait) -> Iterator[None]:
-        self._open.add(wait)
-        try:
-            yield
-        finally:
-            self._open.discard(wait)
-            took_s = time.monotonic() - wait.since_s
-            if wait.timeout_s < FOREVER_S:
-                totals = self._totals
-                self._totals = WaitTotals(
-                    totals.ended + 1,
-                    max(totals.longest_s, took_s),
-                    max(totals.deadline_used, took_s / wait.timeout_s if wait.timeout_s > 0 else 1.0),
-                )
-
-    def take(self) -> WaitTotals:
-        totals, self._totals = self._totals, WaitTotals()
-        return totals
-
-    def lines(self) -> list[str]:
-        """The open waits, longest first, one line each."""
-        now = time.monotonic()
-        found = sorted(self._open, key=lambda wait: wait.since_s)
-        return [f"{now - w.since_s:8.1f} s of {w.timeout_s:g} s  {w}" for w in found]
-
-
-FOREVER_S = 10 * 365 * 86400.0
-"""The deadline of a wait that lasts as long as the run: something else watches the process that answers it."""
-
-MESSAGE_QUEUE, ROLLOUTER = "message queue", "rollouter"
-"""The names of these processes in errors and reports; the others are "trainer rank <i>" and "replica <i>"."""
+from asyncrl.waits import WAITS, Wait
 
 ENDED_POLL_S = 0.05
-
-WAITS = Waits()
-"""What this process waits for. One per process, as its loggers are: whoever writes its state down finds it here."""
 
 
 async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) -> Any:

@@ -47,8 +47,8 @@ from asyncrl.observability.report import write_report
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.parts import Parts
-from asyncrl.remote import MESSAGE_QUEUE, WAITS
 from asyncrl.restarts import RestartBudget
+from asyncrl.waits import MESSAGE_QUEUE, WAITS
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)

@@ -85,14 +85,16 @@ class Driver:
 
     def close(self) -> None:
         """Kills what is left of it, and removes its temporary files."""
-        for process in self.look():
+        left = self.look()
+        for process in left:
             try:
                 process.kill()
             except psutil.Error:
                 continue
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(30)  # first: it is this process's child, and its exit code is wanted
+        psutil.wait_procs(left, timeout=10)  # one that dies later may write its files again
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

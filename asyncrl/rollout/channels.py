@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 
-from asyncrl.remote import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, ended, reply
+from asyncrl.remote import ended, reply
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
 from asyncrl.types import Admission, GenerationRequest, PartialGroup, Ticket, TokenChunk, TrajectoryGroup
+from asyncrl.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""

@@ -23,17 +23,15 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFaile
 from asyncrl.restarts import RestartBudget
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
 from asyncrl.types import PartialGroup
+from asyncrl.waits import ROLLOUTER
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PROCESS = "rollouter"
-"""`remote.ROLLOUTER`, without importing Ray: the process that errors about the rollouter name."""
-
 
 class Process(Protocol):
-    """One rollouter, as `rollout.channels.RolloutControl` reaches it; its errors name `PROCESS`."""
+    """One rollouter, as `rollout.channels.RolloutControl` reaches it; its errors name `ROLLOUTER`."""
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
     async def run(self) -> None: ...
@@ -137,7 +135,7 @@ class RolloutSupervisor:
             except TimeoutError:
                 found = f"none was up when the {timeout_s:g} s were over"
                 do = "see the log of the run, or raise eval.timeout_s"
-                raise DeadlineExceeded(explain(f"evaluate({name}) of the rollouter", found, do)).of(PROCESS) from None
+                raise DeadlineExceeded(explain(f"evaluate({name}) of the rollouter", found, do)).of(ROLLOUTER) from None
             current = self._current
             if not current.up:
                 continue  # it died between its wake and this task's
@@ -180,7 +178,7 @@ class RolloutSupervisor:
         try:
             return await self._answer(current, current.control.partials(timeout_s))
         except (ProcessDied, DeadlineExceeded) as error:
-            if not self._is_gone(current, error) and error.process != PROCESS:
+            if not self._is_gone(current, error) and error.process != ROLLOUTER:
                 raise
             logger.warning("a checkpoint goes without the tokens of running groups: %s", error)
             return []
@@ -266,7 +264,7 @@ class RolloutSupervisor:
                         f"it failed after {self._budget}: {failure}",
                         "see the log of the run; raise recovery.max_restarts, or go on with resume=auto",
                     )
-                ).of(PROCESS) from failure
+                ).of(ROLLOUTER) from failure
             started_s = time.monotonic()
             taken = await self._take_back(f"the rollouter failed: {failure}")
             task = asyncio.create_task(self._drop(dead.client_id), name=f"forget {dead.client_id}")
@@ -317,7 +315,7 @@ class RolloutSupervisor:
         """Whether `error` says that this rollouter is dead; then it is given up."""
         if error is current.failure:
             return True
-        if isinstance(error, ProcessDied) and error.process == PROCESS:
+        if isinstance(error, ProcessDied) and error.process == ROLLOUTER:
             self._give_up(current, error)
             return True
         return False
@@ -325,9 +323,9 @@ class RolloutSupervisor:
     def _blame(self, current: _Incarnation, error: AsyncRLError) -> ProcessDied:
         """Gives this rollouter up for not answering, or being gone; raises errors about another process."""
         if not self._is_gone(current, error):
-            if error.process != PROCESS:
+            if error.process != ROLLOUTER:
                 raise error
-            self._give_up(current, ProcessDied(f"the rollouter was killed: {error}").of(PROCESS))
+            self._give_up(current, ProcessDied(f"the rollouter was killed: {error}").of(ROLLOUTER))
         assert current.failure is not None
         return current.failure
 

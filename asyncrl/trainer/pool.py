@@ -21,10 +21,11 @@ import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.remote import MESSAGE_QUEUE, reply, reply_now
+from asyncrl.remote import reply, reply_now
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
+from asyncrl.waits import MESSAGE_QUEUE
 from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -362,6 +362,7 @@ def test_random_transitions():
             max_examples=200,
             stateful_step_count=14,
             deadline=None,
+            phases=[Phase.generate],  # shrinking takes minutes: add Phase.shrink to look into a failure
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )

@@ -1,17 +1,15 @@
 """The supervisor over scripted rollouters: what dies is replaced, what is no death of it is told."""
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
-from asyncrl.remote import ROLLOUTER
 from asyncrl.restarts import RestartBudget
 from asyncrl.rollout.rollouter import EvalResult, RolloutStats
-from asyncrl.rollout.supervisor import PROCESS, RolloutSupervisor
+from asyncrl.rollout.supervisor import RolloutSupervisor
+from asyncrl.waits import ROLLOUTER
 
 pytestmark = pytest.mark.concurrency
 
@@ -158,12 +156,6 @@ class Rig:
                 if self.running.done():
                     await self.running
                 await asyncio.sleep(0.001)
-
-
-def test_the_name_is_that_of_the_errors_and_ray_is_not_needed():
-    assert PROCESS == ROLLOUTER
-    code = "import sys, asyncrl.rollout.supervisor; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
