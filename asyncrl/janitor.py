@@ -1,12 +1,13 @@
 """Cleans up behind a run, however its driver ends: a small process that outlives it by a few seconds.
 
-Consumes: the end of the pipe that only the driver holds; lines on it name directories to remove.
+Consumes: the end of the pipe that only the driver holds; lines on it name what is to be gone then.
 Produces: nothing left over: no process of the run, no shared memory, no socket, no temporary directory.
 Waits for: the driver, as long as it lives; then at most `GRACE_S` for its processes to end by themselves.
 Stops when: that is done.
 
 Processes of a run are known by `ASYNCRL_RUN` in their environment, which the launch code sets and every process below
-inherits: Ray's own, the actors, and what engines and rewards start.
+inherits: Ray's own, the actors, and what engines and rewards start. Some of Ray's overwrite the memory that shows their
+environment; those the driver names.
 """
 
 from __future__ import annotations
@@ -47,9 +48,16 @@ class Janitor:
 
     def remove_later(self, path: Path) -> None:
         """This file or directory is removed when the run is over."""
+        self._tell(f"path {path}")
+
+    def end_later(self, process: psutil.Process) -> None:
+        """This process is ended when the run is over."""
+        self._tell(f"process {process.pid} {process.create_time()}")
+
+    def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{path}\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:  # it was killed: then nobody cleans up, which harms no run
             pass
@@ -80,10 +88,15 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     return [process for process in found if process not in (own, own.parent())]
 
 
-def clean(run_id: str, paths: list[Path]) -> None:
+def clean(run_id: str, named: list[psutil.Process], paths: list[Path]) -> None:
     """Ends what is left of a run whose driver is gone, and removes what it left behind."""
+
+    def living() -> list[psutil.Process]:
+        others = (p for p in named if p.is_running() and p.status() != psutil.STATUS_ZOMBIE)
+        return list({*processes_of(run_id), *others})
+
     deadline = time.monotonic() + GRACE_S
-    while (left := processes_of(run_id)) and time.monotonic() < deadline:
+    while (left := living()) and time.monotonic() < deadline:
         time.sleep(0.1)
     while left and time.monotonic() < deadline + KILL_S:
         for process in left:
@@ -92,7 +105,7 @@ def clean(run_id: str, paths: list[Path]) -> None:
             except psutil.Error:
                 pass  # it has ended meanwhile
         psutil.wait_procs(left, timeout=1.0)
-        left = processes_of(run_id)
+        left = living()
     remove_stale_segments()
     remove_stale_publishes(Path(tempfile.gettempdir()))
     for path in paths:
@@ -103,8 +116,21 @@ def clean(run_id: str, paths: list[Path]) -> None:
 
 
 def main() -> None:
-    paths = [Path(line.rstrip("\n")) for line in sys.stdin]
-    clean(sys.argv[1], paths)
+    paths: list[Path] = []
+    named: list[psutil.Process] = []
+    for line in sys.stdin:
+        kind, _, value = line.rstrip("\n").partition(" ")
+        if kind == "path":
+            paths.append(Path(value))
+            continue
+        pid, _, created = value.partition(" ")
+        try:
+            process = psutil.Process(int(pid))
+            if abs(process.create_time() - float(created)) < 1:
+                named.append(process)
+        except psutil.Error:
+            continue  # it has ended already
+    clean(sys.argv[1], named, paths)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 CAPTURE_TIMEOUT_S = 60.0
 """Longest that the rollouter may take to say what it has; a checkpoint without partial trajectories is complete too."""
 
+FINISH_TIMEOUT_S = 60.0
+"""Longest that a checkpoint that is given up may take to be flushed and named."""
+
 
 class RolloutState(Protocol):
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
@@ -112,7 +115,7 @@ class CheckpointWriter:
                 for failure in outcomes:
                     if isinstance(failure, BaseException):
                         raise failure
-                path = await asyncio.to_thread(self._store.finish, temporary, state)
+                path = await self._finish(temporary, state)
         except ProcessDied:
             self._discard(temporary)
             raise
@@ -131,6 +134,16 @@ class CheckpointWriter:
             self._failures = 0
             took_s = time.monotonic() - started
             self._on_event("checkpoint", step=state.global_steps, path=path.name, save_s=took_s, capture_s=capture_s)
+
+    async def _finish(self, temporary: Path, state: RunState) -> Path:
+        """Raises StorageError. When it is cancelled it waits for the thread: its directory must not get its name later,
+        beside those of a branch that went on from another checkpoint."""
+        finishing = asyncio.ensure_future(asyncio.to_thread(self._store.finish, temporary, state))
+        try:
+            return await asyncio.shield(finishing)
+        except asyncio.CancelledError:
+            await asyncio.wait([finishing], timeout=FINISH_TIMEOUT_S)
+            raise
 
     def _discard(self, temporary: Path | None) -> None:
         if temporary is not None:

@@ -21,7 +21,7 @@ import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.remote import reply, reply_now
+from asyncrl.remote import ended, reply, reply_now
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
@@ -90,6 +90,7 @@ class TrainerPool:
     def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
         self._spec = spec
         self._actors = list(actors)
+        self._killed: list[Any] = []
 
     @classmethod
     async def start(
@@ -187,10 +188,20 @@ class TrainerPool:
         self.kill()
 
     def kill(self) -> None:
-        """Ends every rank at once."""
+        """Ends every rank at once. Idempotent."""
         for actor in self._actors:
             ray.kill(actor)
+        self._killed += self._actors
         self._actors = []
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the ranks that were killed are gone, and their memory with them. Raises DeadlineExceeded."""
+        await asyncio.gather(
+            *(
+                ended(a.ping.remote, timeout_s=timeout_s, process=f"trainer rank {i}")
+                for i, a in enumerate(self._killed)
+            )
+        )
 
     def _named(self, ref: Any, method: str, rank: int, timeout_s: float) -> Any:
         return reply(ref, timeout_s=timeout_s, call=method, process=f"trainer rank {rank}")

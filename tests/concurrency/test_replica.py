@@ -211,11 +211,14 @@ async def test_stats_are_answered_in_the_middle_of_a_publish():
     await replica.stop()
 
 
-async def test_an_abort_as_the_gate_opens_ends_the_request_once():
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_abort_as_the_gate_opens_ends_the_request_once(turns):
     replica = await start(version=None)
     await replica.submit("client", [request("aborted", 8)])
     await asyncio.sleep(0)
     replica._gate.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
     await replica.abort(["aborted"])
     await asyncio.sleep(0.01)
     chunks = await replica.collect("client", 0.1)

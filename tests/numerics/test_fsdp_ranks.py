@@ -58,6 +58,7 @@ def rank_main(rank: int, root: Path) -> None:
     found["steps"] = [step(backend, lease, rank, RANKS) for lease in LEASES[:2]]
     found["weights"] = weights_of(backend)
     found["specs"] = [(s.name, s.shape) for s in backend.weight_specs()]
+    backend.capture()
     backend.save(root / "two")
     found["last"] = step(backend, LEASES[2], rank, RANKS)
     found["last_weights"] = weights_of(backend)
@@ -112,6 +113,7 @@ def outcome(tmp_path_factory):
         reference = {"logprobs": {k: v.numpy() for k, v in logprobs.items()}}
         reference["steps"] = [step(one, lease, 0, 1) for lease in LEASES[:2]]
         reference["weights"] = weights_of(one)
+        one.capture()
         one.save(root / "one")
         reference["last"] = step(one, LEASES[2], 0, 1)
         reference["last_weights"] = weights_of(one)

@@ -533,6 +533,18 @@ async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_hel
     ]
 
 
+async def test_one_that_is_paused_goes_before_others_also_when_the_sending_end_had_to_be_closed():
+    replicas = [FakeReplica() for _ in range(3)]
+    made, trainer, fleet = engine(*replicas, rolling=True, max_retries=1)
+    await served(made)
+    await made.publish(1)
+    fleet.routing.clear()
+    replicas[2].outcomes.append(ValueError("what is this?"))
+    trainer.waits = True
+    await made.publish(2)
+    assert [call[1] for call in fleet.routing if call[0] == "hold"] == [[2], [2], [0], [1]]
+
+
 async def test_a_rolling_publish_that_fails_leaves_the_others_as_they_were():
     replicas = [FakeReplica() for _ in range(3)]
     trainer = FakeTrainer()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.staleness import Candidate, StalenessPolicy
 
 pytestmark = pytest.mark.unit
@@ -151,3 +152,43 @@ def test_admission_keeps_the_state_feasible(size, max_lag, behind, active):
     room = policy.admissible(step=step, version=version, active=active)
     assert policy.is_feasible([*deadlines, *[version + max_lag] * room], step)
     assert not policy.is_feasible([*deadlines, *[version + max_lag] * (room + 1)], step)
+
+
+@pytest.mark.parametrize(
+    ("on_overdue", "second", "third", "admitted", "expired"),
+    [("wait", (1, 3), (4, 5), 8, 0), ("refill", (3, 4), (1, 5), 9, 1), ("mask", (3, 4), (1, 5), 8, 0)],
+)
+def test_the_example_of_the_documentation(on_overdue, second, third, admitted, expired):
+    """docs/staleness.md: B = 2, max_lag = 1, group 1 is slow."""
+    ledger, tickets = Ledger(StalenessPolicy(2, 1, on_overdue)), {}
+
+    def admit():
+        tickets.update({t.ordinal: t for t in ledger.admit(100)})
+
+    def put(*ordinals):
+        for ordinal in ordinals:
+            ledger.put(tickets[ordinal], tickets[ordinal].version)
+
+    def train(step):
+        chosen = ledger.lease(step).chosen
+        assert all(step - ledger.record(o).version <= 1 for o in chosen)
+        admit()
+        ledger.commit(step)
+        ledger.published(step + 1)
+        admit()
+        return chosen
+
+    admit()
+    put(0, 2, 3)
+    assert train(0) == (0, 2)
+    put(4, 5)
+    if on_overdue == "wait":
+        assert ledger.lease(1).overdue == 1
+        put(1)
+    assert train(1) == second
+    put(6, 7)
+    if on_overdue != "wait":
+        put(1)
+    assert ledger.lease(2).chosen == third
+    counts = ledger.counts
+    assert (counts.admitted, counts.expired) == (admitted, expired)
