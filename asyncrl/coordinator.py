@@ -134,8 +134,8 @@ class Coordinator:
         await self._resume(self._start_from)
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
-        self._restored.set()
         await self._publish()
+        self._restored.set()
         initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else {}
         self._clock.mark(await parts.replicas.stats())
         while self._step < recipe.run.max_steps and not self._stop.is_set():
@@ -339,7 +339,8 @@ class Coordinator:
     # -- guards --------------------------------------------------------------------------------------------------
 
     async def _rollout(self) -> None:
-        """The rollouter, from the moment that the queue is what it was at the checkpoint."""
+        """The rollouter, from the moment that the queue is what it was at the checkpoint and the replicas serve its
+        weights: what they served before may belong to steps that are undone."""
         await self._restored.wait()
         await self._parts.rollouter.run()
 

@@ -47,7 +47,7 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 8192
     """Token budget (prompt and response) of one forward pass on one rank."""
     step_timeout_s: float = 3600.0
-    """Longest that one optimizer step may take; also that writing or reading the trainer's part of a checkpoint may."""
+    """Longest that one optimizer step may take, and reading the trainer's part of a checkpoint."""
     collective_timeout_s: float = 600.0
     """Longest that one torch.distributed operation may wait for a peer."""
 

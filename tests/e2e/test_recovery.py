@@ -26,7 +26,7 @@ NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue", "Rol
 
 def finish(run, *, more_steps=3, timeout_s=180):
     """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
-    run.wait_for_step(max(r["step"] for r in run.metrics) + more_steps, timeout_s)
+    run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + more_steps, timeout_s)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.log
     assert_audited(run, max_lag=2)

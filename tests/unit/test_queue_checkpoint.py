@@ -197,3 +197,14 @@ async def test_a_checkpoint_made_under_mask_can_be_gone_on_with_under_wait(spec,
     counts = await restored.load(await saved(queue, tmp_path / "a", []))
     assert counts.expired == 1
     await step(restored, 2)
+
+
+async def test_a_lease_that_was_out_is_ready_again(spec, tmp_path):
+    queue = MessageQueue(spec)
+    await step(queue, 0)
+    assert isinstance(await queue.lease(1, 0), LeaseManifest)
+    restored = MessageQueue(spec)
+    counts = await restored.load(await saved(queue, tmp_path / "a", []))
+    assert (counts.leased, counts.ready) == (0, 3)
+    with pytest.raises(LedgerError, match="nothing is leased"):
+        await restored.commit(1)
