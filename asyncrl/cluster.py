@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import ray
 
 from asyncrl.config.load import engine_environment, environment_defaults
@@ -50,8 +49,6 @@ def ray_cluster(address: str | None, log: Path) -> Iterator[Cluster]:
         )
         if address is None:
             janitor.remove_later(Path(context.address_info["session_dir"]) / "sockets")
-            for process in psutil.Process().children(recursive=True):
-                janitor.end_later(process)
         yield Cluster(run_id, None if address else janitor.scratch)
     finally:
         ray.shutdown()

@@ -1,22 +1,25 @@
 """Cleans up behind a run, however its driver ends: a small process that outlives it by a few seconds.
 
-Consumes: the end of the pipe that only the driver holds; lines on it name what is to be gone then.
+Consumes: the end of the pipe that only the driver holds; lines on it name directories to remove.
 Produces: nothing left over: no process of the run, no shared memory, no socket, no temporary directory.
 Waits for: the driver, as long as it lives; then at most `GRACE_S` for its processes to end by themselves.
 Stops when: that is done.
 
 Processes of a run are known by `ASYNCRL_RUN` in their environment, which the launch code sets and every process below
 inherits: Ray's own, the actors, and what engines and rewards start. Some of Ray's overwrite the memory that shows their
-environment; those the driver names.
+environment; they are known by their parents, and so have to be seen while these live.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -26,6 +29,8 @@ from asyncrl.weights.leftovers import remove_stale_publishes, remove_stale_segme
 RUN_VARIABLE = "ASYNCRL_RUN"
 GRACE_S = 4.0
 """Ray and vLLM tidy up by themselves when their parent ends, if they are left the time."""
+FIRST_LOOK_S, LAST_LOOK_S = 1.0, 30.0
+"""Between two looks at the processes of a living run: at first Ray starts some, later they hardly change."""
 KILL_S = 5.0
 """Longest that killed processes are waited for."""
 
@@ -48,16 +53,9 @@ class Janitor:
 
     def remove_later(self, path: Path) -> None:
         """This file or directory is removed when the run is over."""
-        self._tell(f"path {path}")
-
-    def end_later(self, process: psutil.Process) -> None:
-        """This process is ended when the run is over."""
-        self._tell(f"process {process.pid} {process.create_time()}")
-
-    def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line + "\n")
+            self._process.stdin.write(f"{path}\n")
             self._process.stdin.flush()
         except BrokenPipeError:  # it was killed: then nobody cleans up, which harms no run
             pass
@@ -88,12 +86,27 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     return [process for process in found if process not in (own, own.parent())]
 
 
-def clean(run_id: str, named: list[psutil.Process], paths: list[Path]) -> None:
-    """Ends what is left of a run whose driver is gone, and removes what it left behind."""
+def children_of(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Everything below these processes."""
+    found: set[psutil.Process] = set()
+    for process in processes:
+        try:
+            found.update(process.children(recursive=True))
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
+def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) -> None:
+    """Ends what is left of a run whose driver is gone, and removes what it left behind.
+
+    Args:
+        seen: processes below those of the run.
+    """
 
     def living() -> list[psutil.Process]:
-        others = (p for p in named if p.is_running() and p.status() != psutil.STATUS_ZOMBIE)
-        return list({*processes_of(run_id), *others})
+        marked = processes_of(run_id)
+        return [p for p in {*marked, *children_of(marked), *seen} if _lives(p)]
 
     deadline = time.monotonic() + GRACE_S
     while (left := living()) and time.monotonic() < deadline:
@@ -115,22 +128,26 @@ def clean(run_id: str, named: list[psutil.Process], paths: list[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def main() -> None:
-    paths: list[Path] = []
-    named: list[psutil.Process] = []
-    for line in sys.stdin:
-        kind, _, value = line.rstrip("\n").partition(" ")
-        if kind == "path":
-            paths.append(Path(value))
-            continue
-        pid, _, created = value.partition(" ")
-        try:
-            process = psutil.Process(int(pid))
-            if abs(process.create_time() - float(created)) < 1:
-                named.append(process)
-        except psutil.Error:
-            continue  # it has ended already
-    clean(sys.argv[1], named, paths)
+    run_id, text = sys.argv[1], b""
+    seen: set[psutil.Process] = set()
+    pause_s = FIRST_LOOK_S
+    while True:
+        if not select.select([sys.stdin], [], [], pause_s)[0]:
+            seen = {process for process in seen if _lives(process)} | children_of(processes_of(run_id))
+            pause_s = min(2 * pause_s, LAST_LOOK_S)
+        elif read := os.read(sys.stdin.fileno(), 4096):
+            text += read
+        else:
+            break
+    clean(run_id, seen, [Path(line) for line in text.decode().splitlines()])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import time
 from collections.abc import Awaitable
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from asyncrl.actors import Actors
@@ -227,7 +228,7 @@ class _Run:
             directory.faults,
             error,
             waits=WAITS.lines(),
-            processes=processes_of(self._cluster.run_id),
+            processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
             log=directory.log,
         )
 
