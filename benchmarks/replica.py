@@ -143,7 +143,7 @@ def conditions(llm) -> dict[str, object]:
 async def check_equal(bare: dict[str, object], control: ReplicaControl) -> None:
     """Raises SystemExit: the two run under different conditions, and no ratio of them means anything."""
     call = control.handle.__ray_call__.remote(lambda replica: conditions(replica._engine._llm))
-    replica = await reply(call, timeout_s=30.0, what="conditions of the replica")
+    replica = await reply(call, timeout_s=30.0, call="conditions", process="the replica")
     if bare != replica or os.nice(0) != NICENESS:
         raise SystemExit(f"bare vLLM runs as {bare}, the replica as {replica}, the client with {os.nice(0)}")
 

@@ -64,9 +64,9 @@ class Straggles(SingleTurn):
 def moody_reward(response, row):
     """Hangs on some rows, and takes its process down on others."""
     digit = int(row.ground_truth) % 10 if row.ground_truth.lstrip("-").isdigit() else 0
-    if digit == 1:
+    if digit % 5 == 1:
         time.sleep(600)
-    if digit == 2:
+    if digit % 5 == 2:
         os._exit(9)
     return RewardResult(float(len(response) % 2))
 
