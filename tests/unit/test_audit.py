@@ -153,7 +153,8 @@ class Run:
             for ordinal in self.rng.sample(fit, B):
                 group = state.groups[ordinal]
                 oldest = max(0, state.step - MAX_LAG)
-                version = group[2] if group[2] >= oldest else self.rng.randint(oldest, max(oldest, state.version))  # masked
+                masked = self.rng.randint(oldest, max(oldest, state.version))
+                version = group[2] if group[2] >= oldest else masked
                 group[0], group[2] = "leased", version
                 self.group("leased", ordinal)
 
