@@ -83,7 +83,7 @@ class Actors:
         )
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouter()
-        self.trainers: TrainerPool
+        self.trainers: TrainerPool | None = None
 
     async def start(self) -> None:
         """Starts all of them at once. Raises what any of them raises."""
@@ -92,13 +92,14 @@ class Actors:
     async def restart_training_side(self) -> None:
         """A new queue, rollouter and trainer pool, empty; the former ones are gone when they start, and the replicas
         have forgotten the former rollouter. Raises what a start raises."""
-        trainers, self.trainers = self.trainers, None  # pyright: ignore[reportAttributeAccessIssue]
-        trainers.kill()
+        ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)]
+        if (trainers := self.trainers) is not None:
+            trainers.kill()
+            ends.append(trainers.ended(END_TIMEOUT_S))
         self.rollouter.kill()
         ray.kill(self.queue.handle)
-        await asyncio.gather(
-            trainers.ended(END_TIMEOUT_S), self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)
-        )
+        await asyncio.gather(*ends)
+        self.trainers = None
         await self.replicas.forget_client(self.rollouter.client_id)
         await self.replicas.fence()
         self.queue = self._new_queue()
@@ -108,7 +109,7 @@ class Actors:
     async def stop(self) -> None:
         """Asks every part to stop and kills what does not in time."""
         stops = [self.replicas.stop(ENGINE_STOP_TIMEOUT_S[self._recipe.rollout.engine])]
-        if getattr(self, "trainers", None) is not None:
+        if self.trainers is not None:
             stops.append(self.trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.
         first = await asyncio.gather(self.rollouter.stop(STOP_TIMEOUT_S), return_exceptions=True)
@@ -129,19 +130,22 @@ class Actors:
             temperature=recipe.rollout.sampling.temperature,
             seed=recipe.run.seed,
         )
-        gpus = self._rank_gpus()
+        start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
+        trainers = asyncio.ensure_future(start)
         try:
             async with asyncio.TaskGroup() as group:
-                trainers = group.create_task(
-                    TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=gpus, timeout_s=timeout_s)
-                )
-                group.create_task(self.rollouter.start(timeout_s))
-                for other in others:
-                    group.create_task(other)
-        except ExceptionGroup as errors:
+                for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
+                    group.create_task(work)
+        except BaseException as error:  # also a cancelled start leaves no rank behind
+            trainers.cancel()
+            for pool in await asyncio.gather(trainers, return_exceptions=True):
+                if isinstance(pool, TrainerPool):
+                    pool.kill()
+            if not isinstance(error, ExceptionGroup):
+                raise
             # One error is told: a named one before others, one with a cause before a timeout.
             raise min(
-                errors.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
+                error.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
             ) from None
         self.trainers = trainers.result()
 
@@ -169,7 +173,7 @@ class Actors:
 
         def spawn(client_id: str) -> RolloutControl:
             actor = ray.remote(Rollouter).options(**self._on_driver)
-            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle), {}, client_id), client_id)
+            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), {}, client_id), client_id)
 
         return RolloutSupervisor(
             spawn,
@@ -198,3 +202,7 @@ class Actors:
         recipe = self._recipe
         beside = recipe.rollout.num_replicas if recipe.rollout.engine == "torch" else 0
         return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
+
+
+async def _done(trainers: asyncio.Future[TrainerPool]) -> None:
+    await trainers

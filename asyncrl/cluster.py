@@ -34,8 +34,8 @@ class Cluster:
 def ray_cluster(address: str | None, log: Path) -> Iterator[Cluster]:
     """Joins the cluster at `address`, or starts one on this machine. `log`: where its processes write their log."""
     run_id = secrets.token_hex(8)
+    janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
-    janitor = Janitor(run_id)
     try:
         context = ray.init(
             address=address,

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,6 @@ class Coordinator:
         self._advantages = build_advantage(recipe.algorithm.advantage)
         self._stop = asyncio.Event()
         self._restored = asyncio.Event()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
 
@@ -73,17 +73,18 @@ class Coordinator:
     def elapsed_s(self) -> float:
         return self._clock.elapsed_s
 
-    def fail(self, error: Exception) -> None:
-        """Ends the run with this error, without a checkpoint. Idempotent."""
-        if not self._failed.done():
-            self._failed.set_exception(error)
+    @property
+    def restored(self) -> bool:
+        """Whether it trains, from what it was to start from."""
+        return self._restored.is_set()
 
     def stop(self) -> None:
         """Ends the run after the step in progress, with a checkpoint. Idempotent."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Trains until the end or a stop; always leaves a checkpoint of the last complete step.
+        """Trains until the end or a stop; always leaves a checkpoint of the last complete step. A stop before training
+        began leaves everything as it was.
 
         Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
         progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
@@ -94,11 +95,12 @@ class Coordinator:
             asyncio.create_task(self._watch_health(), name="health"),
             asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
             asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
-            asyncio.create_task(_outcome(self._failed), name="watchdog"),
         ]
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
+                return  # nothing was trained: what it was to start from stands
             if self._stop.is_set() and not training.done():
                 await asyncio.wait(
                     [training, *guards],
@@ -350,10 +352,11 @@ class Coordinator:
         parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)
+            serving = set(parts.replicas.serving_members)  # those of later need not be in the answer yet
             queue_s, trainers_s, rollout = await asyncio.gather(
                 parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
             )
-            await parts.replicas.reconcile(rollout.replicas)
+            await parts.replicas.reconcile({*rollout.replicas, *(parts.replicas.serving_members.keys() - serving)})
             parts.saw("rollout", (rollout.groups, rollout.requests, rollout.reprefilled_tokens))
             self._health = {
                 "cpu/queue_s": queue_s,
@@ -361,6 +364,10 @@ class Coordinator:
                 "cpu/rollouter_s": rollout.cpu_s,
                 "rollout/reprefilled_tokens": rollout.reprefilled_tokens,
             }
+
+
+def _any_failed(*tasks: asyncio.Task[Any]) -> bool:
+    return any(t.done() and not t.cancelled() and t.exception() is not None for t in tasks)
 
 
 async def _outcome(future: asyncio.Future[None]) -> None:

@@ -12,9 +12,11 @@ environment; they are known by their parents, and so have to be seen while these
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ from pathlib import Path
 import psutil
 
 from asyncrl.weights.leftovers import remove_stale_publishes, remove_stale_segments
+
+logger = logging.getLogger(__name__)
 
 RUN_VARIABLE = "ASYNCRL_RUN"
 GRACE_S = 4.0
@@ -63,6 +67,8 @@ class Janitor:
     def close(self) -> None:
         """Lets it clean up and waits for it."""
         assert self._process.stdin is not None
+        if (code := self._process.poll()) is not None:
+            logger.warning("the janitor of this run has ended early with %d: nobody cleans up", code)
         try:
             self._process.stdin.close()
         except BrokenPipeError:
@@ -136,6 +142,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to everybody: the driver ends by it, and then this
+        signal.signal(number, signal.SIG_IGN)
     run_id, text = sys.argv[1], b""
     seen: set[psutil.Process] = set()
     pause_s = FIRST_LOOK_S

@@ -14,6 +14,8 @@ from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
 from asyncrl.waits import WAITS, Wait
 
 ENDED_POLL_S = 0.05
+SLEPT_S = 2.0
+"""When a deadline is noticed later than this, the process was stopped or its loop blocked: it looks once more."""
 
 
 async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) -> Any:
@@ -34,9 +36,21 @@ async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str
             async with deadline:
                 return await ref
     except TimeoutError as error:
-        if deadline.expired():
-            raise _late(wait) from None
+        if not deadline.expired():
+            _translate(error, wait)
+        if time.monotonic() - wait.since_s > timeout_s + SLEPT_S:  # this process was late: the answer may be there
+            return await _once_more(ref, wait)
+        raise _late(wait) from None
+    except RayError as error:
         _translate(error, wait)
+
+
+async def _once_more(ref: ray.ObjectRef, wait: Wait) -> Any:
+    try:
+        async with asyncio.timeout(SLEPT_S):
+            return await ref
+    except TimeoutError:
+        raise _late(wait) from None
     except RayError as error:
         _translate(error, wait)
 
@@ -64,6 +78,10 @@ async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: 
             await reply(ask(), timeout_s=max(0.0, deadline - time.monotonic()), call="end", process=process)
         except ProcessDied:
             return
+        except DeadlineExceeded:
+            raise
+        except Exception:  # noqa: BLE001, S110 - whatever it answers: it lives
+            pass
         if time.monotonic() > deadline:
             found = f"it still answers {timeout_s:g} s after it was killed"
             raise DeadlineExceeded(explain(f"the end of {process}", found, "kill it by hand")).of(process)

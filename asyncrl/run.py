@@ -30,15 +30,16 @@ import threading
 import time
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 from rich.console import Console
 
 from asyncrl.actors import Actors
-from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.cluster import Cluster, ray_cluster
 from asyncrl.coordinator import Coordinator
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, Stalled, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, Stalled, StorageError, explain
 from asyncrl.janitor import processes_of
 from asyncrl.job import Job, RunResult
 from asyncrl.observability.events import EventLog, unwritable
@@ -49,10 +50,12 @@ from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.parts import Parts
 from asyncrl.restarts import RestartBudget
-from asyncrl.waits import MESSAGE_QUEUE, WAITS
+from asyncrl.waits import MESSAGE_QUEUE, ROLLOUTER, WAITS
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STALL_GRACE_S = 30.0
 """What a stalled run may take to end by itself, before its processes are killed."""
@@ -82,9 +85,11 @@ class _Run:
         self._stopped = asyncio.Event()
         self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop
+        self._stalled: asyncio.Future[None]
 
     async def run(self) -> RunResult:
         self._loop = asyncio.get_running_loop()
+        self._stalled = self._loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
         watchdog: Watchdog | None = None
@@ -95,13 +100,13 @@ class _Run:
             gc.collect()
             gc.freeze()  # what start-up left behind is not worth walking in every full collection
             watchdog = Watchdog(self._recipe.stall_timeout_s, self._on_stall)
-            step = await self._train(watchdog)
-            outcome = "interrupted" if self._signals and step < self._recipe.run.max_steps else "finished"
-            self._events.write("end", outcome=outcome, step=step)
-            return RunResult(step, self._signals[0] if outcome == "interrupted" else None)
+            step, complete = await self._unless_stalled(self._train(watchdog))
+            return RunResult(step, None if complete or not self._signals else self._signals[0])
         except Exception as error:
             named = self._named(error)
-            await self._report(named, event="fault")
+            self._tell(named)
+            if not isinstance(named, Stalled):  # that one has its report
+                await self._report(named)
             if named is error:
                 raise
             raise named from error
@@ -114,14 +119,15 @@ class _Run:
             self._events.close()
             self._ended.set()
 
-    async def _train(self, watchdog: Watchdog) -> int:
-        """Trains until the end or a stop, through the loss of queue and trainers; returns the last step.
+    async def _train(self, watchdog: Watchdog) -> tuple[int, bool]:
+        """Trains until the end or a stop, through the loss of queue and trainers; the last step, and whether it is the
+        last of the run.
 
         Raises what cannot be mended; RunFailed when the training side was lost too often.
         """
         recovery = self._recipe.recovery
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
-        start_from, elapsed_s, step = self._job.start_from, 0.0, 0
+        start_from, elapsed_s = self._job.start_from, 0.0
         if start_from is not None:
             await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
         while True:
@@ -131,12 +137,33 @@ class _Run:
                 coordinator.stop()
             try:
                 await coordinator.run()
-                return coordinator.step
             except (ProcessDied, DeadlineExceeded) as error:
                 if self._stopped.is_set() or not _is_training_side(error.process):
                     raise
-                lost, elapsed_s, step = error, coordinator.elapsed_s, coordinator.step
-            started = time.monotonic()
+                lost = error
+            else:
+                complete = coordinator.step >= self._recipe.run.max_steps
+                if coordinator.restored:
+                    outcome = "finished" if complete else "interrupted"
+                    self._events.write("end", outcome=outcome, step=coordinator.step)
+                return max(coordinator.step, _step_of(start_from)), complete
+            started, elapsed_s = time.monotonic(), coordinator.elapsed_s
+            if not await self._restart(lost, coordinator.step, budget):
+                return coordinator.step, False
+            if coordinator.restored:  # before that, what was asked for is still what it has to start from
+                start_from = await asyncio.to_thread(self._checkpoints.latest) or self._job.start_from
+                await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
+            self._events.write(
+                "training_restarted",
+                process=lost.process,
+                seconds=time.monotonic() - started,
+                checkpoint=start_from.name if start_from else None,
+            )
+            watchdog.saw("restart", budget.total)
+
+    async def _restart(self, lost: AsyncRLError, step: int, budget: RestartBudget) -> bool:
+        """Builds the training side anew, as often as the budget allows; False when a signal came first."""
+        while True:
             logger.error("%s has failed after step %d; the training side starts anew: %s", lost.process, step, lost)
             self._events.write("training_failed", process=lost.process, error=str(lost), step=step)
             if not budget.take():
@@ -149,20 +176,16 @@ class _Run:
                 ) from lost
             if isinstance(lost, DeadlineExceeded):
                 await self._report(lost)
-            if not await self._unless_stopped(self._actors.restart_training_side()):
-                return step
-            start_from = await asyncio.to_thread(self._checkpoints.latest)
-            await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
-            self._events.write(
-                "training_restarted",
-                process=lost.process,
-                seconds=time.monotonic() - started,
-                checkpoint=start_from.name if start_from else None,
-            )
-            watchdog.saw("restart", budget.total)
+            try:
+                return await self._unless_stopped(self._actors.restart_training_side())
+            except (ProcessDied, DeadlineExceeded) as error:
+                if not _is_training_side(error.process) and error.process != ROLLOUTER:
+                    raise
+                lost = error
 
     def _parts(self, watchdog: Watchdog) -> Parts:
         recipe, actors = self._recipe, self._actors
+        assert actors.trainers is not None, "they have started"
         return Parts(
             queue=actors.queue,
             trainers=actors.trainers,
@@ -205,6 +228,16 @@ class _Run:
         await task
         return True
 
+    async def _unless_stalled(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the error of the watchdog."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait([task, self._stalled], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._stalled
+        return await task
+
     def _named(self, error: Exception) -> Exception:
         """A full disk as what it is; any other error as it came."""
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -212,15 +245,19 @@ class _Run:
             return error
         return unwritable(Path(error.filename or self._job.directory.path), error)
 
-    async def _report(self, error: Exception, event: str = "") -> None:
-        """Leaves the evidence of a failure in the run directory. A full disk does not hide the error itself."""
+    def _tell(self, error: Exception) -> None:
         try:
-            if event:
-                self._events.write(event, error=type(error).__name__, message=str(error))
+            self._events.write("fault", error=type(error).__name__, message=str(error))
+        except StorageError as full:  # it does not hide the error itself
+            logger.warning("%s", full)
+
+    async def _report(self, error: Exception) -> None:
+        """Leaves the evidence of a failure in the run directory."""
+        try:
             place = await asyncio.to_thread(self._write_report, error)
             logger.warning("what failed and what all processes were doing: %s", place)
-        except OSError as full:
-            logger.warning("no report could be written: %s", full)
+        except Exception as failure:  # noqa: BLE001 - evidence that cannot be written does not hide the failure
+            logger.warning("no report could be written: %r", failure)
 
     def _write_report(self, error: Exception) -> Path:
         directory = self._job.directory
@@ -244,16 +281,21 @@ class _Run:
         logger.error("%s", error)
         try:
             self._write_report(error)
-        except OSError as full:
-            logger.warning("no report could be written: %s", full)
-        assert self._coordinator is not None, "the watchdog is started after it"
-        self._loop.call_soon_threadsafe(self._coordinator.fail, error)
+        except Exception as failure:  # noqa: BLE001 - evidence that cannot be written does not keep the run from ending
+            logger.warning("no report could be written: %r", failure)
+        self._loop.call_soon_threadsafe(self._stall, error)
         if not self._ended.wait(STALL_GRACE_S):
-            logger.critical("the run did not end by itself; its processes are killed")
-            for process in processes_of(self._cluster.run_id):
-                process.kill()
+            logger.critical("the run did not end by itself; the janitor ends its processes")
             os._exit(Stalled.exit_code)
+
+    def _stall(self, error: Stalled) -> None:
+        if not self._stalled.done():
+            self._stalled.set_exception(error)
 
 
 def _is_training_side(process: str) -> bool:
     return process == MESSAGE_QUEUE or process.startswith("trainer rank")
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return read_state(checkpoint).global_steps if checkpoint is not None else 0

@@ -18,7 +18,7 @@ class RecoveryConfig:
     Nothing waits for it meanwhile."""
     stall_timeout_s: float | None = None
     """The run stops when nothing in it makes progress for this long, with the stacks of all its processes. None: twice
-    the longest wait that the recipe allows."""
+    the longest wait that the recipe allows; with less, a run that waits for one long response may be stopped."""
 
     def __post_init__(self) -> None:
         require_at_least("recovery.max_replica_restarts", self.max_replica_restarts, 0)

@@ -74,7 +74,6 @@ class _Member:
 
     control: Control
     up: bool = False
-    suspended: bool = False
     serving: bool = False
     served: bool = False
     """Whether it has ever been serving."""
@@ -183,7 +182,7 @@ class ReplicaPool:
     def _suspend(self, replica_id: int, member: _Member, why: BaseException) -> None:
         logger.warning("replica %d is late and suspended: %s", replica_id, why)
         self._on_event("replica_suspended", replica=replica_id, error=str(why))
-        member.up, member.serving, member.suspended, member.version = False, False, True, None
+        member.up, member.serving, member.version = False, False, None
         self._take_from_routing(replica_id, member)
         # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
         member.control = member.control.abandon()
@@ -220,7 +219,7 @@ class ReplicaPool:
         self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._budget.total)
         member.control.kill()
         self._take_from_routing(replica_id, member)
-        member.up = member.suspended = False
+        member.up = False
         if not self._budget.take():
             self._failure = RunFailed(
                 explain(
@@ -385,7 +384,7 @@ class ReplicaPool:
     def _admit(self, replica_id: int, member: _Member, event: str) -> None:
         """From now on it is up, unless it was replaced meanwhile."""
         if self._members[replica_id] is member and not self._stopping and self._failure is None:
-            member.up, member.suspended = True, False
+            member.up = True
             self._on_event(event, replica=replica_id)
             self._changed.set()
 

@@ -43,7 +43,7 @@ DECLARED: dict[str, str] = {
     "queue/filtered_fraction": "share of the last algorithm.filtered_window ended groups that were filtered",
     "queue/failed_fraction": "share of the last rollout.failed_window ended groups that failed",
     "weights/publish_s": "seconds of the whole publish after this step; 0 when none followed",
-    "weights/pause_s": "seconds from the pause of all replicas to the last commit",
+    "weights/pause_s": "seconds from pause to commit, of each transfer times the share of the fleet that it held up",
     "weights/transfer_s": "seconds of its transfer",
     "weights/bytes": "bytes sent to each replica",
     "weights/attempts": "times that the weights were sent",

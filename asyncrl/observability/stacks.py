@@ -51,7 +51,7 @@ def read(pid: int, timeout_s: float = 1.0) -> str:
         with memory.open("rb") as file:
             file.seek(before)
             return file.read().decode(errors="replace") or f"process {pid} did not answer within {timeout_s:g} s"
-    except (psutil.Error, OSError) as error:
+    except (psutil.Error, OSError, subprocess.SubprocessError) as error:
         return f"the stacks of process {pid} cannot be read: {error}"
 
 

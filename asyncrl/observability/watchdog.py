@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
+SLEPT_S = 5.0
+
 
 class Watchdog:
     """Args:
@@ -39,7 +41,13 @@ class Watchdog:
             self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, self._timeout_s / 4)):
+        pause_s = min(1.0, self._timeout_s / 4)
+        while True:
+            asked = time.monotonic()
+            if self._closed.wait(pause_s):
+                return
+            if time.monotonic() - asked > pause_s + SLEPT_S:
+                self._last = time.monotonic()  # the whole process was stopped, or the machine slept
             quiet_s = time.monotonic() - self._last
             if quiet_s > self._timeout_s:
                 self._on_stall(quiet_s)

@@ -41,8 +41,8 @@ class QueueControl:
     async def window(self) -> EndShares:
         return await self._call("window", 0.0)
 
-    async def take_back_all(self, reason: str) -> int:
-        return await self._call("take_back_all", 0.0, reason)
+    async def take_back_all(self, reason: str, client_id: str) -> int:
+        return await self._call("take_back_all", 0.0, reason, client_id)
 
     async def capture(self, partials: list[PartialGroup]) -> LedgerCounts:
         return await self._call("capture", 0.0, partials)

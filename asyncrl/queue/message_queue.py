@@ -83,18 +83,22 @@ class MessageQueue:
         self._captured: SavedState | None = None
         self._owner = 0
         """Number of the rollouter that holds the tickets."""
+        self._gone: set[str] = set()
         self._changed = asyncio.Event()
         self._overdue_since: float | None = None
 
     # -- rollout side --------------------------------------------------------------------------------------------
 
-    async def admit(self, limit: int, wait_s: float) -> Admission:
-        """Up to `limit` tickets, and what to give up; waits at most `wait_s` for the first of either."""
+    async def admit(self, limit: int, wait_s: float, client_id: str = "") -> Admission:
+        """Up to `limit` tickets, and what to give up; waits at most `wait_s` for the first of either.
+
+        A client whose tickets were taken back gets nothing any more: it is believed to be dead.
+        """
         owner = self._owner
         await self._wait(
             lambda: self._owner != owner or self._ledger.has_pending or self._ledger.admissible > 0, wait_s
         )
-        if self._owner != owner:
+        if self._owner != owner or client_id in self._gone:
             return Admission()  # whoever asked is gone: what it were given would be lost
         tickets = self._ledger.admit(limit)
         found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]
@@ -138,9 +142,10 @@ class MessageQueue:
         self._notify()
         return again
 
-    async def take_back_all(self, reason: str) -> int:
-        """The rollouter is gone: all its tickets are issued again. Returns how many."""
+    async def take_back_all(self, reason: str, client_id: str) -> int:
+        """The rollouter `client_id` is gone: all its tickets are issued again, to others. Returns how many."""
         self._owner += 1
+        self._gone.add(client_id)
         count = self._ledger.take_back_all(reason)
         self._notify()
         return count

@@ -42,13 +42,14 @@ class QueueChannel:
     Puts that come while one call is under way travel together in the next: a call costs more than a small group.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, client_id: str = "") -> None:
         self._handle = handle
+        self._client_id = client_id
         self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def admit(self, limit: int, wait_s: float) -> Admission:
-        call = self._handle.admit.remote(limit, wait_s)
+        call = self._handle.admit.remote(limit, wait_s, self._client_id)
         return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="admit", process=MESSAGE_QUEUE)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:

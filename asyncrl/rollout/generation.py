@@ -53,6 +53,8 @@ class _Link:
     outgoing: list[GenerationRequest] = field(default_factory=list)
     in_flight: int = 0
     lost: bool = False
+    died: bool = False
+    """Lost because its process was: one that was late, or was taken out, need not be the fault of a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +192,7 @@ class GenerationClient:
                     if complete is not None:
                         break
                     interruptions += 1
-                    lost += attempt.link.lost
+                    lost += attempt.link.died
                     if lost >= self._max_lost:
                         found = f"{lost} replicas were lost while they worked on it"
                         raise GenerationError(f"a response is not tried on another replica: {found}")
@@ -251,7 +253,7 @@ class GenerationClient:
             try:
                 await link.channel.abort([request_id])
             except ProcessDied as e:
-                self._lose(link, str(e))
+                self._lose(link, str(e), died=True)
             except AsyncRLError as e:  # nobody waits for the answer; the tokens that still come are dropped
                 logger.warning("abort on replica %d: %s", link.replica_id, e)
 
@@ -273,8 +275,8 @@ class GenerationClient:
                 return  # losing it ended these attempts too
             await link.channel.submit(batch)
             link.busy.set()
-        except ProcessDied as e:
-            self._lose(link, str(e))
+        except (ProcessDied, DeadlineExceeded) as e:
+            self._lose(link, str(e), died=isinstance(e, ProcessDied))
         except Exception as e:  # noqa: BLE001 - task boundary: it becomes the failure of the requests it was sending
             for request in batch:
                 self._fail(request.request_id, e)
@@ -290,13 +292,9 @@ class GenerationClient:
             started = loop.time()
             try:
                 chunks = await link.channel.collect(wait_s=1.0)
-            except ProcessDied as e:
-                self._lose(link, str(e))
+            except (ProcessDied, DeadlineExceeded) as e:
+                self._lose(link, str(e), died=isinstance(e, ProcessDied))
                 return
-            except DeadlineExceeded:
-                if link.lost:  # what was asked before it was taken out
-                    return
-                raise
             for chunk in chunks:
                 self._deliver(chunk)
             await asyncio.sleep(max(0.0, self._poll_interval_s - (loop.time() - started)))
@@ -335,10 +333,11 @@ class GenerationClient:
             pending.failure = failure
             pending.done.set()
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _lose(self, link: _Link, reason: str, *, died: bool = False) -> None:
         """Ends the attempts on a dead replica with the tokens that had been streamed; they resume elsewhere."""
         if link.lost:
             return
+        link.died = died
         self._detach(link, reason)
         if not self._links:
             found = f"replica {link.replica_id} was the last: {reason}"

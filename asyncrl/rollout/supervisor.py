@@ -71,7 +71,8 @@ class RolloutSupervisor:
     """Args:
     spawn: makes the process of a rollouter without replicas, not started, from its client id.
     replicas: those that serve now.
-    take_back: gives every running group back to the queue, for this reason; returns how many.
+    take_back: (reason, client id) gives every running group back to the queue, which hears that client no more;
+        returns how many.
     forget: tells the replicas to drop a dead client.
     budget: how often it may be restarted.
     on_event: writes an event, as `EventLog.write`.
@@ -81,7 +82,7 @@ class RolloutSupervisor:
         self,
         spawn: Callable[[str], Process],
         replicas: Callable[[], Mapping[int, Any]],
-        take_back: Callable[[str], Awaitable[int]],
+        take_back: Callable[[str, str], Awaitable[int]],
         forget: Callable[[str], Awaitable[None]],
         *,
         budget: RestartBudget,
@@ -266,7 +267,7 @@ class RolloutSupervisor:
                     )
                 ).of(ROLLOUTER) from failure
             started_s = time.monotonic()
-            taken = await self._take_back(f"the rollouter failed: {failure}")
+            taken = await self._take_back(f"the rollouter failed: {failure}", dead.client_id)
             task = asyncio.create_task(self._drop(dead.client_id), name=f"forget {dead.client_id}")
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
@@ -274,7 +275,10 @@ class RolloutSupervisor:
             try:
                 await self._start(self._start_timeout_s)
             except (ProcessDied, DeadlineExceeded) as error:
-                failure = self._blame(self._current, error)
+                if not self._is_gone(self._current, error):
+                    self._give_up(self._current, ProcessDied(f"it could not start: {error}").of(ROLLOUTER))
+                assert self._current.failure is not None
+                failure = self._current.failure
                 continue
             self._on_event("rollouter_restarted", seconds=time.monotonic() - started_s, groups=taken)
             return

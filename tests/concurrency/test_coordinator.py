@@ -150,8 +150,12 @@ class Fleet(FakeFleet):
         return super().newcomers
 
     @property
+    def serving_members(self):
+        return {i: r for i, r in self.members.items() if self._serving.get(i) is r}
+
+    @property
     def serving(self):
-        return any(self._serving.get(i) is r for i, r in self.members.items())
+        return bool(self.serving_members)
 
     def kill(self, *replica_ids):
         for i in replica_ids:

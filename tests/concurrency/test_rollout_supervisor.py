@@ -129,7 +129,7 @@ class Rig:
         self.script(self.made[-1])
         return self.made[-1]
 
-    async def take_back(self, reason):
+    async def take_back(self, reason, client_id):
         assert self.made[-1].killed, "the old one is killed before its groups are issued again"
         if self.take_error is not None:
             raise self.take_error

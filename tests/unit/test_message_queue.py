@@ -199,7 +199,7 @@ async def test_nothing_goes_to_a_rollouter_that_is_gone(spec):
     await admit(queue, 1)
     waiting = asyncio.create_task(queue.admit(10, 10))
     await asyncio.sleep(0)
-    assert await queue.take_back_all("it died") == 3
+    assert await queue.take_back_all("it died", "client") == 3
     assert (await asyncio.wait_for(waiting, 5)).tickets == ()
     assert [(t.ordinal, t.attempt) for t in await admit(queue)] == [(1, 1), (2, 1), (3, 1)]
     with pytest.raises(LedgerError):
