@@ -142,11 +142,12 @@ class _Run:
                     raise
                 lost = error
             else:
+                if not coordinator.restored:  # a stop before anything was trained
+                    return _step_of(start_from), False
                 complete = coordinator.step >= self._recipe.run.max_steps
-                if coordinator.restored:
-                    outcome = "finished" if complete else "interrupted"
-                    self._events.write("end", outcome=outcome, step=coordinator.step)
-                return max(coordinator.step, _step_of(start_from)), complete
+                outcome = "finished" if complete else "interrupted"
+                self._events.write("end", outcome=outcome, step=coordinator.step)
+                return coordinator.step, complete
             started, elapsed_s = time.monotonic(), coordinator.elapsed_s
             if not await self._restart(lost, coordinator.step, budget):
                 return coordinator.step, False
