@@ -61,6 +61,8 @@ class Coordinator:
         self._advantages = build_advantage(recipe.algorithm.advantage)
         self._stop = asyncio.Event()
         self._restored = asyncio.Event()
+        self._finishing = False
+        """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
 
@@ -102,11 +104,9 @@ class Coordinator:
             if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
                 return  # nothing was trained: what it was to start from stands
             if self._stop.is_set() and not training.done():
-                await asyncio.wait(
-                    [training, *guards],
-                    timeout=self._recipe.run.shutdown_timeout_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                await _first_of(self._recipe.run.shutdown_timeout_s, training, *guards)
+                if self._finishing:
+                    await _first_of(None, training, *guards)
             failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
             failed.sort(key=lambda task: _told_last(task.exception()))
             for task in failed[1:]:
@@ -151,6 +151,7 @@ class Coordinator:
             parts.progress.stepped(record.values)
             if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
                 await self._writer.save(self._state())
+        self._finishing = True
         await self._writer.last(self._state())
 
     async def _one_step(self) -> StepRecord | None:
@@ -364,6 +365,10 @@ class Coordinator:
                 "cpu/rollouter_s": rollout.cpu_s,
                 "rollout/reprefilled_tokens": rollout.reprefilled_tokens,
             }
+
+
+async def _first_of(timeout_s: float | None, *tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _any_failed(*tasks: asyncio.Task[Any]) -> bool:

@@ -83,3 +83,9 @@ class StorageError(AsyncRLError, OSError):
 def explain(asked: str, found: str, do: str) -> str:
     """The three-part message that every user-facing error carries, one part a line."""
     return f"asked: {asked}\nfound: {found}\ndo:    {do}"
+
+
+def unwritable(path: object, found: object) -> StorageError:
+    """The error of a file of the run directory that cannot be written."""
+    do = "make room there; then go on with resume=auto, which leaves out nothing and repeats nothing"
+    return StorageError(explain(f"write {path}", str(found), do))

@@ -39,10 +39,19 @@ from asyncrl.actors import Actors
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.cluster import Cluster, ray_cluster
 from asyncrl.coordinator import Coordinator
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, Stalled, StorageError, explain
+from asyncrl.errors import (
+    AsyncRLError,
+    DeadlineExceeded,
+    ProcessDied,
+    RunFailed,
+    Stalled,
+    StorageError,
+    explain,
+    unwritable,
+)
 from asyncrl.janitor import processes_of
 from asyncrl.job import Job, RunResult
-from asyncrl.observability.events import EventLog, unwritable
+from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.report import write_report
@@ -50,7 +59,7 @@ from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.parts import Parts
 from asyncrl.restarts import RestartBudget
-from asyncrl.waits import MESSAGE_QUEUE, ROLLOUTER, WAITS
+from asyncrl.waits import MESSAGE_QUEUE, WAITS
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)
@@ -65,7 +74,11 @@ def run(job: Job, console: Console) -> RunResult:
     """Runs to the end or to a signal. Raises the first error of any part that cannot be mended, after everything was
     shut down."""
     with ray_cluster(job.recipe.ray.address, job.directory.log) as cluster:
-        return asyncio.run(_Run(job, console, cluster).run())
+        current = _Run(job, console, cluster)
+        try:
+            return asyncio.run(current.run())
+        finally:
+            current.left.set()
 
 
 class _Run:
@@ -84,6 +97,8 @@ class _Run:
         self._signals: list[int] = []
         self._stopped = asyncio.Event()
         self._ended = threading.Event()
+        self.left = threading.Event()
+        """Set when nothing of the run is left in this process."""
         self._loop: asyncio.AbstractEventLoop
         self._stalled: asyncio.Future[None]
 
@@ -118,6 +133,7 @@ class _Run:
             self._metrics.close()
             self._events.close()
             self._ended.set()
+            threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     async def _train(self, watchdog: Watchdog) -> tuple[int, bool]:
         """Trains until the end or a stop, through the loss of queue and trainers; the last step, and whether it is the
@@ -138,19 +154,22 @@ class _Run:
             try:
                 await coordinator.run()
             except (ProcessDied, DeadlineExceeded) as error:
-                if self._stopped.is_set() or not _is_training_side(error.process):
+                if not _is_training_side(error.process):
                     raise
+                if self._stopped.is_set():
+                    return self._interrupted(coordinator.step)
                 lost = error
             else:
                 if not coordinator.restored:  # a stop before anything was trained
-                    return _step_of(start_from), False
+                    return self._interrupted(_step_of(start_from))
                 complete = coordinator.step >= self._recipe.run.max_steps
                 outcome = "finished" if complete else "interrupted"
                 self._events.write("end", outcome=outcome, step=coordinator.step)
                 return coordinator.step, complete
             started, elapsed_s = time.monotonic(), coordinator.elapsed_s
             if not await self._restart(lost, coordinator.step, budget):
-                return coordinator.step, False
+                return self._interrupted(coordinator.step)
+            watchdog.saw("restart", budget.total)
             if coordinator.restored:  # before that, what was asked for is still what it has to start from
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._job.start_from
                 await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
@@ -160,7 +179,12 @@ class _Run:
                 seconds=time.monotonic() - started,
                 checkpoint=start_from.name if start_from else None,
             )
-            watchdog.saw("restart", budget.total)
+            watchdog.saw("verified", budget.total)
+
+    def _interrupted(self, step: int) -> tuple[int, bool]:
+        """A stop outside of training: the last checkpoint stands."""
+        self._events.write("end", outcome="interrupted", step=step)
+        return step, False
 
     async def _restart(self, lost: AsyncRLError, step: int, budget: RestartBudget) -> bool:
         """Builds the training side anew, as often as the budget allows; False when a signal came first."""
@@ -180,8 +204,6 @@ class _Run:
             try:
                 return await self._unless_stopped(self._actors.restart_training_side())
             except (ProcessDied, DeadlineExceeded) as error:
-                if not _is_training_side(error.process) and error.process != ROLLOUTER:
-                    raise
                 lost = error
 
     def _parts(self, watchdog: Watchdog) -> Parts:
@@ -220,11 +242,14 @@ class _Run:
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
         """Awaits `work`; False when a signal came first, `work` is cancelled then."""
         task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stopped.wait())
-        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():
             return False
         await task
         return True
@@ -287,6 +312,12 @@ class _Run:
         self._loop.call_soon_threadsafe(self._stall, error)
         if not self._ended.wait(STALL_GRACE_S):
             logger.critical("the run did not end by itself; the janitor ends its processes")
+            os._exit(Stalled.exit_code)
+
+    def _leave(self) -> None:
+        """asyncio waits for threads that hang in a dead file system, for ever."""
+        if not self.left.wait(STALL_GRACE_S):
+            logger.critical("a thread does not end; the process does")
             os._exit(Stalled.exit_code)
 
     def _stall(self, error: Stalled) -> None:

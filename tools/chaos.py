@@ -5,9 +5,9 @@
 Runs `asyncrl-train` as a user would, injects faults at random moments, starts it again with resume=auto whenever the
 driver has ended, waits after each fault until the run trains again, lets it reach its last step, and audits.
 
-Exit code 0: the audit is clean, every end of the driver was explained by a fault, no wait reached its deadline, and
-nothing was left behind (processes, shared memory, temporary files). Needs Linux; filling the disk needs the right to
-mount a tmpfs.
+Exit code 0: the audit is clean, every end of the driver was explained by a fault, the run went on in time after each,
+and nothing was left behind (processes, shared memory, temporary files). Needs Linux; filling the disk needs the right
+to mount a tmpfs.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Chaos:
         last = fault or (self._faults[-1] if self._faults else None)
         if last is not None:
             last.ends.append(code)
-        if last is None or code not in EXPLAINED.get(last.role, ()):
+        if last is None or code not in EXPLAINED.get(last.role, ()) or last.ends.count(code) > 1:
             cause = last.name if last else "no fault"
             self._findings.append(f"driver {len(self._drivers)} ended with {code} after {cause}: {self._last_words()}")
             if last is None or len(last.ends) > 3:

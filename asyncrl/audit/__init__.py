@@ -102,6 +102,8 @@ def _check_metrics(path: Path, audit: Audit, limits: Limits) -> Iterator[Finding
     """One line per completed step, in order, each in balance. A process that was killed may have left the last line
     out, or torn it."""
     lines = []
+    if audit.is_lost:
+        return
     if path.exists():
         with _open(path) as file:
             lines = file.readlines()
@@ -117,8 +119,6 @@ def _check_metrics(path: Path, audit: Audit, limits: Limits) -> Iterator[Finding
         for text in _wrong_in(record, written, audit, limits):
             yield Finding(METRICS, number, text)
     late = not complete and audit.goes_back
-    if audit.is_lost:
-        return
     if (written > audit.step and not late) or written < audit.step - (0 if complete else 1):
         yield Finding(METRICS, 0, f"{written} steps; the events have {audit.step}")
 

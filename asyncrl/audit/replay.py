@@ -302,8 +302,9 @@ class Audit:
         self._announced = Announced(self._line, ordinals, lag_max)
 
     def _on_end(self, outcome: str, step: int) -> None:
-        self._lives()
-        unsure = self.unsure and outcome == "interrupted"  # stopped before it could go back to a checkpoint
+        unsure = outcome == "interrupted" and (self.unsure or self._awaiting is not None)
+        if not unsure:  # else it was stopped before it could go back to a checkpoint
+            self._lives()
         if not unsure and not self.is_lost and (step != self.step or self._training or self._announced is not None):
             self._find(f"the run {outcome} at step {step}; the replay is at step {self.step}")
         active = 0 if self.is_lost else self.counts["running"] + self.counts["ready"] + self.counts["leased"]

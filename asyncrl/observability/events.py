@@ -8,12 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import StorageError, explain
-
-
-def unwritable(path: Path, found: object) -> StorageError:
-    do = "make room there; then go on with resume=auto, which leaves out nothing and repeats nothing"
-    return StorageError(explain(f"write {path}", str(found), do))
+from asyncrl.errors import unwritable
 
 
 class EventLog:
@@ -21,12 +16,16 @@ class EventLog:
     never mix and survive the death of the writer."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Raises StorageError."""
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # a crash tore the last line: the next one stands by itself
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")  # a crash tore the last line: the next one stands by itself
+        except OSError as error:
+            raise unwritable(path, error) from error
 
     def write(self, event: str, **fields: Any) -> None:
         """One event of kind `event`; fields must be JSON values. Raises StorageError: it could not be written."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.observability.events import unwritable
+from asyncrl.errors import unwritable
 
 DECLARED: dict[str, str] = {
     "step": "global_steps after the step",

@@ -18,7 +18,7 @@ def write_report(
     """Writes `report.txt` and `stacks/<pid>-<name>.txt` of every process; returns the new directory.
 
     Args:
-        waits: the open waits of the driver (`remote.WAITS.lines()`).
+        waits: the open waits of the driver (`waits.WAITS.lines()`).
         processes: those of the run on this machine; the others say what they do with `py-spy dump` on theirs.
         log: the run's log; its last lines are copied.
 

@@ -123,7 +123,9 @@ class Rollouter:
         self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step)
         self._quarantine = QuarantineFile(spec.quarantine_path)
         rollout = recipe.rollout
-        self._rewards = RewardPool(rollout.reward, rollout.reward_workers, rollout.reward_timeout_s)
+        self._rewards = RewardPool(
+            rollout.reward, rollout.reward_workers, rollout.reward_timeout_s, start_timeout_s=recipe.ray.start_timeout_s
+        )
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
         self._failure: asyncio.Future[None] | None = None
