@@ -1,4 +1,4 @@
-"""What publishes cost generation: abort_resume, keep and drain against the same load without any.
+"""What publishes cost generation: abort_resume, keep and drain, at once or rolling, against the same load without any.
 
     OMP_NUM_THREADS=1 python benchmarks/interruption.py [--engine torch|vllm] [--rounds 4] [--write]
 
@@ -47,7 +47,7 @@ from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
 from asyncrl.weights.checkpoint_engine import CheckpointEngine, PublishReport
 
 RESULTS = Path(__file__).parent / "results" / "interruption.md"
-MODES = ("none", "abort_resume", "keep", "drain")
+MODES = ("none", "abort_resume", "keep", "drain", "rolling abort_resume", "rolling drain")
 START_S, RUN_S = 240.0, 240.0
 REPLICAS = 2
 MAX_LEN = 640
@@ -108,6 +108,7 @@ class Fleet:
     def __init__(self, controls: Mapping[int, Any]) -> None:
         self.members = dict(controls)
         self.newcomers = dict(controls)
+        self.client: GenerationClient | None = None
 
     def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         raise SystemExit(f"replica {replica_id} failed: {why}")
@@ -119,9 +120,14 @@ class Fleet:
         self.newcomers = {}
         return len(controls)
 
-    async def hold(self, controls: Collection[int]) -> None: ...
+    async def hold(self, controls: Collection[int]) -> None:
+        if self.client is not None:
+            self.client.hold(list(controls))
 
-    async def release(self, controls: Collection[int], version: int | None) -> None: ...
+    async def release(self, controls: Collection[int], version: int | None) -> None:
+        if self.client is not None:
+            for replica_id in controls:
+                self.client.release(replica_id, version)
 
     async def stats(self) -> None: ...
 
@@ -129,7 +135,8 @@ class Fleet:
 @dataclass(frozen=True)
 class Run:
     """`cpu_s`: of the replicas. `lag_*`: of tokens when their response is complete, in publishes. `stale`: tokens of
-    responses after a first change of the weights that did not abort them: their KV cache is partly of older weights."""
+    responses after a first change of the weights that did not abort them: their KV cache is partly of older weights.
+    `meanwhile`: tokens that arrived while a publish was under way; `publishing_s`: how long one was."""
 
     wall_s: float
     cpu_s: float
@@ -141,6 +148,8 @@ class Run:
     interrupted: int
     lag_max: int
     lag_mean: float
+    meanwhile: int
+    publishing_s: float
 
 
 class Bench:
@@ -156,13 +165,21 @@ class Bench:
         self._clients = 0
 
     async def run(self, mode: str, num_requests: int | None = None) -> Run:
-        interrupt = "abort_resume" if mode == "none" else mode
-        publisher = CheckpointEngine(WeightsConfig(), self._trainer, self._fleet, interrupt=interrupt)  # type: ignore[arg-type]
+        rolling, interrupt = mode.startswith("rolling"), mode.split()[-1].replace("none", "abort_resume")
+        self._fleet.client = None
+        publisher = CheckpointEngine(
+            WeightsConfig(),
+            self._trainer,
+            self._fleet,
+            interrupt=interrupt,  # type: ignore[arg-type]
+            rolling=rolling,
+        )
         await self._publish(publisher)  # joins sender and receivers, outside of what is measured
         self._clients += 1
         name = f"bench-{self._clients}"
         channels = {i: CountingChannel(i, c.handle, name) for i, c in self._fleet.members.items()}
         client = GenerationClient(name, channels, request_timeout_s=RUN_S, poll_interval_s=self._poll_interval_s)
+        self._fleet.client = client
         try:
             return await self._measure(mode, client, list(channels.values()), publisher, num_requests)
         finally:
@@ -188,6 +205,7 @@ class Bench:
         sampled, done, due = 0, False, asyncio.Event()
         next_publish = self._size.publish_tokens
         reports: list[PublishReport] = []
+        meanwhile, publishing_s = 0, 0.0
         slots = asyncio.Semaphore(self._size.in_flight)
 
         def count(chunk: TokenChunk, replica_id: int) -> None:
@@ -197,13 +215,16 @@ class Bench:
                 due.set()
 
         async def train() -> None:
-            nonlocal next_publish
+            nonlocal next_publish, meanwhile, publishing_s
             while await due.wait() and not done:
                 due.clear()
                 next_publish += self._size.publish_tokens
                 if sampled >= next_publish:
                     due.set()
+                before, began = sampled, time.perf_counter()
                 reports.append(await self._publish(publisher))
+                meanwhile += sampled - before
+                publishing_s += time.perf_counter() - began
 
         async def respond(number: int) -> tuple[Generation, int]:
             length = int(self._load.lengths[number])
@@ -238,6 +259,8 @@ class Bench:
             interrupted=len(changed),
             lag_max=max(lag for lag, _ in lags),
             lag_mean=sum(lag * n for lag, n in lags) / tokens,
+            meanwhile=meanwhile,
+            publishing_s=publishing_s,
         )
 
 
@@ -252,8 +275,8 @@ def first_change(generation: Generation) -> int:
 HEAD = [
     "| publishes | wall time, of none (rounds) | CPU of the replicas, of none | tokens/s | publishes | seconds apart "
     "| fleet paused, ms each | publish, ms each | responses with several versions | sent again "
-    "| tokens sent again | tokens on stale KV | lag max | lag mean |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "| tokens sent again | tokens on stale KV | lag max | lag mean | time in publishes | tokens in publishes |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -265,7 +288,8 @@ def line(mode: str, runs: list[Run], base: list[Run], requests: int) -> str:
         walls = [run.wall_s for run in runs]
         cpu_s = statistics.median(run.cpu_s for run in runs)
         return (
-            f"| {name} | 1 ({min(walls):.1f} to {max(walls):.1f} s) | 1 ({cpu_s:.1f} s) | {speed:.0f} | 0 |" + "  |" * 9
+            f"| {name} | 1 ({min(walls):.1f} to {max(walls):.1f} s) | 1 ({cpu_s:.1f} s) | {speed:.0f} | 0 |"
+            + "  |" * 11
         )
     wall = sum(run.wall_s for run in runs) / sum(run.wall_s for run in base)
     cpu = sum(run.cpu_s for run in runs) / sum(run.cpu_s for run in base)
@@ -279,7 +303,8 @@ def line(mode: str, runs: list[Run], base: list[Run], requests: int) -> str:
         f"| {1e3 * statistics.median(r.publish_s for r in reports):.0f} "
         f"| {middle.interrupted / requests:.0%} | {middle.resumed} "
         f"| {middle.resent} ({middle.resent / middle.tokens:.0%} of sampled) | {middle.stale / middle.tokens:.0%} "
-        f"| {max(run.lag_max for run in runs)} | {middle.lag_mean:.2f} |"
+        f"| {max(run.lag_max for run in runs)} | {middle.lag_mean:.2f} "
+        f"| {middle.publishing_s / middle.wall_s:.0%} | {middle.meanwhile / middle.tokens:.0%} |"
     )
 
 
@@ -307,7 +332,7 @@ async def measure(engine: str, path: Path, rounds: int) -> list[str]:
         for mode in MODES:
             await bench.run(mode, size.in_flight)  # warms up
         for number in range(rounds):
-            for mode in MODES[number % 4 :] + MODES[: number % 4]:
+            for mode in MODES[number % len(MODES) :] + MODES[: number % len(MODES)]:
                 runs[mode].append(await bench.run(mode))
                 print(f"round {number} {mode}: {runs[mode][-1].wall_s:.1f} s", flush=True)
     finally:
@@ -380,7 +405,8 @@ Random Qwen3 of 0.8M parameters in float32. Wall time is that of the whole load,
 publishes. "Fleet paused" is the time from pause to commit when nothing generates; in `drain` the publish lasts longer,
 since no response begins while those in flight end. "On stale KV": tokens that `keep` sampled after a change of weights
 in the middle of their response. Lags are in publishes, of tokens when their response was complete.
-Ratios that differ by less than single rounds do are noise.
+"Tokens in publishes": share of all tokens that arrived while a publish was under way; beside it the share of the time.
+A rolling publish reaches one replica after the other. Ratios that differ by less than single rounds do are noise.
 """
 
 
