@@ -37,8 +37,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), py
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]
 START_S = 120.0
-GATE_TIMEOUT_S = 20.0
-REJOIN_TIMEOUT_S = 15.0
+GATE_TIMEOUT_S = 40.0
+REJOIN_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,7 +88,7 @@ async def fleet(cluster, model_path):
             max_restarts=8,
             start_timeout_s=START_S,
             health_interval_s=0.2,
-            health_timeout_s=4.0,
+            health_timeout_s=8.0,
             rejoin_timeout_s=REJOIN_TIMEOUT_S,
         ),
         announce=routes.announce,
@@ -293,11 +293,11 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
     try:
         if when == "before":
             os.kill(victim, signal.SIGSTOP)
-            report = await asyncio.wait_for(publishing.engine.publish(12), 45)
+            report = await asyncio.wait_for(publishing.engine.publish(12), 60)
         else:
             report = await publishing.publish_hit_by(12, held=victim, struck=victim, blow=signal.SIGSTOP)
         assert report.replicas == 1
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 30, "not until the replica had to be back"
         assert (await publishing.engine.publish(13)).replicas == 1
         await finished(running)
         assert (list(fleet.members), await ask(fleet.members[1])) == ([1], expected)
@@ -327,7 +327,7 @@ async def test_a_stopped_replica_that_does_not_go_on_is_replaced(fleet, trainer,
     started = time.monotonic()
     report = await publishing.publish_hit_by(4, held=victim, struck=victim, blow=signal.SIGSTOP)
     assert report.replicas == 1
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30, "not until the replica had to be back"
     assert await ask(fleet.controls[1]) == expected
     await whole(fleet)
     assert time.monotonic() - started > REJOIN_TIMEOUT_S
@@ -420,7 +420,7 @@ async def test_a_shutdown_in_the_middle_of_a_publish_ends_in_time_and_leaves_not
     started = time.monotonic()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.gather(fleet.stop(3.0), trainer.stop())
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30, "not until the replica had to be back"
     assert not weight_files(pids), "the sender has closed before its process was killed"
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
