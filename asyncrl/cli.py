@@ -4,7 +4,7 @@ Exit codes, the same for a person and a scheduler (docs/operations.md):
 
     0    the run reached run.max_steps
     1    an error of the program itself
-    2    bad input; nothing was started
+    2    bad input; nothing was trained, and nothing started unless only a part could find it
     3    the run cannot go on: a budget of failures is spent
     4    a wait reached its deadline
     5    a process was lost that is not replaced

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from asyncrl import cli
+from asyncrl.errors import ConfigError
 from asyncrl.observability.metrics import REQUIRED
 from tests.e2e.conftest import ROOT, assert_sound
 
@@ -125,7 +126,7 @@ def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
     shutil.copytree(ROOT / "runs" / "tiny-qwen3", broken)
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     run = start("run.max_steps=2", f"model.path={broken}")
-    assert run.wait(120) == 1, run.log
+    assert run.wait(120) == ConfigError.exit_code, run.log
     assert "the run failed: ConfigError" in run.log
     assert "resume=auto" in run.log
 
@@ -175,14 +176,15 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
 
 
 def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
-    run = start("run.max_steps=60", "eval.every_steps=0")
+    soon = "ray.health_interval_s=0.5", "ray.health_timeout_s=6", "recovery.rejoin_timeout_s=4"
+    run = start("run.max_steps=200", "eval.every_steps=0", *soon)
     run.wait_for_step(2)
     first, second = run.actor_pids("Replica")
     psutil.Process(first).kill()
-    run.wait_for_event("replica_serving")
+    run.wait_for_event("replica_serving", count=3)  # both of them did at the start
     reached = run.metrics[-1]["step"]
     psutil.Process(second).suspend()
-    run.wait_for_event("replica_serving", count=2)
+    run.wait_for_event("replica_serving", count=4)
     assert run.metrics[-1]["step"] > reached, "training went on meanwhile"
     assert not {first, second} & set(run.actor_pids("Replica"))
     run.process.send_signal(signal.SIGINT)

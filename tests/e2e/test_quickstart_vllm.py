@@ -22,7 +22,7 @@ def test_vllm_serves_what_is_published_and_its_dead_engine_is_replaced(start):
     tree = psutil.Process(run.process.pid).children(recursive=True)
     engine = max(psutil.Process(replica).children(recursive=True), key=lambda p: p.memory_info().rss)
     engine.send_signal(signal.SIGKILL)
-    run.wait_for_event("replica_serving", timeout_s=240)
+    run.wait_for_event("replica_serving", count=2, timeout_s=240)
     assert run.wait(500) == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
     assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0]

@@ -114,7 +114,7 @@ def test_a_replica_that_was_stopped_rejoins_as_it_is(start):
     finally:
         stopped.resume()
     run.wait_for_event("replica_rejoined")
-    run.wait_for_event("replica_serving")
+    run.wait_for_event("replica_serving", count=3)  # both of them did at the start
     assert sorted(run.actor_pids("Replica")) == sorted(pids)
     finish(run)
     assert not [e for e in run.events if e["event"] == "replica_failed"]
