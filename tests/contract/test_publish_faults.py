@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), py
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]
 START_S = 120.0
-GATE_TIMEOUT_S = 40.0
+GATE_TIMEOUT_S = 20.0
 REJOIN_TIMEOUT_S = 30.0
 
 
@@ -214,9 +214,9 @@ async def ask(control, versions=None):
     """Greedy tokens, or an error as text; `versions` collects who sampled them."""
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     request = GenerationRequest(f"ask-{time.monotonic_ns()}", np.array(PROMPT, np.int32), sampling)
-    channel = ReplicaActorChannel(0, control.handle, "test")
+    channel = ReplicaActorChannel(0, control.handle, request.request_id)
     await channel.submit([request])
-    ids, deadline = [], time.monotonic() + 20
+    ids, deadline = [], time.monotonic() + GATE_TIMEOUT_S + 25
     while time.monotonic() < deadline:
         for chunk in await channel.collect(1.0):
             if chunk.error is not None:
@@ -297,7 +297,7 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
         else:
             report = await publishing.publish_hit_by(12, held=victim, struck=victim, blow=signal.SIGSTOP)
         assert report.replicas == 1
-        assert time.monotonic() - started < 30, "not until the replica had to be back"
+        assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
         assert (await publishing.engine.publish(13)).replicas == 1
         await finished(running)
         assert (list(fleet.members), await ask(fleet.members[1])) == ([1], expected)
@@ -327,7 +327,7 @@ async def test_a_stopped_replica_that_does_not_go_on_is_replaced(fleet, trainer,
     started = time.monotonic()
     report = await publishing.publish_hit_by(4, held=victim, struck=victim, blow=signal.SIGSTOP)
     assert report.replicas == 1
-    assert time.monotonic() - started < 30, "not until the replica had to be back"
+    assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
     assert await ask(fleet.controls[1]) == expected
     await whole(fleet)
     assert time.monotonic() - started > REJOIN_TIMEOUT_S
@@ -420,7 +420,7 @@ async def test_a_shutdown_in_the_middle_of_a_publish_ends_in_time_and_leaves_not
     started = time.monotonic()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.gather(fleet.stop(3.0), trainer.stop())
-    assert time.monotonic() - started < 30, "not until the replica had to be back"
+    assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
     assert not weight_files(pids), "the sender has closed before its process was killed"
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
