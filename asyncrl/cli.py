@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl-train",
         description="Train a language model by asynchronous reinforcement learning.",
-        epilog="exit codes: 0 done, 1 program error, 2 bad input (nothing started), 3 failure budget spent, "
+        epilog="exit codes: 0 done, 1 program error, 2 bad input (nothing trained), 3 failure budget spent, "
         "4 deadline, 5 process lost, 6 weights, 7 stalled, 8 storage, 130/143 ended by a signal, checkpointed",
     )
     parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
