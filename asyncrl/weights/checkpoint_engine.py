@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
@@ -32,75 +32,14 @@ from asyncrl.errors import (
     WeightTransferError,
     explain,
 )
-from asyncrl.types import Manifest, PauseMode, TensorSpec
+from asyncrl.types import Manifest, PauseMode
+from asyncrl.weights.parties import Fleet, PublishedReplica, PublishingTrainer
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)
 
 PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "keep", "drain": "drain"}
-
-
-class PublishingTrainer(Protocol):
-    """The sending side: the trainer pool."""
-
-    async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]: ...
-
-    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource: ...
-
-    async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None: ...
-
-    async def interrupt_weights(self, timeout_s: float) -> None:
-        """Closes the sending end, which ends a send in progress with WeightTransferError. Does not raise."""
-        ...
-
-
-class PublishedReplica(Protocol):
-    """The receiving side: one replica. Raises ProcessDied, DeadlineExceeded when it is gone or does not answer."""
-
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
-
-    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None: ...
-
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
-
-
-class Fleet(Protocol):
-    """Who is there to publish to: `inference.pool.ReplicaPool`."""
-
-    @property
-    def members(self) -> Mapping[int, PublishedReplica]:
-        """The replicas that are up."""
-        ...
-
-    @property
-    def newcomers(self) -> Mapping[int, PublishedReplica]:
-        """Those of them that have no committed weights yet."""
-        ...
-
-    def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
-        """Takes a replica out and begins to replace it."""
-        ...
-
-    async def wait_member(self, timeout_s: float) -> None:
-        """Returns when at least one is up. Raises RunFailed, DeadlineExceeded."""
-        ...
-
-    async def committed(self, controls: Mapping[int, Any]) -> int:
-        """These serve committed weights from now on; returns how many of them are still up."""
-        ...
-
-    async def hold(self, controls: Mapping[int, Any]) -> None:
-        """A rolling publish reaches these now: no new request goes to them while there are others."""
-        ...
-
-    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
-        """These serve `version` (None: the one they had), and requests go to them again."""
-        ...
-
-    async def stats(self) -> Any:
-        """Asks all of them whether they live; those that do not answer are taken out."""
-        ...
 
 
 Replicas = dict[int, PublishedReplica]
