@@ -338,6 +338,13 @@ class Coordinator:
         self._step = self._writer.last_step = state.global_steps
         self._clock = StepClock(max(state.elapsed_s, self._clock.elapsed_s))
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
+        held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step
+        if held > 0:
+            logger.warning(
+                "%d groups are more than run.max_steps=%d trains: its last checkpoint keeps them",
+                held,
+                self._recipe.run.max_steps,
+            )
 
     # -- guards --------------------------------------------------------------------------------------------------
 

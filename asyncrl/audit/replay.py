@@ -45,6 +45,8 @@ class Audit:
         """No step was completed since the last rollback: the metrics may still have the lines of steps undone by it."""
         self.outcome = "unknown"
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+        self._held = 0
+        """Groups that were trained or active when a checkpoint was gone on from: more than a shortened run trains."""
         self.lags: list[int] = []
         """Largest lag of the groups of each completed step, in the order of the steps."""
         self._limits = limits
@@ -308,7 +310,8 @@ class Audit:
         if not unsure and not self.is_lost and (step != self.step or self._training or self._announced is not None):
             self._find(f"the run {outcome} at step {step}; the replay is at step {self.step}")
         active = 0 if self.is_lost else self.counts["running"] + self.counts["ready"] + self.counts["leased"]
-        if outcome == "finished" and active:
+        surplus = max(0, self._held - self.step * self._limits.groups_per_step)  # kept in its last checkpoint
+        if outcome == "finished" and active > surplus:
             self._find(f"the run finished with {active} groups that had not ended: {self.unfinished[:8]}")
         self.outcome = outcome
 
@@ -359,6 +362,7 @@ class Audit:
         self._announced = self._awaiting = None
         self._side_lost = self.is_lost = False
         self.goes_back = True
+        self._held = sum(self.counts[state] for state in ("running", "ready", "leased", "trained"))
         self._torn = [line for line in self._torn if line < mark.line]
         self._unannounced = [(line, step) for line, step in self._unannounced if line < mark.line]
         self._last_life = mark.line

@@ -189,7 +189,7 @@ def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     assert not {first, second} & set(run.actor_pids("Replica"))
     run.process.send_signal(signal.SIGINT)
     assert run.wait(30) == 130, run.log
-    again = start(f"run.max_steps={run.metrics[-1]['step'] + 2}", "eval.every_steps=0", "resume=auto")
+    again = start(f"run.max_steps={run.metrics[-1]['step'] + 3}", "eval.every_steps=0", "resume=auto")  # all slots end
     assert again.wait() == 0, again.log
     steps = again.metrics[-1]["step"]
     assert_sound(again, max_lag=2, steps=steps)

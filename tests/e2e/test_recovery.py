@@ -219,7 +219,8 @@ def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
 
 
 def test_a_rolling_publish_keeps_the_fleet_generating(start):
-    run = start(*SMALL, "run.max_steps=6", "weights.rolling=true", "rollout.num_replicas=3")
+    busy = "batch.group_size=16", "rollout.torch.num_slots=4"  # generation never runs out of work
+    run = start(*SMALL, *busy, "run.max_steps=6", "weights.rolling=true", "rollout.num_replicas=3")
     assert run.wait() == 0, run.log
     assert_audited(run, max_lag=2, steps=6)
     assert all(r["weights/replicas"] == 3 for r in run.metrics)

@@ -445,6 +445,18 @@ def test_a_run_that_goes_on_has_unfinished_groups_and_no_findings(run_dir):
     assert "1 groups" in report.text()
 
 
+def test_a_run_resumed_with_fewer_steps_keeps_the_groups_that_it_cannot_train(run_dir):
+    """Five groups were admitted when the checkpoint was written; the two steps of the shortened run train four."""
+    ahead = [group("admitted", o, 1, 1, 1) for o in (2, 3, 4)]
+    held = counts(2) | {"admitted": 5, "running": 3}
+    before = [START, *one_step(0, 0), *ahead, SNAPSHOT | {"counts": held}, RESUMED, RESUME, RESTORED | {"counts": held}]
+    lines = [metrics_line(1), metrics_line(2) | {"queue/admitted": 5, "queue/running": 1}]
+    report = run_dir([*before, *one_step(2, 1)[2:], FINISHED], lines)
+    assert (report.findings, report.unfinished) == ((), (4,))
+    report = run_dir([*before, *one_step(2, 1)[2:], group("admitted", 5, 2, 1, 1), FINISHED], lines)
+    assert any("2 groups that had not ended" in finding.text for finding in report.findings)
+
+
 def test_what_the_report_names(run_dir):
     """Each kind of broken promise with the line and the words that name it."""
     lost = [START, *one_step(0, 0), SNAPSHOT, *one_step(2, 1), FINISHED]
