@@ -26,7 +26,7 @@ from asyncrl.observability.step import StepClock, StepRecord, tokens_between
 from asyncrl.parts import Parts
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.rollout.rollouter import EvalResult
-from asyncrl.trainer.packing import plan_step
+from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import LeaseManifest
 from asyncrl.waits import WAITS
 from asyncrl.weights.checkpoint_engine import PublishReport
@@ -163,12 +163,7 @@ class Coordinator:
             return None
         waited_s = self._clock.lap()
         advantages = [self._advantages(np.asarray(group.rewards)) for group in manifest.groups]
-        plans = plan_step(
-            manifest,
-            advantages,
-            num_ranks=recipe.trainer.num_ranks,
-            max_tokens_per_microbatch=recipe.trainer.max_tokens_per_microbatch,
-        )
+        plans = plan_step(manifest, advantages, PackingRules.of(recipe))
         metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
         parts.events.write(

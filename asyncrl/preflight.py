@@ -35,7 +35,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
     Raises ConfigError, DataError naming the key, file or row.
     """
     build_environment(recipe.rollout.environment)
-    build_reward(recipe.rollout.reward)
+    build_reward(recipe.reward.function)
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
@@ -113,7 +113,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     )
     emit(
         f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {engine.max_model_len}, "
-        f"{rollout.environment}, reward {rollout.reward}"
+        f"{rollout.environment}, reward {', '.join(recipe.reward.names)}"
     )
     emit(
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "

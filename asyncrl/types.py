@@ -391,22 +391,31 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One trajectory as a trainer rank consumes it: where to fetch it and its advantage per trajectory."""
+    """One trajectory as a trainer rank consumes it: where to fetch it, its advantage (its reward, where advantages are
+    made token by token) and `token_weight`, the share of the update's objective that each of its trained tokens has."""
 
     ordinal: int
     index: int
     advantage: float
     lengths: Lengths
+    token_weight: float = 0.0
+
+
+Microbatch = tuple[TrainSequence, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """The micro-batches of one rank for one optimizer step. Every rank has the same number of micro-batches.
+    """What one rank does in one step: its micro-batches, update by update.
 
-    `normalizer` is the global number of trained tokens (or sequences): each token's loss is divided by it.
+    Every rank has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
     """
 
     step: int
-    microbatches: tuple[tuple[TrainSequence, ...], ...]
-    normalizer: float
+    updates: tuple[tuple[Microbatch, ...], ...]
     ordinals: tuple[int, ...] = field(default=())
+
+    @property
+    def microbatches(self) -> tuple[Microbatch, ...]:
+        """Those of all updates, in order."""
+        return tuple(microbatch for update in self.updates for microbatch in update)

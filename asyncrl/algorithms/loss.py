@@ -1,4 +1,4 @@
-"""What the trainer knows of a loss: the record it fills and the two calls it makes."""
+"""What a loss reads and gives: the tokens of one micro-batch, and the protocols of what is composed over them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,71 @@ class LossInputs:
 
     Attributes:
         logprobs: float32, log pi_theta of the token under the weights in training; carries the gradient.
+        old_logprobs: float32, what the ratio of a loss divides by: `behavior_logprobs`, or the proximal policy's.
         behavior_logprobs: float32, as the replica reported at sampling time.
-        advantages: float32, that of the token's trajectory.
+        advantages: float32.
         mask: bool, True where the policy wrote the token and it is trained. Other positions may hold anything.
+        weights: float32, share of the update's objective that the token has: 1 / trained tokens of the update with
+            aggregation token_mean.
+        sequences: int64, number of the token's trajectory in the micro-batch, ascending from 0.
+        lags: float32, `global_steps` minus the version that sampled the token.
+        entropy: float32, of the policy at the token; carries a gradient where an entropy bonus asks for it.
+        reference_logprobs: float32, under the reference model; None without one.
     """
 
     logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossStatistics:
-    """Scalars over the True entries of one mask: sums of `clipped` (0 or 1), `ratio`, `kl` (behaviour minus policy
-    log-probability) and the maximum `ratio_max` (0 where the mask is empty). They carry no gradient."""
-
-    clipped: torch.Tensor
-    ratio: torch.Tensor
-    kl: torch.Tensor
-    ratio_max: torch.Tensor
+    weights: torch.Tensor
+    sequences: torch.Tensor
+    lags: torch.Tensor
+    entropy: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
 
 
 class Loss(Protocol):
+    """A policy-gradient loss."""
+
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
-        """Scalar float32, summed over the True mask entries and not normalised. Masked entries contribute neither
-        value nor gradient, whatever they hold."""
+        """[tokens] float32: the loss of each token, not weighed. Masked entries are 0 and have no gradient, whatever
+        they hold."""
         ...
 
-    def statistics(self, inputs: LossInputs) -> LossStatistics:
-        """What to watch, apart from the loss and its graph."""
+    def clipped(self, inputs: LossInputs) -> torch.Tensor:
+        """[tokens] bool: unmasked tokens whose gradient the loss cuts, or bounds, for being too far from the old
+        policy."""
         ...
+
+
+class Correction(Protocol):
+    """What a token counts, given how far the trainer's policy before the update is from the one that sampled it."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """([tokens] float32, [tokens] bool): a factor for each token's loss, without gradient, and whether it differs
+        from what no correction would give. Both are 0 at masked entries."""
+        ...
+
+
+def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` with 0 outside the mask: a product with the mask would keep NaN, also in the gradient."""
+    import torch
+
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32: log of the ratio, 0 outside the mask."""
+    return masked(logprobs, mask) - masked(old_logprobs, mask)
+
+
+def sequence_means(values: torch.Tensor, mask: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32: for each token the mean of `values` over the unmasked tokens of its trajectory; 0 where it has
+    none."""
+    import torch
+
+    count = int(sequences[-1]) + 1 if sequences.numel() else 0
+    sums = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, masked(values, mask))
+    sizes = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, mask.to(values.dtype))
+    return (sums / sizes.clamp(min=1))[sequences]

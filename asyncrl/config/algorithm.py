@@ -1,21 +1,164 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least, require_fraction
+from asyncrl.config.checks import require, require_at_least, require_fraction, require_positive
+
+AdvantageName = Literal[
+    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
+CorrectionName = Literal[
+    "truncated_is",
+    "sequence_truncated_is",
+    "masked_is",
+    "icepop",
+    "geometric_rejection",
+    "off_policy_mask",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaeConfig:
+    gamma: float = 1.0
+    """Discount per token; also of advantage reinforce_plus_plus."""
+    lam: float = 1.0
+    """1 takes the whole return, 0 one step of the critic."""
+    whiten: bool = True
+    """Shift and scale advantages to mean 0 and spread 1 over all tokens of an update."""
+
+    def __post_init__(self) -> None:
+        require_fraction("algorithm.gae.gamma", self.gamma)
+        require_fraction("algorithm.gae.lam", self.lam)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    path: str | None = None
+    """Directory or hub name that the critic starts from, with a new value head; None takes model.path."""
+    lr: float = 1e-5
+    """Peak learning rate of the critic; it has the trainer's schedule."""
+    warmup_steps: int = 0
+    """Steps at the start that train the critic only."""
+    clip: float = 0.2
+    """Values move at most this far from those before the update; 0 lets them."""
+    max_grad_norm: float = 1.0
+    """Gradients of the critic are scaled down to this global norm; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        require_positive("algorithm.critic.lr", self.lr)
+        require_at_least("algorithm.critic.warmup_steps", self.warmup_steps, 0)
+        require_at_least("algorithm.critic.clip", self.clip, 0)
+        require_at_least("algorithm.critic.max_grad_norm", self.max_grad_norm, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SapoConfig:
+    temperature_positive: float = 1.0
+    """How fast the soft gate closes for tokens with positive advantage."""
+    temperature_negative: float = 1.05
+    """The same for negative advantage."""
+
+    def __post_init__(self) -> None:
+        require_positive("algorithm.sapo.temperature_positive", self.temperature_positive)
+        require_positive("algorithm.sapo.temperature_negative", self.temperature_negative)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    name: CorrectionName = "truncated_is"
+    """truncated_is, sequence_truncated_is: weight min(ratio, high) per token or trajectory. masked_is: tokens with a
+    ratio over high are dropped. icepop: those outside [low, high]. geometric_rejection: trajectories whose geometric
+    mean ratio lies outside [low, high]. off_policy_mask: trajectories of negative advantage that the policy has left
+    by more than high nats per token."""
+    low: float = 0.0
+    """Lower bound, where the correction has one."""
+    high: float = 2.0
+    """Upper bound."""
+
+    def __post_init__(self) -> None:
+        require_at_least("algorithm.corrections.low", self.low, 0)
+        require(
+            self.high > self.low,
+            asked=f"algorithm.corrections: {self.name} with low={self.low} and high={self.high}",
+            found="nothing lies between its bounds",
+            do="set high above low",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    coefficient: float = 0.0
+    """Weight of the divergence from the reference model, which is the model at the start; 0 loads no reference."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated from one sample per token."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term of the loss, with gradient. reward: taken from the reward before advantages."""
+    path: str | None = None
+    """Another reference model; None takes model.path."""
+
+    def __post_init__(self) -> None:
+        require_at_least("algorithm.kl.coefficient", self.coefficient, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongConfig:
+    mask_truncated: bool = False
+    """Trajectories that were cut off at their token limit count in the group's rewards and are not trained."""
+    buffer_tokens: int = 0
+    """Soft penalty: it rises from 0 to `penalty` over the last buffer_tokens tokens before
+    rollout.sampling.max_response_tokens; 0 switches it off."""
+    penalty: float = 1.0
+    """What a response of full length loses."""
+
+    def __post_init__(self) -> None:
+        require_at_least("algorithm.overlong.buffer_tokens", self.buffer_tokens, 0)
+        require_at_least("algorithm.overlong.penalty", self.penalty, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    advantage: Literal["grpo"] = "grpo"
-    """grpo: reward minus the group's mean, divided by the group's standard deviation."""
-    loss: Literal["clipped_surrogate"] = "clipped_surrogate"
-    """clipped_surrogate: policy gradient on the ratio of policy to behaviour probability, clipped token by token."""
+    preset: str | None = None
+    """Name of a file in configs/algorithms (dapo, grpo, dr_grpo, gspo, cispo, ppo, ...): the recipe's own keys stand
+    above it."""
+    advantage: AdvantageName = "grpo"
+    """grpo: reward minus the group's mean over its spread. dr_grpo: without the spread. rloo: minus the mean of the
+    others. maxrl: over the group's mean. reinforce_plus_plus: discounted return, whitened over the batch;
+    _baseline: minus the group's mean first. gae: with a critic."""
+    loss: Literal["clipped_surrogate", "gspo", "cispo", "sapo"] = "clipped_surrogate"
+    """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, no token without
+    gradient. sapo: a soft gate instead of a bound."""
     clip_low: float = 0.2
     """The ratio is held above 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is held below 1 + clip_high."""
+    dual_clip: float = 0.0
+    """clipped_surrogate: with negative advantage a token's loss is at most this times the advantage; 0: no bound."""
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    """Settings of loss sapo."""
+    ratio: Literal["behavior", "proximal"] = "behavior"
+    """What the loss divides by. behavior: the probability that the replica reported. proximal: that of the trainer's
+    policy before the update (decoupled PPO); corrections then weigh proximal against behavior."""
+    proximal: Literal["recompute", "log_linear"] = "recompute"
+    """Where ratio is proximal. recompute: a forward pass before the update. log_linear: interpolated between behavior
+    and policy by the token's lag, without a pass."""
+    corrections: list[CorrectionConfig] = field(default_factory=list)
+    """Against the mismatch of engine and trainer, and lag; applied in order."""
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
+    """token_mean: every trained token of the update counts alike. sequence_mean: every trajectory does.
+    fixed: tokens are summed and divided by trajectories times fixed_tokens."""
+    fixed_tokens: int | None = None
+    """The divisor of aggregation fixed; None takes rollout.sampling.max_response_tokens."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    """Divergence from a reference model."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    gae: GaeConfig = field(default_factory=GaeConfig)
+    """Settings of advantages gae and reinforce_plus_plus."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model of advantage gae."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """What becomes of responses that are too long."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
     max_filtered_fraction: float = 0.99
@@ -29,9 +172,44 @@ class AlgorithmConfig:
         require_at_least("algorithm.clip_high", self.clip_high, 0)
         require_fraction("algorithm.max_filtered_fraction", self.max_filtered_fraction)
         require_at_least("algorithm.filtered_window", self.filtered_window, 1)
+        require_at_least("algorithm.entropy_coefficient", self.entropy_coefficient, 0)
         require(
             self.clip_low <= 1,
             asked=f"algorithm.clip_low={self.clip_low}",
             found="the ratio is never below 0, so clip_low over 1 clips nothing",
             do="set algorithm.clip_low in [0, 1]",
         )
+        require(
+            self.dual_clip == 0 or self.dual_clip > 1,
+            asked=f"algorithm.dual_clip={self.dual_clip}",
+            found="a bound of 1 or less would cut the loss at ratio 1",
+            do="set algorithm.dual_clip above 1 (3 is usual), or 0 for none",
+        )
+        require(
+            self.fixed_tokens is None or self.fixed_tokens >= 1,
+            asked=f"algorithm.fixed_tokens={self.fixed_tokens}",
+            found="the loss is divided by it",
+            do="set algorithm.fixed_tokens to 1 or more",
+        )
+        weighing = [c.name for c in self.corrections if c.name in ("truncated_is", "sequence_truncated_is")]
+        require(
+            self.ratio == "proximal" or not weighing,
+            asked=f"algorithm.corrections={weighing} with algorithm.ratio=behavior",
+            found="the ratio to the behaviour policy corrects for the mismatch already: it would count twice",
+            do="set algorithm.ratio=proximal, or use corrections that drop tokens (masked_is, icepop, ...)",
+        )
+        names = [c.name for c in self.corrections]
+        require(
+            len(set(names)) == len(names),
+            asked=f"algorithm.corrections={names}",
+            found="a correction stands there twice",
+            do="name each once",
+        )
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coefficient > 0

@@ -3,14 +3,59 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least
+from asyncrl.config.checks import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    path: str = "???"
+    """As data.train."""
+    weight: float = 1.0
+    """Share of the prompts that come from it, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        require_positive("data.mixture.weight", self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+    key: str = ""
+    """Number in the rows' extra_info that says how easy they are, such as pass_rate (`asyncrl-eval --rows` writes it);
+    empty: no curriculum."""
+    epochs: int = 1
+    """Passes over the data that go from easy to hard; later ones are shuffled."""
+    jitter: float = 0.1
+    """Spread of the noise on it, so that the order is not the same in every epoch."""
+    min: float = 0.0
+    """Rows below it are left out, and counted."""
+    max: float = 1.0
+    """Rows above it are left out, and counted."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.curriculum.epochs", self.epochs, 0)
+        require_at_least("data.curriculum.jitter", self.jitter, 0)
+        require(
+            self.min <= self.max,
+            asked=f"data.curriculum.min={self.min} and max={self.max}",
+            found="no row lies between them",
+            do="set min below max",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    train: str = "???"
+    train: str = ""
     """JSONL or parquet file, a directory of one of them, or a hub name (`org/name` or `org/name/config`, with
     `:split`)."""
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    """Several training sets in place of data.train: name -> path and weight."""
+    schema: Literal["auto", "verl", "gsm8k", "prompt_answer"] = "auto"
+    """Columns of the rows. verl: prompt, data_source, reward_model (DAPO-Math-17k too). gsm8k: question, answer.
+    prompt_answer: prompt, answer. auto: by the columns."""
+    system_prompt: str | None = None
+    """Put before every prompt that has no system message of its own."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """From easy rows to hard ones."""
     eval: dict[str, str] = field(default_factory=dict)
     """Held-out sets: name -> file or hub name."""
     shuffle: bool = True
@@ -21,5 +66,4 @@ class DataConfig:
     """A longer prompt stops the run before it starts, or is left out and counted."""
 
     def __post_init__(self) -> None:
-        require(bool(self.train), asked="data.train=''", found="no training data", do="set data.train")
         require_at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)

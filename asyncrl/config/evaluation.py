@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from asyncrl.config.checks import require_at_least, require_positive
+from asyncrl.config.checks import require, require_at_least, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +13,13 @@ class EvalConfig:
     """At most this many rows of each held-out set, the first ones."""
     temperature: float = 0.0
     """0 is greedy."""
+    samples: int = 1
+    """Responses to every prompt."""
+    pass_at: list[int] = field(default_factory=list)
+    """The k of every pass@k that is reported, each at most samples."""
+    leased_replicas: int = 0
+    """Replicas that an evaluation takes for itself, pinned to the version that it began with, while training goes on
+    with the others. 0: all of them evaluate, and training waits."""
     timeout_s: float = 1800.0
     """Longest that the evaluation of one held-out set may take."""
 
@@ -20,4 +27,18 @@ class EvalConfig:
         require_at_least("eval.every_steps", self.every_steps, 0)
         require_at_least("eval.max_prompts", self.max_prompts, 1)
         require_at_least("eval.temperature", self.temperature, 0)
+        require_at_least("eval.samples", self.samples, 1)
+        require_at_least("eval.leased_replicas", self.leased_replicas, 0)
+        require(
+            all(1 <= k <= self.samples for k in self.pass_at),
+            asked=f"eval.pass_at={self.pass_at} with eval.samples={self.samples}",
+            found="pass@k needs at least k responses",
+            do="raise eval.samples",
+        )
+        require(
+            self.samples == 1 or self.temperature > 0,
+            asked=f"eval.samples={self.samples} with eval.temperature=0",
+            found="greedy responses are all alike",
+            do="set eval.temperature above 0",
+        )
         require_positive("eval.timeout_s", self.timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,11 +23,14 @@ def load_recipe(path: Path, overrides: list[str]) -> Recipe:
     Relative paths inside a recipe are relative to the working directory; those under `base:` to the file.
     Raises ConfigError: unknown or misspelt key, impossible value, missing file, broken YAML.
     """
+    layers = [(layer, str(path)) for layer in _layers(path, ())]
+    layers += [(_parse_override(override), f"the override {override!r}") for override in overrides]
+    named = [name for layer, _ in layers if (name := OmegaConf.select(layer, "algorithm.preset", default=None))]
+    if named:
+        layers = [(layer, f"the preset {named[-1]}") for layer in _preset(str(named[-1]))] + layers
     merged = OmegaConf.structured(Recipe)
-    for layer in _layers(path, ()):
-        merged = _merge(merged, layer, str(path))
-    for override in overrides:
-        merged = _merge(merged, _parse_override(override), f"the override {override!r}")
+    for layer, origin in layers:
+        merged = _merge(merged, layer, origin)
     try:
         recipe = OmegaConf.to_object(merged)
     except MissingMandatoryValue as e:
@@ -76,6 +80,26 @@ def engine_environment(engine: str, scratch: Path | None = None) -> dict[str, st
         return {}
     sockets = {"VLLM_RPC_BASE_PATH": str(scratch)} if scratch is not None else {}
     return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **sockets}
+
+
+def presets() -> list[str]:
+    """Names that algorithm.preset may have."""
+    return sorted(file.stem for file in _preset_directory().glob("*.yaml"))
+
+
+def _preset_directory() -> Path:
+    """configs/algorithms of the checkout, or where an installed package keeps it."""
+    checkout = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "asyncrl" / "algorithms"
+
+
+def _preset(name: str) -> list[DictConfig]:
+    known = presets()
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        do = f"did you mean {close[0]}?" if close else "choose one, or leave it out and set the keys of algorithm"
+        raise ConfigError(explain(f"algorithm.preset={name}", f"the presets are {known}", do))
+    return _layers(_preset_directory() / f"{name}.yaml", ())
 
 
 def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:

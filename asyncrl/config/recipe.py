@@ -14,6 +14,7 @@ from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.observability import ObservabilityConfig
 from asyncrl.config.recovery import RecoveryConfig
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RayConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
@@ -39,13 +40,15 @@ class Recipe:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """How old trained tokens may be, and how often weights are published."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How trajectories are generated: replicas, engine, sampling, environment, reward."""
+    """How trajectories are generated: replicas, engine, sampling, environment."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How responses are judged."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer ranks and their optimizer."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How a publish moves weights from the trainer to the replicas."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Advantage and loss."""
+    """Advantage, loss, corrections and regularisers."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Held-out evaluation. It samples without top_p and top_k."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -60,14 +63,27 @@ class Recipe:
     """The Ray cluster, and the health checks of the actors."""
 
     def __post_init__(self) -> None:
-        batch, staleness = self.batch, self.staleness
+        batch, staleness, data = self.batch, self.staleness, self.data
         require(
-            batch.group_size >= 2 or self.algorithm.advantage != "grpo",
+            bool(data.train) != bool(data.mixture),
+            asked=f"data.train={data.train!r} and data.mixture={sorted(data.mixture)}",
+            found="both name training data" if data.train else "data.train is not set: no training data",
+            do="set data.train=FILE, or data.mixture={name: {path: FILE, weight: 1}}",
+        )
+        require(
+            batch.group_size >= 2 or self.algorithm.advantage in ("gae", "reinforce_plus_plus"),
             asked=f"batch.group_size={batch.group_size} with algorithm.advantage={self.algorithm.advantage}",
             found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
             do="set batch.group_size to 2 or more",
         )
         trajectories = batch.groups_per_step * batch.group_size
+        require(
+            self.eval.leased_replicas < self.rollout.num_replicas,
+            asked=f"eval.leased_replicas={self.eval.leased_replicas} of rollout.num_replicas="
+            f"{self.rollout.num_replicas}",
+            found="no replica would be left for training",
+            do="lower eval.leased_replicas, or set it to 0: training then waits for evaluations",
+        )
         require(
             trajectories % self.trainer.num_ranks == 0,
             asked=f"{batch.groups_per_step} groups x {batch.group_size} trajectories on {self.trainer.num_ranks} ranks",

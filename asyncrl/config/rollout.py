@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.checks import require, require_at_least, require_fraction, require_positive
+from asyncrl.config.environments import AgentConfig, ToolUseConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,10 @@ class RolloutConfig:
     """How the tokens of a rollout are drawn."""
     environment: str = "single_turn"
     """A name from asyncrl.environments, or custom `package.module:Name`."""
-    reward: str = "math"
-    """A name from asyncrl.rewards, or custom `package.module:function`."""
+    tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
+    """Settings of environment tool_use."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    """Settings of environment agent."""
     max_attempts: int = 3
     """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
     max_failed_fraction: float = 0.1
@@ -122,10 +125,6 @@ class RolloutConfig:
     """Longest that one response may take over all its attempts."""
     trajectory_timeout_s: float = 3600.0
     """Longest that the environment of one trajectory may take, generation included; then the attempt fails."""
-    reward_timeout_s: float = 30.0
-    """Longest that one reward may take; then its process is killed and the attempt fails."""
-    reward_workers: int = 2
-    """Processes that compute rewards."""
     poll_interval_s: float = 0.05
     """Shortest time between two collections of streamed tokens from a replica."""
 
@@ -134,11 +133,9 @@ class RolloutConfig:
         require_at_least("rollout.max_attempts", self.max_attempts, 1)
         require_fraction("rollout.max_failed_fraction", self.max_failed_fraction)
         require_at_least("rollout.failed_window", self.failed_window, 1)
-        require_at_least("rollout.reward_workers", self.reward_workers, 1)
         require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
         require_positive("rollout.request_timeout_s", self.request_timeout_s)
         require_positive("rollout.trajectory_timeout_s", self.trajectory_timeout_s)
-        require_positive("rollout.reward_timeout_s", self.reward_timeout_s)
         require_positive("rollout.poll_interval_s", self.poll_interval_s)
         limit = self.max_model_len
         require(

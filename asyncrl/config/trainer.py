@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from asyncrl.config.checks import require, require_at_least, require_fraction, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +16,35 @@ class FsdpConfig:
     """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
+    offload_parameters: bool = False
+    """Keep parameters, gradients and optimizer in host memory, and gather what a layer needs."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory between steps."""
     attention: Literal["auto", "packed_sdpa", "flash_attention_2"] = "auto"
     """How packed sequences attend only to themselves; auto takes flash_attention_2 where it is installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Modules that get an adapter, by the end of their name; all-linear takes every linear layer but the output."""
+
+    def __post_init__(self) -> None:
+        require_at_least("trainer.lora.rank", self.rank, 0)
+        require_positive("trainer.lora.alpha", self.alpha)
+        require_fraction("trainer.lora.dropout", self.dropout)
+        require(
+            bool(self.target_modules),
+            asked="trainer.lora.target_modules=[]",
+            found="no module would get an adapter",
+            do="name some, or all-linear",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +58,19 @@ class TrainerConfig:
     device: str = "auto"
     """auto takes cuda where there is one."""
     lr: float = 1e-6
-    """Learning rate of AdamW after the warm-up."""
+    """Peak learning rate of AdamW."""
     warmup_steps: int = 0
-    """The learning rate rises linearly over these steps, then stays."""
+    """The learning rate rises linearly over these steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stays, or falls to min_lr_fraction of lr by step decay_steps."""
+    decay_steps: int | None = None
+    """Step at which the learning rate reaches its end; None takes run.max_steps."""
+    min_lr_fraction: float = 0.0
+    """Where a falling learning rate ends, as a share of lr."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: float = 0.0
     """On matrices only: norms and biases are not decayed."""
     adam_beta1: float = 0.9
@@ -55,6 +92,13 @@ class TrainerConfig:
         require_at_least("trainer.num_ranks", self.num_ranks, 1)
         require_positive("trainer.lr", self.lr)
         require_at_least("trainer.warmup_steps", self.warmup_steps, 0)
+        require_fraction("trainer.min_lr_fraction", self.min_lr_fraction)
+        require(
+            self.decay_steps is None or self.decay_steps > self.warmup_steps,
+            asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
+            found="the learning rate would end before it has risen",
+            do="set trainer.decay_steps above trainer.warmup_steps",
+        )
         require_at_least("trainer.weight_decay", self.weight_decay, 0)
         require_at_least("trainer.max_grad_norm", self.max_grad_norm, 0)
         require_at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)

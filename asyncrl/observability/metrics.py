@@ -60,6 +60,13 @@ DECLARED: dict[str, str] = {
     "train/ratio_max": "largest such ratio",
     "train/kl_behavior": "mean of behaviour minus policy log-probability (k1)",
     "train/entropy": "mean entropy of the policy at the trained tokens, nats",
+    "train/kl_reference": "mean divergence of the policy from the reference model (k3), nats per trained token",
+    "train/advantage_mean": "mean of the token advantages before whitening, with advantage gae or reinforce_plus_plus",
+    "critic/loss": "loss of the critic over the update",
+    "critic/grad_norm": "gradient norm of the critic before clipping",
+    "critic/value_mean": "mean value over the trained tokens, before the update",
+    "critic/explained_variance": "share of the variance of the returns that the values explain",
+    "critic/clip_fraction": "share of trained tokens whose value was clipped",
     "waits/longest_s": "longest wait of the driver on another process that ended in this step, seconds",
     "waits/deadline_used": "largest share of its deadline that such a wait used; 1: it was missed",
     "idle/trainer_fraction": "share of the step's wall time in which the trainer waited for groups",
@@ -70,11 +77,20 @@ DECLARED: dict[str, str] = {
     "cpu/replicas_s": "CPU seconds of all replicas since they started",
     "cpu/trainers_s": "the same of all trainer ranks",
 }
-"""Name -> unit and meaning. `eval/accuracy/<set>` is declared for every held-out set when there are several."""
+"""Name -> unit and meaning."""
 
-_SOMETIMES = ("reward/zero_signal_fraction", "rollout/reprefilled_tokens")
+DECLARED_FAMILIES: dict[str, str] = {
+    "eval/accuracy/": "eval/accuracy of one held-out set",
+    "eval/pass@": "with a set's name: unbiased estimate of the share of prompts that one of k responses gets right",
+    "eval/mean@": "with a set's name: mean share of right responses to a prompt",
+    "reward/part/": "mean of a part of the reward over the trained trajectories",
+    "train/touched_fraction/": "share of trained tokens that a correction weighed down or dropped",
+}
+"""Beginnings of names that are made by the recipe: what follows is a set, a part or a correction."""
+
+_SOMETIMES = ("reward/zero_signal_fraction", "rollout/reprefilled_tokens", "train/kl_reference", "train/advantage_mean")
 REQUIRED = frozenset(
-    name for name in DECLARED if name.partition("/")[0] not in ("eval", "cpu") and name not in _SOMETIMES
+    name for name in DECLARED if name.partition("/")[0] not in ("eval", "cpu", "critic") and name not in _SOMETIMES
 )
 """The names that every line of `metrics.jsonl` has."""
 
@@ -99,7 +115,7 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Raises ValueError naming a metric that is not declared, or a required one that is missing; StorageError."""
-        unknown = [n for n in record if n not in DECLARED and not n.startswith("eval/accuracy/")]
+        unknown = [n for n in record if n not in DECLARED and not n.startswith(tuple(DECLARED_FAMILIES))]
         missing = sorted(REQUIRED - set(record))
         if unknown or missing:
             raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")

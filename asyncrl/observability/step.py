@@ -105,11 +105,8 @@ class StepRecord:
             "train/tokens_per_s": metrics.packed_tokens / step_s,
             "train/step_s": step_s,
             "train/trained_tokens": metrics.trained_tokens,
-            "train/clip_fraction": metrics.clip_fraction,
-            "train/ratio_mean": metrics.ratio_mean,
             "train/ratio_max": metrics.ratio_max,
-            "train/kl_behavior": metrics.kl_behavior,
-            "train/entropy": metrics.entropy,
+            **dict(metrics.means),
         }
 
     def of_publish(self, report: PublishReport | None) -> None:

@@ -35,18 +35,18 @@ class CustomReward:
 
 
 def build_reward(name: str) -> RewardFunction:
-    """The reward that `rollout.reward` names: a built-in one, or a function as `package.module:function`.
+    """The reward that `reward.function` names: a built-in one, or a function as `package.module:function`.
 
     Raises ConfigError: unknown name, nothing importable, or not a function of (response, row).
     """
-    function = resolve("rollout.reward", name, REWARDS)
+    function = resolve("reward.function", name, REWARDS)
     if name in REWARDS:
         return function
     try:
         inspect.signature(function).bind("", None)
     except TypeError as error:
         found = f"it cannot be called with a response and a row: {error}"
-        raise ConfigError(explain(f"rollout.reward={name}", found, f"name a function {_SIGNATURE}")) from error
+        raise ConfigError(explain(f"reward.function={name}", found, f"name a function {_SIGNATURE}")) from error
     return CustomReward(name, function)
 
 

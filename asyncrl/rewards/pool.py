@@ -46,7 +46,7 @@ class RewardPool:
     found and killed in the first and third case; in the others it is left to whoever cleans up behind the run.
 
     Args:
-        name: of the reward, as `rollout.reward` takes it. Workers have the working directory, environment and
+        name: of the reward, as `reward.function` takes it. Workers have the working directory, environment and
             `sys.path` of this process.
         timeout_s: longest that one call may take, from when a worker begins with it.
         start_timeout_s: longest that a worker may take to import and build the reward.
@@ -151,7 +151,7 @@ class RewardPool:
             self.killed += 1
             await self._end(process)
             found = f"no result within {self._timeout_s:g} s; the process that computed it was killed"
-            do = "make the reward end on such a response, or raise rollout.reward_timeout_s"
+            do = "make the reward end on such a response, or raise reward.timeout_s"
             outcome = DeadlineExceeded(explain(asked, found, do)).of(REWARD_PROCESS)
         except EOFError:
             await self._lost(process, f"while it computed {asked}")

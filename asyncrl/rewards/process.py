@@ -53,7 +53,7 @@ class RewardProcess:
             )
         except OSError as error:
             do = "free memory, processes or file descriptors"
-            raise ProcessDied(explain(f"a process for rollout.reward={name}", str(error), do)).of(
+            raise ProcessDied(explain(f"a process for reward.function={name}", str(error), do)).of(
                 REWARD_PROCESS
             ) from error
         guard.watch(self.pid)
@@ -65,7 +65,7 @@ class RewardProcess:
             ConfigError: the reward cannot be built there.
             ProcessDied, DeadlineExceeded: it ended, or was not ready in time.
         """
-        asked = f"rollout.reward={self._name}"
+        asked = f"reward.function={self._name}"
         try:
             await self._connect()
             answer = await self.ask(pickle.dumps(list(sys.path)), timeout_s)

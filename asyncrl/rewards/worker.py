@@ -67,7 +67,7 @@ def _build(name: str) -> RewardFunction | Raised:
             raise
         except BaseException as error:
             found = f"importing it raised {traceback.format_exception_only(error)[-1].strip()}"
-            raise ConfigError(explain(f"rollout.reward={name}", found, "make the module importable")) from error
+            raise ConfigError(explain(f"reward.function={name}", found, "make the module importable")) from error
     except ConfigError as error:
         return _raised(error)
 

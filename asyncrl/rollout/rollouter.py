@@ -122,9 +122,12 @@ class Rollouter:
         self._client_id = client_id
         self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step)
         self._quarantine = QuarantineFile(spec.quarantine_path)
-        rollout = recipe.rollout
+        reward = recipe.reward
         self._rewards = RewardPool(
-            rollout.reward, rollout.reward_workers, rollout.reward_timeout_s, start_timeout_s=recipe.ray.start_timeout_s
+            reward.function,
+            reward.workers,
+            reward.timeout_s,
+            start_timeout_s=recipe.ray.start_timeout_s,
         )
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0

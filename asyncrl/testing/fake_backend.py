@@ -1,7 +1,8 @@
 """A TrainBackend in memory: a bigram policy in numpy with the gradient written out by hand.
 
 The policy reads the last token only: log p(token | previous) = log_softmax(logits[previous] + bias). It trains with the
-clipped surrogate and plain Adam, in float64, so that it stands in for a real backend where only the contract matters.
+clipped surrogate and plain Adam, one update a step, in float64, so that it stands in for a real backend where only the
+contract matters.
 """
 
 from __future__ import annotations
@@ -47,17 +48,20 @@ class FakeBackend:
         chosen = [_checked(s, trajectories) for s in sequences]
         previous, targets = _pairs(chosen, lambda t: t.loss_mask)
         behavior = np.concatenate([[], *(t.logprobs[t.loss_mask] for t in chosen)]).astype(np.float64)
-        advantages = np.repeat([s.advantage for s in sequences], [t.num_trained_tokens for t in chosen])
+        counts = [t.num_trained_tokens for t in chosen]
+        advantages = np.repeat([s.advantage for s in sequences], counts)
+        weights = np.repeat([s.token_weight for s in sequences], counts)
         logp_nV = self._log_softmax(previous, self._temperature)
         at = np.arange(len(targets))
         kl = behavior - logp_nV[at, targets]
         ratio = np.exp(-kl)
         low, high = 1 - self._spec.algorithm.clip_low, 1 + self._spec.algorithm.clip_high
         clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-        loss = -np.minimum(ratio * advantages, ratio.clip(low, high) * advantages).sum() / plan.normalizer
+        tokens = -np.minimum(ratio * advantages, ratio.clip(low, high) * advantages)
+        loss = float((weights * tokens).sum())
         gradient_nV = -np.exp(logp_nV)
         gradient_nV[at, targets] += 1
-        gradient_nV *= (-np.where(clipped, 0, ratio * advantages) / plan.normalizer / self._temperature)[:, None]
+        gradient_nV *= (-np.where(clipped, 0, ratio * advantages) * weights / self._temperature)[:, None]
         gradients = {name: np.zeros_like(w) for name, w in self._weights.items()}
         np.add.at(gradients["model.logits.weight"], previous, gradient_nV)
         gradients["model.bias"] += gradient_nV.sum(0)
@@ -67,16 +71,18 @@ class FakeBackend:
         rate = self._adam(gradients, grad_norm, plan.step)
         count = max(len(targets), 1)
         return TrainMetrics(
-            loss=float(loss),
+            loss=loss,
             grad_norm=grad_norm,
             lr=rate,
-            clip_fraction=float(clipped.sum()) / count,
-            ratio_mean=float(ratio.sum()) / count,
             ratio_max=float(ratio.max(initial=0)),
-            kl_behavior=float(kl.sum()) / count,
-            entropy=float(-(np.exp(logp_nV) * logp_nV).sum()) / count,
             trained_tokens=len(targets),
             packed_tokens=sum(s.lengths.total for s in sequences),
+            means=(
+                ("train/clip_fraction", float(clipped.sum()) / count),
+                ("train/ratio_mean", float(ratio.sum()) / count),
+                ("train/kl_behavior", float(kl.sum()) / count),
+                ("train/entropy", float(-(np.exp(logp_nV) * logp_nV).sum()) / count),
+            ),
         )
 
     def logprobs(

@@ -18,23 +18,23 @@ TrajectoryKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TrainMetrics:
-    """Of one optimizer step, over all ranks.
+    """Of one step, over all ranks; of several updates the mean, but for `trained_tokens` and `packed_tokens` (prompts
+    included), which are global counts, and `ratio_max`, the largest ratio of a trained token.
 
-    `loss` is the normalised global loss; `clip_fraction`, `ratio_mean`, `kl_behavior` (k1 estimate, mean of
-    behaviour minus policy log-probability), `entropy` are means over the trained tokens; `ratio_max` is their
-    maximum. `trained_tokens` and `packed_tokens` (prompts included) are global counts.
+    `loss` is the objective; `means` are means over the trained tokens, by the names of observability/metrics.py
+    (train/clip_fraction, train/ratio_mean, train/kl_behavior, train/entropy, and those of the algorithm's parts).
     """
 
     loss: float
     grad_norm: float
     lr: float
-    clip_fraction: float
-    ratio_mean: float
     ratio_max: float
-    kl_behavior: float
-    entropy: float
     trained_tokens: int
     packed_tokens: int
+    means: tuple[tuple[str, float], ...]
+
+    def mean(self, name: str) -> float:
+        return dict(self.means)[name]
 
 
 class TrainBackend(Protocol):

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
-from asyncrl.types import LeaseManifest, RankPlan, TrainSequence
+from asyncrl.config.recipe import Recipe
+from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSequence
 
-Microbatch = tuple[TrainSequence, ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingRules:
+    """`max_tokens_per_microbatch`: prompt and response tokens of one forward pass. `num_minibatches` updates, over the
+    groups in the order of the lease, `num_epochs` times. `fixed_tokens`: divisor of aggregation fixed."""
+
+    num_ranks: int
+    max_tokens_per_microbatch: int
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
+    fixed_tokens: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> PackingRules:
+        return cls(
+            num_ranks=recipe.trainer.num_ranks,
+            max_tokens_per_microbatch=recipe.trainer.max_tokens_per_microbatch,
+            num_minibatches=recipe.batch.num_minibatches,
+            num_epochs=recipe.batch.num_epochs,
+            aggregation=recipe.algorithm.aggregation,
+            fixed_tokens=recipe.algorithm.fixed_tokens or recipe.rollout.sampling.max_response_tokens,
+        )
 
 
-def plan_step(
-    manifest: LeaseManifest,
-    advantages: Sequence[np.ndarray],
-    *,
-    num_ranks: int,
-    max_tokens_per_microbatch: int,
-) -> tuple[RankPlan, ...]:
-    """One plan per rank; together they hold every trajectory of the lease exactly once.
+def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:
+    """One plan per rank; in each epoch they together hold every trajectory of the lease exactly once.
 
     Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
     differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
@@ -29,35 +48,55 @@ def plan_step(
 
     Args:
         advantages: one [G] array per group of the manifest, finite.
-        max_tokens_per_microbatch: prompt and response tokens of one forward pass.
 
     Returns:
-        Plans in rank order. `normalizer` is the global number of trained tokens, at least 1.
+        Plans in rank order. The `token_weight` of the trained tokens of an update sums to 1, but with aggregation
+        fixed, where it is 1 / (trajectories * fixed_tokens), and where nothing is trained. Trajectories without a
+        trained token do not count.
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}")
+    if rules.num_ranks < 1:
+        raise ValueError(f"num_ranks is {rules.num_ranks}")
     sequences = _sequences(manifest, advantages)
-    for s in sequences:
-        if s.lengths.total > max_tokens_per_microbatch:
+    for s in (s for group in sequences for s in group):
+        if s.lengths.total > rules.max_tokens_per_microbatch:
             raise ValueError(
                 f"trajectory {s.index} of group {s.ordinal} has {s.lengths.total} tokens, over "
-                f"max_tokens_per_microbatch={max_tokens_per_microbatch}; a sequence is never split"
+                f"max_tokens_per_microbatch={rules.max_tokens_per_microbatch}; a sequence is never split"
             )
-    ranks = [_runs(rank, max_tokens_per_microbatch) for rank in _balance(sequences, num_ranks)]
-    count = max(1, *(len(runs) for runs in ranks))
-    normalizer = float(max(1, sum(s.lengths.trained for s in sequences)))
+    bounds = np.linspace(0, len(sequences), rules.num_minibatches + 1).round().astype(int)
+    parts = [[s for group in sequences[a:b] for s in group] for a, b in pairwise(bounds)]
+    updates = [_update(part, rules) for part in parts] * rules.num_epochs
     return tuple(
         RankPlan(
             step=manifest.step,
-            microbatches=tuple(_spread(runs, count)),
-            normalizer=normalizer,
-            ordinals=tuple(sorted({s.ordinal for run in runs for s in run})),
+            updates=tuple(update[rank] for update in updates),
+            ordinals=tuple(sorted({s.ordinal for update in updates for run in update[rank] for s in run})),
         )
-        for runs in ranks
+        for rank in range(rules.num_ranks)
     )
+
+
+def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[Microbatch, ...]]:
+    """The micro-batches of each rank."""
+    weigh = _token_weight([s.lengths for s in sequences], rules)
+    weighed = [replace(s, token_weight=weigh(s.lengths)) for s in sequences]
+    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(weighed, rules.num_ranks)]
+    count = max(1, *(len(runs) for runs in ranks))
+    return [tuple(_spread(runs, count)) for runs in ranks]
+
+
+def _token_weight(lengths: list[Lengths], rules: PackingRules) -> Callable[[Lengths], float]:
+    trained = [n.trained for n in lengths if n.trained]
+    match rules.aggregation:
+        case "token_mean":
+            return lambda n: 1 / max(1, sum(trained))
+        case "sequence_mean":
+            return lambda n: 1 / (len(trained) * n.trained) if n.trained else 0.0
+        case "fixed":
+            return lambda n: 1 / (max(1, len(trained)) * rules.fixed_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +120,8 @@ def packing_statistics(plans: Sequence[RankPlan]) -> PackingStatistics:
     )
 
 
-def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> list[TrainSequence]:
+def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> list[list[TrainSequence]]:
+    """Those of each group."""
     if len(advantages) != len(manifest.groups):
         raise ValueError(f"{len(advantages)} advantage arrays for {len(manifest.groups)} groups")
     sequences = []
@@ -90,10 +130,11 @@ def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> lis
             raise ValueError(
                 f"advantages of group {group.ordinal} have shape {np.shape(values)}, not ({len(group.lengths)},)"
             )
+        sequences.append([])
         for index, (lengths, value) in enumerate(zip(group.lengths, values, strict=True)):
             if not math.isfinite(value):
                 raise ValueError(f"advantage of trajectory {index} of group {group.ordinal} is {value}")
-            sequences.append(TrainSequence(group.ordinal, index, float(value), lengths))
+            sequences[-1].append(TrainSequence(group.ordinal, index, float(value), lengths))
     return sequences
 
 

@@ -32,7 +32,15 @@ pytestmark = pytest.mark.concurrency
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), 0, 0, 0, 4, 2, 0)
-TRAINED = TrainMetrics(0.1, 1.0, 1e-3, 0.0, 1.0, 1.0, 0.0, 0.5, 4, 10)
+TRAINED = TrainMetrics(
+    0.1,
+    1.0,
+    1e-3,
+    1.0,
+    4,
+    10,
+    tuple((f"train/{n}", 0.5) for n in ("clip_fraction", "ratio_mean", "kl_behavior", "entropy")),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -135,8 +135,8 @@ class Rig:
                 f"batch.group_size={group_size}",
                 "rollout.sampling.max_response_tokens=20",
                 "rollout.poll_interval_s=0.0005",
-                "rollout.reward=exact",
-                "rollout.reward_workers=1",
+                "reward.function=exact",
+                "reward.workers=1",
                 *overrides,
             ],
         )

@@ -376,7 +376,7 @@ async def test_a_reward_that_cannot_be_built_there_fails_the_start(tmp_path, mon
     (tmp_path / "broken_reward.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     pool = RewardPool("broken_reward:reward", 2, 5.0, start_timeout_s=0.5 if error is DeadlineExceeded else SOON_S)
-    with pytest.raises(error, match=f"(?s)rollout.reward=broken_reward:reward.*{re.escape(text)}"):
+    with pytest.raises(error, match=f"(?s)reward.function=broken_reward:reward.*{re.escape(text)}"):
         await asyncio.wait_for(pool.start(), SOON_S)
     assert workers() == []
     with pytest.raises(ProcessDied):

@@ -174,8 +174,8 @@ def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_ag
     run = start(
         *SMALL,
         "run.max_steps=3",
-        "rollout.reward=tests.e2e.faulty:moody_reward",
-        "rollout.reward_timeout_s=2",
+        "reward.function=tests.e2e.faulty:moody_reward",
+        "reward.timeout_s=2",
         "rollout.max_attempts=2",
         "rollout.max_failed_fraction=1",
     )
@@ -190,7 +190,7 @@ def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
     run = start(
         *SMALL,
         "run.max_steps=2000",
-        "rollout.reward=tests.e2e.faulty:always_right",
+        "reward.function=tests.e2e.faulty:always_right",
         "algorithm.dynamic_sampling=true",
         "algorithm.filtered_window=32",
     )

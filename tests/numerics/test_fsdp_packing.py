@@ -28,7 +28,7 @@ from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.fsdp.policy import choose_attention
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.types import Lengths, TrainSequence, Trajectory
+from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 
 pytestmark = pytest.mark.numerics
 
@@ -147,15 +147,15 @@ def test_neither_budget_nor_order_of_microbatches_matters(model_paths):
     for budget, turn in ((32, False), (64, False), (64, True), (1000, False)):
         (plan,) = lease.plans(budget=budget)
         if turn:
-            plan = replace(plan, microbatches=tuple(run[::-1] for run in plan.microbatches[::-1]))
+            plan = replace(plan, updates=(tuple(run[::-1] for run in plan.microbatches[::-1]),))
         steps.append((len(plan.microbatches), build(model_paths / "qwen3").train_step(plan, lease.trajectories)))
-    single = replace(lease.plans()[0], microbatches=tuple((s,) for run in lease.plans()[0].microbatches for s in run))
+    single = replace(lease.plans()[0], updates=(tuple((s,) for run in lease.plans()[0].microbatches for s in run),))
     steps.append((len(single.microbatches), build(model_paths / "qwen3").train_step(single, lease.trajectories)))
     assert len({count for count, _ in steps}) >= 4
     for _, metrics in steps[1:]:
         assert metrics.loss == pytest.approx(steps[0][1].loss, abs=1e-6)
         assert metrics.grad_norm == pytest.approx(steps[0][1].grad_norm, rel=1e-5)
-        assert metrics.entropy == pytest.approx(steps[0][1].entropy, rel=1e-5)
+        assert metrics.mean("train/entropy") == pytest.approx(steps[0][1].mean("train/entropy"), rel=1e-5)
         assert metrics.ratio_max == pytest.approx(steps[0][1].ratio_max, rel=1e-5)
 
 
@@ -219,13 +219,20 @@ def test_a_packed_row_restarts_positions_and_points_at_the_token_before():
     assert tokens.targets.tolist() == [7, 9, 2, 3]
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]
     assert batch.mask.tolist() == [True] * 4
+    assert batch.sequences.tolist() == [0, 0, 1, 1]
+    assert pack(sequences, trajectories, predict="trained", device=CPU, step=5).lags.tolist() == [2.0] * 4
     assert pack(sequences, trajectories, predict="response", device=CPU).tokens.predictors.tolist() == [1, 2, 3, 5, 6]
 
 
 def short(prompt, response, mask):
     n = len(response)
     return Trajectory(
-        np.array(prompt, np.int32), np.array(response, np.int32), np.full(n, -1, np.float32), np.array(mask), (), 0.0
+        np.array(prompt, np.int32),
+        np.array(response, np.int32),
+        np.full(n, -1, np.float32),
+        np.array(mask),
+        (Segment(0, n, 3, 0),),
+        0.0,
     )
 
 

@@ -70,7 +70,7 @@ def rank_main(rank: int, root: Path) -> None:
 
     # everything on rank 0, nothing but empty micro-batches on rank 1
     (plan,) = LEASES[0].plans(1, 48)
-    idle = RankPlan(plan.step, ((),) * len(plan.microbatches), plan.normalizer)
+    idle = RankPlan(plan.step, tuple(((),) * len(update) for update in plan.updates))
     lopsided = build(root / "model", rank, RANKS, NOT_RESHARDED)
     found["lopsided"] = asdict(lopsided.train_step((plan, idle)[rank], LEASES[0].trajectories))
     found["lopsided_weights"] = weights_of(lopsided)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.packing import packing_statistics, plan_step
+from asyncrl.trainer.packing import PackingRules, packing_statistics, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 
 pytestmark = pytest.mark.unit
@@ -49,7 +49,7 @@ budgets = st.integers(LONGEST, 150)
 @given(leases, ranks, budgets)
 def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_ranks, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
     found = sorted((s.ordinal, s.index, s.advantage, s.lengths) for p in plans for run in p.microbatches for s in run)
     expected = sorted(
         (g.ordinal, i, 10.0 * g.ordinal + i, lengths) for g in manifest.groups for i, lengths in enumerate(g.lengths)
@@ -61,14 +61,15 @@ def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_ranks,
 @given(leases, ranks, budgets)
 def test_budget_count_normalizer_and_ordinals(groups, num_ranks, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
     assert len(plans) == num_ranks
     assert len({len(p.microbatches) for p in plans}) == 1
     assert len(plans[0].microbatches) >= 1
     trained = sum(t[2] for g in groups for t in g)
     for plan in plans:
         assert plan.step == 7
-        assert plan.normalizer == max(1, trained)
+        weights = [s.token_weight for run in plan.microbatches for s in run]
+        assert weights == [1 / max(1, trained)] * len(weights)
         assert all(sum(s.lengths.total for s in run) <= budget for run in plan.microbatches)
         assert list(plan.ordinals) == sorted({s.ordinal for run in plan.microbatches for s in run})
 
@@ -76,21 +77,21 @@ def test_budget_count_normalizer_and_ordinals(groups, num_ranks, budget):
 @given(leases, ranks, budgets)
 def test_ranks_differ_by_at_most_one_sequence(groups, num_ranks, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
     tokens = [sum(s.lengths.total for run in p.microbatches for s in run) for p in plans]
     assert max(tokens) - min(tokens) <= max(p + r for g in groups for p, r, _ in g)
 
 
 def test_tokens_are_balanced_rather_than_sequences():
     manifest, advantages = lease([[(2, 10, 10), (1, 3, 3), (1, 3, 3), (1, 3, 3)]])
-    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=100)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=100))
     assert [[s.lengths.total for run in p.microbatches for s in run] for p in plans] == [[12], [4, 4, 4]]
 
 
 @given(leases, ranks, budgets)
 def test_a_rank_packs_similar_lengths_together(groups, num_ranks, budget):
     manifest, advantages = lease(groups)
-    for plan in plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget):
+    for plan in plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget)):
         lengths = [s.lengths.total for run in plan.microbatches for s in run]
         assert lengths == sorted(lengths, reverse=True)
 
@@ -99,7 +100,7 @@ def test_a_rank_packs_similar_lengths_together(groups, num_ranks, budget):
 def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_ranks, budget):
     """Two neighbouring runs of the rank that decides the count never fit into one."""
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
     assert any(
         all(run for run in plan.microbatches)
         and all(
@@ -114,7 +115,7 @@ def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_ranks, budge
 def test_the_plan_depends_on_the_lease_alone(groups, num_ranks, budget):
     def plan():
         manifest, advantages = lease(groups)
-        plans = plan_step(manifest, advantages, num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+        plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
         return [[[(s.ordinal, s.index) for s in run] for run in p.microbatches] for p in plans]
 
     assert plan() == plan()
@@ -122,38 +123,38 @@ def test_the_plan_depends_on_the_lease_alone(groups, num_ranks, budget):
 
 def test_too_few_sequences_give_empty_microbatches():
     manifest, advantages = lease([[(10, 20, 20), (10, 20, 20), (1, 0, 0)]])
-    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=30)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=30))
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1, 1], [1, 0]]
-    plans = plan_step(manifest, advantages, num_ranks=5, max_tokens_per_microbatch=61)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=5, max_tokens_per_microbatch=61))
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1], [1], [1], [0], [0]]
     assert plans[4].ordinals == ()
 
 
 def test_a_rank_with_fewer_tokens_halves_its_fullest_microbatch():
     manifest, advantages = lease([[(10, 20, 20), (5, 5, 5), (5, 5, 5), (5, 5, 5), (5, 6, 5), (10, 20, 20)]])
-    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=32)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=32))
     assert all(all(p.microbatches) for p in plans)
 
 
 def test_a_sequence_over_the_budget_is_refused():
     manifest, advantages = lease([[(10, 20, 20), (10, 21, 21)]])
     with pytest.raises(ValueError, match=r"trajectory 1 of group 0 has 31 tokens.*max_tokens_per_microbatch=30"):
-        plan_step(manifest, advantages, num_ranks=1, max_tokens_per_microbatch=30)
+        plan_step(manifest, advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=30))
 
 
 @pytest.mark.parametrize("spoil", [lambda a: a[:1], lambda a: [a[0], a[1][:1]], lambda a: [a[0], a[1] * np.nan]])
 def test_advantages_must_fit_the_groups(spoil):
     manifest, advantages = lease([[(1, 2, 2), (1, 2, 2)], [(1, 2, 2), (1, 2, 2)]])
     with pytest.raises(ValueError, match="advantage"):
-        plan_step(manifest, spoil(advantages), num_ranks=1, max_tokens_per_microbatch=30)
+        plan_step(manifest, spoil(advantages), PackingRules(num_ranks=1, max_tokens_per_microbatch=30))
 
 
 def test_statistics_say_how_full_the_plan_is():
     manifest, advantages = lease([[(1, 9, 9), (1, 9, 9), (1, 4, 4)]])
-    (plan,) = plan_step(manifest, advantages, num_ranks=1, max_tokens_per_microbatch=100)
+    (plan,) = plan_step(manifest, advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=100))
     found = packing_statistics([plan])
     assert (found.attention_fill, found.rank_balance, found.microbatches) == (25 / 30, 1.0, 1)
-    plans = plan_step(manifest, advantages, num_ranks=2, max_tokens_per_microbatch=100)
+    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=100))
     assert packing_statistics(plans).rank_balance == 12.5 / 15
-    empty = plan_step(replace(manifest, groups=()), [], num_ranks=2, max_tokens_per_microbatch=10)
+    empty = plan_step(replace(manifest, groups=()), [], PackingRules(num_ranks=2, max_tokens_per_microbatch=10))
     assert packing_statistics(empty).attention_fill == 1.0

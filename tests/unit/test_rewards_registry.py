@@ -49,7 +49,7 @@ def test_exact_reward_ignores_whitespace_only() -> None:
 
 
 def test_an_unknown_name_suggests_the_closest() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)asked: rollout.reward=maths\n.*'math'"):
+    with pytest.raises(ConfigError, match=r"(?s)asked: reward.function=maths\n.*'math'"):
         build_reward("maths")
 
 
@@ -61,7 +61,7 @@ def test_a_function_of_the_user_is_used(custom_module: str) -> None:
 
 @pytest.mark.parametrize("target", ["missing_function", "not_a_function", "wrong_arguments"])
 def test_what_is_no_reward_function_is_refused(custom_module: str, target: str) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.reward={custom_module}:{target}"):
+    with pytest.raises(ConfigError, match=f"reward.function={custom_module}:{target}"):
         build_reward(f"{custom_module}:{target}")
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from asyncrl.algorithms import build_loss
+from asyncrl.algorithms import build_objective
 from asyncrl.algorithms.loss import LossInputs
 from asyncrl.errors import RunFailed, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
@@ -29,7 +29,7 @@ from asyncrl.types import RankPlan, TensorSpec, Trajectory
 class FsdpBackend:
     """One rank. Needs torch.distributed's default group, whose timeout bounds every collective made here.
 
-    The loss of a token is divided by the plan's global normalizer and multiplied by the number of ranks, because FSDP
+    The loss of a token is weighed by its share of the update and multiplied by the number of ranks, because FSDP
     averages gradients over ranks: the result is the same for every packing and every number of ranks.
 
     Gradients are reduced after every micro-batch, not only after the last one: what accumulates is then the rank's
@@ -45,7 +45,7 @@ class FsdpBackend:
         self._mesh = init_device_mesh(device.type, (world_size,))
         shard(self._policy, self._mesh, fsdp)
         self._optimizer = build_optimizer(self._policy.causal_lm, spec.trainer)
-        self._loss = build_loss(spec.algorithm)
+        self._objective = build_objective(spec.algorithm)
         self._temperature = spec.temperature or 1.0
         self._publish_dtype: torch.dtype = getattr(torch, spec.model.inference_dtype)
         self._captured: dict[str, torch.Tensor] | None = None
@@ -57,30 +57,35 @@ class FsdpBackend:
         self._saving = saving
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
-        """One optimizer step; see `TrainBackend`.
+        """The updates of one step; see `TrainBackend`.
 
         Raises:
-            RunFailed: loss or gradient is not finite. The weights and the optimizer are as before the step.
+            RunFailed: loss or gradient is not finite. The weights and the optimizer are as before that update.
             ValueError: a trajectory is missing or differs from its plan.
         """
         self._policy.train()
-        totals = StepTotals(self._device)
-        for microbatch in plan.microbatches:
-            batch = pack(microbatch, trajectories, predict="trained", device=self._device)
-            logprobs, entropy = self._policy(batch.tokens, self._temperature)
-            inputs = LossInputs(logprobs, batch.behavior_logprobs, batch.advantages, batch.mask)
-            loss = self._loss(inputs) / plan.normalizer
-            (loss * self._world_size).backward()
-            totals.add(loss, self._loss.statistics(inputs), entropy, batch)
-        rate = learning_rate(plan.step, peak=self._spec.trainer.lr, warmup_steps=self._spec.trainer.warmup_steps)
-        grad_norm = self._clip_gradients()
-        metrics = totals.reduce(grad_norm, rate)
-        self._check_finite(metrics, plan.step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return metrics
+        totals, norms = StepTotals(self._device), []
+        rate = self._rate(plan.step)
+        for microbatches in plan.updates:
+            loss = torch.zeros((), dtype=torch.float64, device=self._device)
+            for microbatch in microbatches:
+                batch = pack(microbatch, trajectories, predict="trained", device=self._device, step=plan.step)
+                logprobs, entropy = self._policy(batch.tokens, self._temperature)
+                part, seen = self._objective(_inputs(batch, logprobs, entropy))
+                (part * self._world_size).backward()
+                totals.add(part, seen, batch)
+                loss += part.detach()
+            norms.append(self._clip_gradients())
+            self._check_finite(loss, norms[-1], plan.step)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return totals.reduce(norms, rate)
+
+    def _rate(self, step: int) -> float:
+        trainer = self._spec.trainer
+        return learning_rate(step, peak=trainer.lr, warmup_steps=trainer.warmup_steps)
 
     @torch.no_grad()
     def logprobs(
@@ -137,15 +142,30 @@ class FsdpBackend:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(norm)
 
-    def _check_finite(self, metrics: TrainMetrics, step: int) -> None:
+    def _check_finite(self, loss: torch.Tensor, grad_norm: float, step: int) -> None:
         """Every rank sees the same reduced numbers, so every rank raises."""
-        if math.isfinite(metrics.grad_norm) and math.isfinite(metrics.loss):
+        dist.all_reduce(loss)
+        if math.isfinite(grad_norm) and math.isfinite(loss):
             return
         self._optimizer.zero_grad(set_to_none=True)
         raise RunFailed(
             explain(
                 f"optimizer step {step}",
-                f"loss {metrics.loss}, gradient norm {metrics.grad_norm}, largest ratio {metrics.ratio_max}",
-                "resume from the last checkpoint with a lower trainer.lr, or param_dtype=float32 to find the cause",
+                f"loss={float(loss)}, gradient norm={grad_norm}; the weights were not changed",
+                "lower trainer.lr, or look for odd rewards in samples.jsonl",
             )
         )
+
+
+def _inputs(batch: PackedBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=batch.behavior_logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        weights=batch.weights,
+        sequences=batch.sequences,
+        lags=batch.lags,
+        entropy=entropy,
+    )

@@ -34,7 +34,8 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, and whether it counts.
+    """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, share of the objective, number
+    of its sequence in the micro-batch, lag in optimizer steps, and whether it counts.
 
     A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
     forward and backward pass, and with it the same collectives. `num_tokens` counts real tokens only.
@@ -43,6 +44,9 @@ class PackedBatch:
     tokens: PackedTokens
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
+    weights: torch.Tensor
+    sequences: torch.Tensor
+    lags: torch.Tensor
     mask: torch.Tensor
     num_tokens: int
 
@@ -53,8 +57,10 @@ def pack(
     *,
     predict: Literal["trained", "response"],
     device: torch.device,
+    step: int = 0,
 ) -> PackedBatch:
-    """Packs in the order of `microbatch`; predicts the tokens of `loss_mask`, or all of the response.
+    """Packs in the order of `microbatch`; predicts the tokens of `loss_mask`, or all of the response. `step`:
+    `global_steps`, for lags.
 
     Raises:
         ValueError: a trajectory is missing or differs from the lengths that it was planned with.
@@ -75,7 +81,10 @@ def pack(
     )
     input_ids = np.concatenate(ids).astype(np.int64)
     behavior = np.concatenate([t.logprobs[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[0.0]])
-    advantages = np.repeat([s.advantage for s in microbatch], counts) if not empty else np.zeros(1)
+    sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
+    advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
+    weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
+    versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
 
     def place(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
@@ -97,9 +106,18 @@ def pack(
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
+        weights=place(weights, torch.float32),
+        sequences=place(sequences, torch.int64),
+        lags=place(step - np.concatenate(versions), torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
         num_tokens=int(lengths.sum()) if microbatch else 0,
     )
+
+
+def _versions(trajectory: Trajectory) -> np.ndarray:
+    """[T] int64: the version that each response token is stamped with."""
+    segments = trajectory.segments
+    return np.repeat([s.version for s in segments], [s.stop - s.start for s in segments]).astype(np.int64)
 
 
 def _checked(microbatch: Microbatch, at: int, trajectories: Mapping[TrajectoryKey, Trajectory]) -> Trajectory:

@@ -1,11 +1,11 @@
-"""The metrics of one optimizer step, summed on the device and reduced over ranks once."""
+"""The metrics of one step, summed on the device and reduced over ranks once."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.algorithms.loss import LossStatistics
+from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.fsdp.batch import PackedBatch
 
@@ -14,32 +14,31 @@ class StepTotals:
     """Sums over this rank's micro-batches; nothing is read back from the device before `reduce`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(7, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(3, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, loss: torch.Tensor, seen: LossStatistics, entropy: torch.Tensor, batch: PackedBatch) -> None:
-        """`loss` is normalised already; `entropy` [n] is that of the predicted tokens."""
-        mask = batch.mask
-        sums = (loss.detach(), seen.clipped, seen.ratio, seen.kl, torch.where(mask, entropy, 0).sum(), mask.sum())
-        self._sums[:6] += torch.stack([x.double() for x in sums])
-        self._sums[6] += batch.num_tokens
+    def add(self, loss: torch.Tensor, seen: LossStatistics, batch: PackedBatch) -> None:
+        """`loss` is the micro-batch's part of the objective. Every rank adds the same names in the same order."""
+        self._counts[0] += loss.detach().double()
+        self._counts[1] += batch.mask.sum()
+        self._counts[2] += batch.num_tokens
+        for name, value in seen.sums:
+            self._sums[name] = self._sums.get(name, 0) + value.double()
         self._largest = torch.maximum(self._largest, seen.ratio_max.double())
 
-    def reduce(self, grad_norm: float, lr: float) -> TrainMetrics:
-        """The same on every rank; collective."""
-        dist.all_reduce(self._sums)
+    def reduce(self, grad_norms: list[float], lr: float) -> TrainMetrics:
+        """The same on every rank; collective. `grad_norms`: one for each update."""
+        totals = torch.cat([self._counts, *(value[None] for value in self._sums.values())])
+        dist.all_reduce(totals)
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
-        loss, clipped, ratio, kl, entropy, trained, packed = self._sums.tolist()
-        count = max(trained, 1)
+        loss, trained, packed, *sums = totals.tolist()
         return TrainMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=loss / len(grad_norms),
+            grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
-            clip_fraction=clipped / count,
-            ratio_mean=ratio / count,
             ratio_max=float(self._largest),
-            kl_behavior=kl / count,
-            entropy=entropy / count,
             trained_tokens=int(trained),
             packed_tokens=int(packed),
+            means=tuple((name, value / max(trained, 1)) for name, value in zip(self._sums, sums, strict=True)),
         )

@@ -1,0 +1,73 @@
+"""What an update minimises: a policy loss, weighed by corrections, with regularisers. Pure functions of tensors.
+
+    objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t - entropy_coefficient H_t)
+
+w_t is the token's share of the update (`LossInputs.weights`), so that the sum over all ranks and micro-batches is the
+objective of the update, whatever the packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.loss import Correction, Loss, LossInputs, masked, masked_log_ratio
+from asyncrl.config.algorithm import AlgorithmConfig
+
+TOUCHED = "train/touched_fraction/"
+"""Metric of a correction, before its name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossStatistics:
+    """Over the True entries of one mask: `sums` of (metric, scalar), to be divided by the trained tokens, and the
+    largest `ratio_max` (0 where the mask is empty). They carry no gradient."""
+
+    sums: tuple[tuple[str, torch.Tensor], ...]
+    ratio_max: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Objective:
+    """Built from the recipe by `algorithms.build_objective`. `corrections`: (name, correction), applied in order."""
+
+    loss: Loss
+    corrections: tuple[tuple[str, Correction], ...]
+    config: AlgorithmConfig
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, LossStatistics]:
+        """The micro-batch's part of the objective, a scalar float32 with gradient, and what to watch."""
+        factors = [(name, *correction(inputs)) for name, correction in self.corrections]
+        tokens = self.loss(inputs)
+        for _, factor, _ in factors:
+            tokens = tokens * factor
+        kl = self.config.kl
+        reference = inputs.reference_logprobs
+        if reference is not None and kl.place == "loss":
+            tokens = tokens + kl.coefficient * masked(
+                kl_estimate(inputs.logprobs, reference, kl.estimator, inputs.mask), inputs.mask
+            )
+        if self.config.entropy_coefficient:
+            tokens = tokens - self.config.entropy_coefficient * masked(inputs.entropy, inputs.mask)
+        total = (masked(inputs.weights, inputs.mask) * tokens).sum()
+        return total, self._statistics(inputs, [(name, touched) for name, _, touched in factors])
+
+    def _statistics(self, inputs: LossInputs, touched: list[tuple[str, torch.Tensor]]) -> LossStatistics:
+        with torch.no_grad():
+            mask = inputs.mask
+            log_ratio = masked_log_ratio(inputs.logprobs, inputs.behavior_logprobs, mask)
+            ratio = masked(log_ratio.exp(), mask)
+            sums = [
+                ("train/clip_fraction", self.loss.clipped(inputs).sum()),
+                ("train/ratio_mean", ratio.sum()),
+                ("train/kl_behavior", -log_ratio.sum()),
+                ("train/entropy", masked(inputs.entropy, mask).sum()),
+                *((TOUCHED + name, tokens.sum()) for name, tokens in touched),
+            ]
+            if (reference := inputs.reference_logprobs) is not None:
+                estimate = kl_estimate(inputs.logprobs, reference, "k3", mask)
+                sums.append(("train/kl_reference", masked(estimate, mask).sum()))
+            largest = ratio.max() if ratio.numel() else ratio.new_zeros(())
+            return LossStatistics(tuple(sums), largest)

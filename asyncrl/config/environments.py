@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config.checks import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUseConfig:
+    tools: list[str] = field(default_factory=lambda: ["calculator"])
+    """Names from asyncrl.environments.tools (calculator, python, search), or custom `package.module:Name`."""
+    parser: Literal["auto", "hermes", "json", "tagged"] = "auto"
+    """How calls are found in the text. hermes: JSON between <tool_call> tags (Qwen). json: a bare JSON object (Llama
+    3). tagged: `<name>arguments</name>`. auto: by the chat template."""
+    max_turns: int = 4
+    """Responses of the policy in one trajectory."""
+    max_trajectory_tokens: int | None = None
+    """Tokens of all responses and tool results together; None takes rollout.sampling.max_response_tokens times
+    max_turns, as far as the model's length allows."""
+    max_result_tokens: int = 256
+    """A longer tool result is cut, with a note."""
+    tool_timeout_s: float = 10.0
+    """Longest that one call may take; then the policy reads that it took too long."""
+    tool_workers: int = 2
+    """Processes that run tools."""
+    corpus: str | None = None
+    """JSONL file of {"title", "text"} that the tool search looks in."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.tool_use.max_turns", self.max_turns, 1)
+        require_at_least("rollout.tool_use.max_result_tokens", self.max_result_tokens, 1)
+        require_at_least("rollout.tool_use.tool_workers", self.tool_workers, 1)
+        require_positive("rollout.tool_use.tool_timeout_s", self.tool_timeout_s)
+        require(
+            bool(self.tools),
+            asked="rollout.tool_use.tools=[]",
+            found="environment tool_use without a tool",
+            do="name one, or set rollout.environment=single_turn",
+        )
+        require(
+            "search" not in self.tools or self.corpus is not None,
+            asked="rollout.tool_use.tools with search",
+            found="rollout.tool_use.corpus is not set",
+            do="name a JSONL file of documents",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    function: str = ""
+    """Of environment agent: `package.module:function`, async, given the address of an OpenAI endpoint and the task."""
+    max_turns: int = 8
+    """Requests that one agent may make."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.agent.max_turns", self.max_turns, 1)

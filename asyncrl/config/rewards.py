@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.config.checks import require, require_at_least, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRewardConfig:
+    """Limits of one run of the policy's program. It has no network and no way to the files of others."""
+
+    timeout_s: float = 6.0
+    """Wall time of all tests of one response together."""
+    cpu_s: int = 5
+    """CPU seconds of one process."""
+    memory_bytes: int = 536870912
+    """Address space of one process."""
+    file_bytes: int = 1048576
+    """Largest file that it may write, in a directory that is deleted afterwards."""
+    max_processes: int = 16
+    """Processes and threads that it may have at once."""
+
+    def __post_init__(self) -> None:
+        require_positive("reward.code.timeout_s", self.timeout_s)
+        require_at_least("reward.code.cpu_s", self.cpu_s, 1)
+        require_at_least("reward.code.memory_bytes", self.memory_bytes, 1 << 26)
+        require_at_least("reward.code.file_bytes", self.file_bytes, 0)
+        require_at_least("reward.code.max_processes", self.max_processes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRewardConfig:
+    """A reward model behind HTTP: it is sent one JSON object with the response and its row, and answers with one."""
+
+    url: str = ""
+    """Where requests are posted."""
+    timeout_s: float = 20.0
+    """Longest that one request may take."""
+    retries: int = 3
+    """Times that a request is sent again after a failed connection, a timeout or an answer of 429 or 5xx."""
+    backoff_s: float = 0.5
+    """Pause before the first of them; it doubles each time."""
+
+    def __post_init__(self) -> None:
+        require_positive("reward.remote.timeout_s", self.timeout_s)
+        require_at_least("reward.remote.retries", self.retries, 0)
+        require_positive("reward.remote.backoff_s", self.backoff_s)
+        require(
+            not self.url or self.url.startswith(("http://", "https://")),
+            asked=f"reward.remote.url={self.url}",
+            found="no http address",
+            do="write http://HOST:PORT/PATH",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    function: str = "math"
+    """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Several rewards: name -> weight, of which the weighted sum is trained on; they stand in place of function."""
+    timeout_s: float = 30.0
+    """Longest that one reward may take; then its process is killed and the attempt fails."""
+    workers: int = 2
+    """Processes that compute rewards."""
+    pattern: str = ""
+    """Of reward regex: a Python regular expression that the response must contain; {truth} stands for the answer."""
+    tolerance: float = 1e-6
+    """Of reward numeric: largest relative error of a right number."""
+    code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
+    """Settings of reward code."""
+    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+    """Settings of reward remote."""
+
+    def __post_init__(self) -> None:
+        require_positive("reward.timeout_s", self.timeout_s)
+        require_at_least("reward.workers", self.workers, 1)
+        require_at_least("reward.tolerance", self.tolerance, 0)
+        for name, weight in self.parts.items():
+            require(
+                weight == weight and abs(weight) != float("inf"),
+                asked=f"reward.parts.{name}={weight}",
+                found="no finite weight",
+                do="give it a number",
+            )
+        used = self.names
+        require(
+            "remote" not in used or bool(self.remote.url),
+            asked="reward remote",
+            found="reward.remote.url is not set",
+            do="set it to the address of the reward model",
+        )
+        require(
+            "regex" not in used or bool(self.pattern),
+            asked="reward regex",
+            found="reward.pattern is not set",
+            do="set it to a regular expression",
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rewards in use."""
+        return tuple(self.parts) or (self.function,)
