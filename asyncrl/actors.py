@@ -123,13 +123,7 @@ class Actors:
 
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
-        spec = TrainerSpec(
-            model=recipe.model,
-            trainer=recipe.trainer,
-            algorithm=recipe.algorithm,
-            temperature=recipe.rollout.sampling.temperature,
-            seed=recipe.run.seed,
-        )
+        spec = TrainerSpec.of(recipe)
         start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
         trainers = asyncio.ensure_future(start)
         try:
@@ -185,8 +179,9 @@ class Actors:
             on_event=self._events.write,
         )
 
-    async def _retire(self, replica_id: int) -> None:
-        await self.rollouter.remove_replica(replica_id)
+    async def _retire(self, replica_id: int, *, lives: bool = False) -> None:
+        rollouter = self.rollouter
+        await (rollouter.withdraw_replica(replica_id) if lives else rollouter.remove_replica(replica_id))
 
     async def _hold(self, replica_ids: list[int]) -> None:
         await self.rollouter.hold(replica_ids)

@@ -15,18 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from asyncrl.algorithms import build_advantage
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.evaluations import Evaluations
 from asyncrl.observability.step import StepClock, StepRecord, tokens_between
 from asyncrl.parts import Parts
 from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.rollout.rollouter import EvalResult
-from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest
 from asyncrl.waits import WAITS
 from asyncrl.weights.checkpoint_engine import PublishReport
@@ -58,8 +55,11 @@ class Coordinator:
             parts.trainers,
             on_event=parts.events.write,
         )
-        self._advantages = build_advantage(recipe.algorithm.advantage)
+        self._planner = StepPlanner(recipe)
         self._stop = asyncio.Event()
+        self._evaluations = Evaluations(
+            recipe, parts, stop=self._stop, published=lambda: self._published, catch_up=self._catch_up_evaluation
+        )
         self._restored = asyncio.Event()
         self._finishing = False
         """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
@@ -127,6 +127,7 @@ class Coordinator:
             for task in (training, stop, *guards):
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
+            await self._evaluations.close()
             await self._writer.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class Coordinator:
         parts.checkpoints.set_aside_after(self._step)
         await self._publish()
         self._restored.set()
-        initial = await self._evaluate() if recipe.eval.every_steps and self._step == 0 else {}
+        initial = await self._evaluations.before_training() if self._step == 0 else {}
         self._clock.mark(await parts.replicas.stats())
         while self._step < recipe.run.max_steps and not self._stop.is_set():
             record = await self._one_step()
@@ -162,8 +163,9 @@ class Coordinator:
         if manifest is None:
             return None
         waited_s = self._clock.lap()
-        advantages = [self._advantages(np.asarray(group.rewards)) for group in manifest.groups]
-        plans = plan_step(manifest, advantages, PackingRules.of(recipe))
+        plans = self._planner.plan(manifest)
+        if self._planner.needs_kl:
+            plans = self._planner.plan(manifest, await parts.trainers.reference_kl(plans))
         metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
         parts.events.write(
@@ -187,9 +189,8 @@ class Coordinator:
                 report, counts = await self._publish()
         record.of_publish(report)
         record.of_queue(counts, await parts.queue.window())
-        if recipe.eval.every_steps and not self._stop.is_set() and (last or self._step % recipe.eval.every_steps == 0):
-            for name, value in (await self._evaluate()).items():
-                record.add(name, value)
+        for name, value in (await self._evaluations.after_step(self._step, last=last)).items():
+            record.add(name, value)
         stats = await parts.replicas.stats()
         record.of_time(self._clock, stats, waited_s)
         record.of_processes(stats, self._health)
@@ -270,48 +271,10 @@ class Coordinator:
         )
         self._parts.saw("publish", time.monotonic())
 
-    async def _evaluate(self) -> dict[str, float]:
-        """Accuracy on every held-out set; nothing is published meanwhile, so one version answers all of it.
-
-        Empty when a stop came first.
-        """
-        started = time.monotonic()
-        results: list[EvalResult] = []
-        for name in self._recipe.data.eval:
-            run = self._parts.rollouter.evaluate(name, self._recipe.run.seed, self._recipe.eval.timeout_s)
-            evaluation, stop = asyncio.create_task(run), asyncio.create_task(self._stop.wait())
-            try:
-                while not evaluation.done():
-                    await asyncio.wait([evaluation, stop], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                    if stop.done() and not evaluation.done():
-                        return {}
-                    replicas = self._parts.replicas
-                    if replicas.newcomers and (self._published == self._step or not replicas.serving):
-                        await self._catch_up()  # another version only where nobody could answer otherwise
-                results.append(await evaluation)
-            finally:
-                evaluation.cancel()
-                stop.cancel()
-        for r in results:
-            self._parts.events.write(
-                "evaluation",
-                step=self._step,
-                version=self._published,
-                name=r.name,
-                accuracy=r.accuracy,
-                prompts=r.num_prompts,
-                failed=r.num_failed,
-            )
-            logger.info(
-                "evaluation after step %d: %s accuracy %.3f (%d)", self._step, r.name, r.accuracy, r.num_prompts
-            )
-        values = {f"eval/accuracy/{r.name}": r.accuracy for r in results} if len(results) > 1 else {}
-        values["eval/accuracy"] = float(np.mean([r.accuracy for r in results]))
-        values["eval/response_tokens_mean"] = float(np.mean([r.response_tokens_mean for r in results]))
-        values["eval/time_s"] = time.monotonic() - started
-        self._parts.progress.evaluated(values["eval/accuracy"])
-        self._parts.saw("evaluation", self._step)
-        return values
+    async def _catch_up_evaluation(self) -> None:
+        """Another version only where nobody could answer otherwise."""
+        if self._published == self._step or not self._parts.replicas.serving:
+            await self._catch_up()
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
-from asyncrl.environments import build_environment
+from asyncrl.data.training_set import training_prompts
+from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.rewards import build_reward
+from asyncrl.sandbox import protection
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
 
     Raises ConfigError, DataError naming the key, file or row.
     """
-    build_environment(recipe.rollout.environment)
-    build_reward(recipe.reward.function)
+    check_environment(recipe)
+    build_reward(recipe.reward)
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
@@ -51,21 +53,28 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
-        renderer = PromptRenderer(tokenizer, recipe.model)
+        renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
 
-    def prompts(source: str, limit: int | None = None) -> RenderedPrompts | None:
-        if not looks_like_path(source) and not use_hub:
-            notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
+    def may_read(source: str) -> bool:
+        if use_hub or looks_like_path(source):
+            return True
+        notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
+        return False
+
+    def held_out_prompts(source: str) -> RenderedPrompts | None:
+        if not may_read(source):
             return None
-        rows = load_rows(source)[:limit]
+        rows = load_rows(source, recipe.data.schema, recipe.data.system_prompt)[: recipe.eval.max_prompts]
         if renderer is None:
             return None
         return render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
 
-    train = prompts(recipe.data.train)
-    held_out = {name: prompts(source, recipe.eval.max_prompts) for name, source in recipe.data.eval.items()}
+    train = training_prompts(recipe.data, renderer, may_read)
+    held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
+    if "code" in recipe.reward.names:
+        notes.append(f"reward code: programs are confined by {', '.join(protection())} (docs/rewards.md)")
     return Preflight(train, held_out, tuple(notes))
 
 
@@ -123,9 +132,28 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     if found.train is None:
         prompts, epochs = "prompts not counted", ""
     else:
-        dropped = f" ({found.train.num_dropped} too long, dropped)" if found.train.num_dropped else ""
-        prompts = f"{len(found.train.rows)} prompts{dropped}"
+        left_out = [
+            *([f"{found.train.num_dropped} too long, dropped"] if found.train.num_dropped else []),
+            *([f"{found.train.num_filtered} outside of the curriculum"] if found.train.num_filtered else []),
+        ]
+        prompts = f"{len(found.train.rows)} prompts"
+        if left_out:
+            prompts += f" ({', '.join(left_out)})"
         epochs = f" = {total / len(found.train.rows):.2f} epochs"
     emit(f"data      {prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}")
+    _describe_sources(found.train, total, emit)
     for note in found.notes:
         emit(f"note      {note}")
+
+
+def _describe_sources(train: RenderedPrompts | None, num_groups: int, emit: Callable[[str], None]) -> None:
+    if train is None:
+        return
+    whole = sum(source.weight for source in train.sources)
+    for source in train.sources:
+        share, rows = source.weight / whole, source.stop - source.start
+        epochs = share * num_groups / rows
+        emit(f"source    {source.name}: {rows} prompts, {share:.1%} of the groups = {epochs:.2f} epochs of it")
+    if train.curriculum is not None and train.ease is not None:
+        key, easy, hard = train.curriculum.key, train.ease.max(), train.ease.min()
+        emit(f"curriculum {key} from {easy:g} to {hard:g} in the first {train.curriculum.epochs} epoch(s)")

@@ -116,6 +116,10 @@ class Trajectory:
             raise ValueError(f"reward is {self.reward}")
         return self
 
+    def untrained(self) -> Trajectory:
+        """A copy none of whose tokens is trained."""
+        return replace(self, loss_mask=np.zeros(len(self.response_ids), np.bool_))
+
     @property
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
@@ -244,7 +248,8 @@ class GroupSummary:
 
     `lag_sum`, `lag_max`, `trained_tokens` are over the tokens of the group that will be trained; lags in optimizer
     steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put. `masked_tokens` were
-    sampled by the policy and are not trained because they are over the limit.
+    sampled by the policy and are not trained because they are over the limit. `truncated` trajectories were cut off at
+    their token limit. `reward_parts`: the mean of each, over the trajectories that have it.
     """
 
     ordinal: int
@@ -258,6 +263,8 @@ class GroupSummary:
     segments: int
     interrupted: int
     masked_tokens: int = 0
+    truncated: int = 0
+    reward_parts: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

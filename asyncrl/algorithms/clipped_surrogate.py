@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.loss import LossInputs, masked, masked_log_ratio
+from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_log_ratio, require_same_shape
+from asyncrl.config.algorithm import AlgorithmConfig
 
 
 def clipped_surrogate(
@@ -48,10 +49,8 @@ def clipped_surrogate(
     Raises:
         ValueError: lengths differ.
     """
-    if not logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape:
-        shapes = [tuple(t.shape) for t in (logprobs, old_logprobs, advantages, mask)]
-        raise ValueError(f"logprobs, old_logprobs, advantages and mask differ in shape: {shapes}")
-    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    ratio = bounded_ratio(masked_log_ratio(logprobs, old_logprobs, mask))
     advantages = masked(advantages, mask)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip:
@@ -67,6 +66,10 @@ class ClippedSurrogate:
     clip_high: float
     dual_clip: float = 0.0
 
+    @classmethod
+    def of(cls, config: AlgorithmConfig) -> ClippedSurrogate:
+        return cls(config.clip_low, config.clip_high, config.dual_clip)
+
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
         return clipped_surrogate(
             inputs.logprobs,
@@ -81,7 +84,7 @@ class ClippedSurrogate:
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
         """Where the bound is what the minimum takes, that is where the gradient is cut to 0."""
         with torch.no_grad():
-            ratio = masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask).exp()
+            ratio = bounded_ratio(masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask))
             advantages = masked(inputs.advantages, inputs.mask)
             far = self.dual_clip or float("inf")
             above = (advantages > 0) & (ratio > 1 + self.clip_high)

@@ -5,6 +5,11 @@
     k2 = d^2 / 2            biased, its gradient is that of the KL when the token was sampled by pi_theta
     k3 = exp(-d) - 1 + d    unbiased, never negative
 
+In the reward all three are numbers without gradient, and k1 is the usual one. In the loss the gradient matters: that of
+k1 is zero on average over tokens of the policy itself, so that it regularises nothing; k2 and k3 pull towards the
+reference. k3 grows as exp(-d): it is held below exp(MAX_LOG_RATIO), and where the bound holds its gradient is that at
+the bound, huge and of the right sign (gradient clipping turns it into a step for that token alone).
+
 Source: J. Schulman, "Approximating KL divergence" (2020); k3 in the loss as in GRPO (arXiv:2402.03300) eq. 4.
 """
 
@@ -14,10 +19,7 @@ from typing import Literal
 
 import torch
 
-from asyncrl.algorithms.loss import masked_log_ratio
-
-MAX_LOG_RATIO = 20.0
-"""k3 grows as exp(-d): a token that the policy has all but given up must not make the update infinite."""
+from asyncrl.algorithms.loss import bounded_ratio, masked_log_ratio
 
 
 def kl_estimate(
@@ -34,4 +36,4 @@ def kl_estimate(
         case "k2":
             return d.square() / 2
         case "k3":
-            return (-d).clamp(max=MAX_LOG_RATIO).exp() - 1 + d
+            return bounded_ratio(-d) - 1 + d

@@ -54,12 +54,19 @@ class Loss(Protocol):
 
 
 class Correction(Protocol):
-    """What a token counts, given how far the trainer's policy before the update is from the one that sampled it."""
+    """What a token counts, given how far the trainer's policy before the update is from the one that sampled it
+    (`mismatch.py`)."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """([tokens] float32, [tokens] bool): a factor for each token's loss, without gradient, and whether it differs
-        from what no correction would give. Both are 0 at masked entries."""
+        """([tokens] float32, [tokens] bool): a factor for each token's loss, without gradient, and whether the
+        correction's bound touched it, that is truncated the factor or dropped the token. Both are 0 at masked
+        entries."""
         ...
+
+
+MAX_LOG_RATIO = 20.0
+"""Ratios are held below exp of this: a token that one of two policies has all but given up must not make the update
+infinite, nor NaN where a bound gives it no gradient."""
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -74,12 +81,33 @@ def masked_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: t
     return masked(logprobs, mask) - masked(old_logprobs, mask)
 
 
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32: exp(log_ratio), at most exp(MAX_LOG_RATIO). Beyond, the gradient is that of the bound: a clamp
+    would give none, and a sum with other terms (k3) then a gradient of the wrong sign."""
+    excess = (log_ratio.detach() - MAX_LOG_RATIO).clamp(min=0)
+    return (log_ratio - excess).exp()
+
+
+def sequence_sums(values: torch.Tensor, mask: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32: for each token the sum of `values` over the unmasked tokens of its trajectory."""
+    import torch
+
+    count = int(sequences[-1]) + 1 if sequences.numel() else 0
+    sums = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, masked(values, mask))
+    return sums[sequences]
+
+
 def sequence_means(values: torch.Tensor, mask: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     """[tokens] float32: for each token the mean of `values` over the unmasked tokens of its trajectory; 0 where it has
     none."""
     import torch
 
-    count = int(sequences[-1]) + 1 if sequences.numel() else 0
-    sums = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, masked(values, mask))
-    sizes = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, mask.to(values.dtype))
-    return (sums / sizes.clamp(min=1))[sequences]
+    sizes = sequence_sums(torch.ones_like(values), mask, sequences)
+    return sequence_sums(values, mask, sequences) / sizes.clamp(min=1)
+
+
+def require_same_shape(**tensors: torch.Tensor) -> None:
+    """Raises ValueError, naming all of them: they differ in shape."""
+    if len({t.shape for t in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"tensors of the same tokens differ in shape: {shapes}")

@@ -3,7 +3,8 @@
     objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t - entropy_coefficient H_t)
 
 w_t is the token's share of the update (`LossInputs.weights`), so that the sum over all ranks and micro-batches is the
-objective of the update, whatever the packing.
+objective of the update, whatever the packing. A token that a correction drops keeps its share: what is left is not
+scaled up, and the regularisers still hold the token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.algorithms.loss import Correction, Loss, LossInputs, masked, masked_log_ratio
+from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
 
 TOUCHED = "train/touched_fraction/"
@@ -58,7 +59,7 @@ class Objective:
         with torch.no_grad():
             mask = inputs.mask
             log_ratio = masked_log_ratio(inputs.logprobs, inputs.behavior_logprobs, mask)
-            ratio = masked(log_ratio.exp(), mask)
+            ratio = masked(bounded_ratio(log_ratio), mask)
             sums = [
                 ("train/clip_fraction", self.loss.clipped(inputs).sum()),
                 ("train/ratio_mean", ratio.sum()),

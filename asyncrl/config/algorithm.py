@@ -68,9 +68,9 @@ class SapoConfig:
 class CorrectionConfig:
     name: CorrectionName = "truncated_is"
     """truncated_is, sequence_truncated_is: weight min(ratio, high) per token or trajectory. masked_is: tokens with a
-    ratio over high are dropped. icepop: those outside [low, high]. geometric_rejection: trajectories whose geometric
-    mean ratio lies outside [low, high]. off_policy_mask: trajectories of negative advantage that the policy has left
-    by more than high nats per token."""
+    ratio over high are dropped; icepop: those outside [low, high]; with ratio=proximal both weigh the rest by it.
+    geometric_rejection: trajectories whose geometric mean ratio lies outside [low, high]. off_policy_mask: trajectories
+    of negative advantage that the policy has left by more than high nats per token."""
     low: float = 0.0
     """Lower bound, where the correction has one."""
     high: float = 2.0
@@ -190,6 +190,37 @@ class AlgorithmConfig:
             asked=f"algorithm.fixed_tokens={self.fixed_tokens}",
             found="the loss is divided by it",
             do="set algorithm.fixed_tokens to 1 or more",
+        )
+        require(
+            self.dual_clip == 0 or self.loss == "clipped_surrogate",
+            asked=f"algorithm.dual_clip={self.dual_clip} with algorithm.loss={self.loss}",
+            found="only clipped_surrogate has that bound",
+            do="set algorithm.dual_clip=0",
+        )
+        negative = self.overlong.buffer_tokens > 0 or (self.kl.coefficient > 0 and self.kl.place == "reward")
+        require(
+            self.advantage != "maxrl" or not negative,
+            asked="algorithm.advantage=maxrl with a penalty in the reward",
+            found="rewards may become negative, and maxrl divides by their mean",
+            do="set algorithm.overlong.buffer_tokens=0 and algorithm.kl.place=loss",
+        )
+        self._check_ratio()
+
+    def _check_ratio(self) -> None:
+        """What is divided by what must be said once."""
+        require(
+            self.proximal == "recompute" or self.ratio == "proximal",
+            asked=f"algorithm.proximal={self.proximal} with algorithm.ratio={self.ratio}",
+            found="there is no proximal policy",
+            do="set algorithm.ratio=proximal",
+        )
+        by_ratio = ("truncated_is", "sequence_truncated_is", "masked_is", "icepop")
+        weighers = [c.name for c in self.corrections if c.name in by_ratio]
+        require(
+            self.ratio == "behavior" or len(weighers) <= 1,
+            asked=f"algorithm.corrections={weighers} with algorithm.ratio=proximal",
+            found="each of them weighs by the ratio: it would count twice",
+            do="name one of them",
         )
         weighing = [c.name for c in self.corrections if c.name in ("truncated_is", "sequence_truncated_is")]
         require(

@@ -25,13 +25,15 @@ class ToolUseConfig:
     tool_workers: int = 2
     """Processes that run tools."""
     corpus: str | None = None
-    """JSONL file of {"title", "text"} that the tool search looks in."""
+    """JSONL file of {"title", "text"} that the tool search looks in; each worker holds its index."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.tool_use.max_turns", self.max_turns, 1)
         require_at_least("rollout.tool_use.max_result_tokens", self.max_result_tokens, 1)
         require_at_least("rollout.tool_use.tool_workers", self.tool_workers, 1)
         require_positive("rollout.tool_use.tool_timeout_s", self.tool_timeout_s)
+        if self.max_trajectory_tokens is not None:
+            require_at_least("rollout.tool_use.max_trajectory_tokens", self.max_trajectory_tokens, 1)
         require(
             bool(self.tools),
             asked="rollout.tool_use.tools=[]",
@@ -49,9 +51,10 @@ class ToolUseConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     function: str = ""
-    """Of environment agent: `package.module:function`, async, given the address of an OpenAI endpoint and the task."""
+    """Of environment agent: `package.module:function`, async, given the address of an OpenAI endpoint, the key of its
+    trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens hold for agents too."""
     max_turns: int = 8
-    """Requests that one agent may make."""
+    """Requests that one agent may make for one trajectory; further ones are refused."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.agent.max_turns", self.max_turns, 1)

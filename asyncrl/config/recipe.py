@@ -76,6 +76,13 @@ class Recipe:
             found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
             do="set batch.group_size to 2 or more",
         )
+        buffer, longest_response = self.algorithm.overlong.buffer_tokens, self.rollout.sampling.max_response_tokens
+        require(
+            buffer <= longest_response,
+            asked=f"algorithm.overlong.buffer_tokens={buffer}",
+            found=f"rollout.sampling.max_response_tokens={longest_response}: every response would be penalised",
+            do=f"set algorithm.overlong.buffer_tokens to about {max(1, longest_response // 5)}, or 0 for none",
+        )
         trajectories = batch.groups_per_step * batch.group_size
         require(
             self.eval.leased_replicas < self.rollout.num_replicas,
@@ -142,6 +149,12 @@ class Recipe:
             asked=f"weights.transport=vllm_nccl with weights.verify={self.weights.verify}",
             found="vLLM's own backend has no digests: what arrives cannot be verified",
             do="set weights.verify=off, or weights.transport to ipc or collective",
+        )
+        require(
+            self.trainer.lora.rank == 0,
+            asked=f"weights.transport=vllm_nccl with trainer.lora.rank={self.trainer.lora.rank}",
+            found="vLLM's own backend loads what it receives: nothing merges adapters",
+            do="set weights.transport to ipc or collective",
         )
         require(
             self.trainer.device == "auto" or self.trainer.device.startswith("cuda"),

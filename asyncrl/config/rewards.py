@@ -98,6 +98,11 @@ class RewardConfig:
         )
 
     @property
+    def asked(self) -> str:
+        """The keys that choose it, for messages."""
+        return f"reward.parts={dict(self.parts)}" if self.parts else f"reward.function={self.function}"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The rewards in use."""
         return tuple(self.parts) or (self.function,)

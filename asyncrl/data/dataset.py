@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.data.rows import PromptRow, parse_json_line, parse_record
+from asyncrl.data.rows import PromptRow, Schema, columns_of, parse_json_line, parse_record, with_system_prompt
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
 SUFFIXES = (".jsonl", ".parquet")
-_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,12 @@ class HubName:
         return f"{self.name}{f'/{self.config}' if self.config else ''}:{self.split}"
 
 
-def load_rows(source: str) -> list[PromptRow]:
+def load_rows(source: str, schema: Schema = "auto", system_prompt: str | None = None) -> list[PromptRow]:
     """All rows of `source`: a JSONL or parquet file, a directory of them, or a hub name.
+
+    Args:
+        schema: of the rows, as `data.schema`.
+        system_prompt: stands before the messages of a row that have none.
 
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
@@ -39,12 +42,12 @@ def load_rows(source: str) -> list[PromptRow]:
         path = Path(source).expanduser()
         if not path.exists():
             raise _missing(source, path)
-        rows = [row for file in _files(path) for row in _read_file(file)]
+        rows = [row for file in _files(path) for row in _read_file(file, schema)]
     else:
-        rows = list(read_hub(parse_hub_name(source)))
+        rows = list(read_hub(parse_hub_name(source), schema))
     if not rows:
         raise DataError(explain(f"the dataset {source}", "it has no rows", "name one that has, or generate it anew"))
-    return rows
+    return rows if system_prompt is None else [with_system_prompt(row, system_prompt) for row in rows]
 
 
 def looks_like_path(source: str) -> bool:
@@ -65,7 +68,7 @@ def parse_hub_name(source: str) -> HubName:
     return HubName("/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train")
 
 
-def read_hub(hub: HubName) -> Iterator[PromptRow]:
+def read_hub(hub: HubName, schema: Schema = "auto") -> Iterator[PromptRow]:
     """Rows of a hub dataset, downloaded on first use. Raises DataError with the hub's own reason."""
     # takes seconds to import, and most runs read files
     import datasets
@@ -77,7 +80,7 @@ def read_hub(hub: HubName) -> Iterator[PromptRow]:
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
         raise DataError(explain(f"the dataset {hub} from the hub", f"{type(error).__name__}: {error}", do)) from error
     for number, record in enumerate(dataset):
-        yield parse_record(record, f"{hub}:row {number}")
+        yield parse_record(record, f"{hub}:row {number}", schema)
 
 
 def _files(path: Path) -> list[Path]:
@@ -92,27 +95,27 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_file(path: Path) -> Iterator[PromptRow]:
+def _read_file(path: Path, schema: Schema) -> Iterator[PromptRow]:
     if path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
+        yield from _read_jsonl(path, schema)
     elif path.suffix == ".parquet":
-        yield from _read_parquet(path)
+        yield from _read_parquet(path, schema)
     else:
         found = f"the suffix {path.suffix or '(none)'}"
         raise DataError(explain(f"the dataset {path}", found, "give a .jsonl (one object a line) or a .parquet file"))
 
 
-def _read_jsonl(path: Path) -> Iterator[PromptRow]:
+def _read_jsonl(path: Path, schema: Schema) -> Iterator[PromptRow]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield parse_json_line(line, f"{path}:{number}")
+                    yield parse_json_line(line, f"{path}:{number}", schema)
     except UnicodeDecodeError as error:
         raise DataError(explain(f"the dataset {path}", f"not UTF-8: {error}", "save it as UTF-8")) from error
 
 
-def _read_parquet(path: Path) -> Iterator[PromptRow]:
+def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -121,15 +124,15 @@ def _read_parquet(path: Path) -> Iterator[PromptRow]:
     except pyarrow.ArrowInvalid as error:
         raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it anew")) from error
     with file:
-        yield from _parquet_rows(file, path)
+        yield from _parquet_rows(file, path, schema)
 
 
-def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path) -> Iterator[PromptRow]:
-    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path, schema: Schema) -> Iterator[PromptRow]:
+    columns = columns_of(file.schema_arrow.names, schema)
     number = 0
     for batch in file.iter_batches(columns=columns):
         for record in batch.to_pylist():
-            yield parse_record(record, f"{path}:row {number}")
+            yield parse_record(record, f"{path}:row {number}", schema)
             number += 1
 
 

@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 
+from asyncrl.config.data import CurriculumConfig
+
+if TYPE_CHECKING:
+    from asyncrl.data.tokenizer import RenderedPrompts
+
 _CACHED_EPOCHS = 2  # ordinals in flight straddle at most one epoch boundary
+_SHARES = 10_000
+"""Weights of a mixture are held to one part in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
+
+    name: str
+    weight: float
+    start: int
+    stop: int
+
+
+class Stream(Protocol):
+    def row_index(self, ordinal: int) -> int:
+        """The row that prompt `ordinal` asks. Pure. Raises ValueError: negative ordinal."""
+        ...
+
+
+def build_stream(prompts: RenderedPrompts, seed: int, shuffle: bool) -> Stream:
+    """The stream over the training prompts of a run: one source, or a mixture; with a curriculum, if they have one."""
+    if not prompts.sources:
+        return PromptStream(len(prompts.rows), seed, shuffle, ease=prompts.ease, curriculum=prompts.curriculum)
+    return MixedStream(
+        prompts.sources,
+        [
+            PromptStream(
+                source.stop - source.start,
+                _seed_of(seed, source.name),
+                shuffle,
+                ease=None if prompts.ease is None else prompts.ease[source.start : source.stop],
+                curriculum=prompts.curriculum,
+            )
+            for source in prompts.sources
+        ],
+    )
 
 
 class PromptStream:
     """The endless stream of prompts over `num_rows` rows.
 
-    `row_index(ordinal)` depends on (num_rows, seed, shuffle, ordinal) alone: any process, in any order of calls, and
-    after any resume gets the same answer. Each epoch visits each row once; with `shuffle` in an order of its own.
+    `row_index(ordinal)` depends on the arguments and the ordinal alone: any process, in any order of calls, and after
+    any resume gets the same answer. Each epoch visits each row once; with `shuffle` in an order of its own. The first
+    `curriculum.epochs` epochs go from easy rows to hard ones instead, by `ease` ([num_rows] float64) and noise that is
+    uniform in +-`curriculum.jitter` and anew in each epoch; rows that are equally easy come in shuffled order.
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        ease: np.ndarray | None = None,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
         """Raises ValueError: no rows, or a negative seed."""
         if num_rows < 1 or seed < 0:
             raise ValueError(f"num_rows={num_rows} must be at least 1 and seed={seed} at least 0")
         self.num_rows = num_rows
         self.seed = seed
         self.shuffle = shuffle
+        self._ease = ease
+        self._ordered_epochs = curriculum.epochs if curriculum is not None and ease is not None else 0
+        self._jitter = curriculum.jitter if curriculum is not None else 0.0
         self._orders: dict[int, np.ndarray] = {}
 
     def epoch(self, ordinal: int) -> int:
@@ -32,23 +94,80 @@ class PromptStream:
     def row_index(self, ordinal: int) -> int:
         """The row in `[0, num_rows)` that prompt `ordinal` asks. O(1) but for the first call of an epoch."""
         epoch, position = self.epoch(ordinal), ordinal % self.num_rows
-        if not self.shuffle:
+        is_ordered = epoch < self._ordered_epochs
+        if not self.shuffle and not is_ordered:
             return position
         if epoch not in self._orders:
             while len(self._orders) >= _CACHED_EPOCHS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = _permutation(self.num_rows, self.seed, epoch)
+            keys = _keys(self.num_rows, self.seed, epoch)
+            if is_ordered and self._ease is not None:
+                self._orders[epoch] = _from_easy_to_hard(self._ease, self._jitter, keys)
+            else:
+                self._orders[epoch] = np.argsort(keys, kind="stable")
         return int(self._orders[epoch][position])
 
 
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """[num_rows] int64: the rows sorted by a hash of (seed, epoch, row).
+class MixedStream:
+    """Several streams as one: over any run of ordinals each source has its share, to within about one prompt a source.
+
+    A period of at most `_SHARES` ordinals repeats, in which a source with n of them has its k-th nearest to
+    (k + 1/2) / n of the way. So the ordinal alone says which source it is and how many of that one came before; each
+    source goes through its own epochs.
+    """
+
+    def __init__(self, sources: Sequence[SourceRows], streams: Sequence[PromptStream]) -> None:
+        self._sources = tuple(sources)
+        self._streams = tuple(streams)
+        self._counts = _counts([source.weight for source in sources])
+        places = sorted(
+            (Fraction(2 * k + 1, 2 * count), number) for number, count in enumerate(self._counts) for k in range(count)
+        )
+        self._pattern = np.array([number for _, number in places])
+        self._ranks = np.empty(len(places), dtype=np.int64)
+        for number, count in enumerate(self._counts):
+            self._ranks[self._pattern == number] = np.arange(count)
+
+    def source(self, ordinal: int) -> tuple[int, int]:
+        """The number of its source, and its ordinal there. Raises ValueError: negative ordinal."""
+        if ordinal < 0:
+            raise ValueError(f"ordinal={ordinal} is negative")
+        period, place = divmod(ordinal, len(self._pattern))
+        number = int(self._pattern[place])
+        return number, period * self._counts[number] + int(self._ranks[place])
+
+    def row_index(self, ordinal: int) -> int:
+        number, own = self.source(ordinal)
+        return self._sources[number].start + self._streams[number].row_index(own)
+
+
+def _counts(weights: Sequence[float]) -> list[int]:
+    """How many ordinals of a period each source has, the shortest that holds the weights."""
+    total = sum(weights)
+    counts = [max(1, round(weight / total * _SHARES)) for weight in weights]
+    divisor = gcd(*counts)
+    return [count // divisor for count in counts]
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """Sources of one length must not have one order."""
+    text = f"{seed} {name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+def _keys(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """[num_rows] uint64: a hash of (seed, epoch, row); the rows sorted by it are the epoch's permutation.
 
     Own hash instead of numpy's generators: their streams may change between releases, and a checkpoint must find the
     same order under any of them.
     """
     key = _mix(_mix(np.array([seed], np.uint64)) ^ np.array([epoch], np.uint64))
-    return np.argsort(_mix(key + np.arange(num_rows, dtype=np.uint64)), kind="stable")
+    return _mix(key + np.arange(num_rows, dtype=np.uint64))
+
+
+def _from_easy_to_hard(ease: np.ndarray, jitter: float, keys: np.ndarray) -> np.ndarray:
+    uniform = (_mix(keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53  # exact, on every machine
+    return np.lexsort((keys, -(ease + jitter * (2.0 * uniform - 1.0))))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

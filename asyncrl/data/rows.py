@@ -1,23 +1,33 @@
-"""One dataset row, and how it is read from the schema that DAPO-Math-17k and verl's datasets share.
+"""One dataset row, and how it is read from the schemas of `data.schema`; docs/data.md has an example of each.
 
-A record has `prompt` (list of {role, content}), `data_source`, `reward_model` ({ground_truth, style}) and, optionally,
-`extra_info`; other columns are ignored. Pure: records come in as parsed JSON or Arrow values.
+verl (DAPO-Math-17k too): `prompt` (list of {role, content}), `data_source`, `reward_model` ({ground_truth, style}) and,
+optionally, `extra_info`; other columns are ignored. gsm8k: `question`, and `answer`, of which what follows the last
+`####` counts. prompt_answer: `prompt` (a text or a list of messages) and `answer`. In the last two all other columns
+belong to `extra`. Pure: records come in as parsed JSON or Arrow values.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 from asyncrl.errors import DataError, explain
 
 T = TypeVar("T")
 
+Schema = Literal["auto", "verl", "gsm8k", "prompt_answer"]
+
 SCHEMA = 'one object such as {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", ' + (
     '"reward_model": {"ground_truth": "..."}}'
 )
+_EXAMPLES: dict[str, str] = {
+    "verl": SCHEMA,
+    "gsm8k": 'one object such as {"question": "...", "answer": "... #### 42"}',
+    "prompt_answer": 'one object such as {"prompt": "...", "answer": "..."}',
+}
+_VERL_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +53,111 @@ class PromptRow:
     origin: str
 
 
-def parse_json_line(line: str, origin: str) -> PromptRow:
+def schema_of(keys: Iterable[object]) -> Schema:
+    """The schema that records with these columns have; "auto" when they fit none."""
+    found = set(keys)
+    if "reward_model" in found or "data_source" in found:
+        return "verl"
+    if {"question", "answer"} <= found:
+        return "gsm8k"
+    return "prompt_answer" if {"prompt", "answer"} <= found else "auto"
+
+
+def columns_of(names: Sequence[str], schema: Schema) -> list[str]:
+    """Those of a file's columns that are worth reading."""
+    is_verl = (schema_of(names) if schema == "auto" else schema) == "verl"
+    return [name for name in names if not is_verl or name in _VERL_COLUMNS]
+
+
+def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
     """The row that one line of a JSONL file holds. Raises DataError naming `origin`."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         found = f"not JSON: {error.msg} at column {error.colno}"
-        raise DataError(explain(f"the row at {origin}", found, f"write {SCHEMA} a line")) from error
-    return parse_record(record, origin)
+        do = f"write {_EXAMPLES.get(schema, SCHEMA)} a line"
+        raise DataError(explain(f"the row at {origin}", found, do)) from error
+    return parse_record(record, origin, schema)
 
 
-def parse_record(record: object, origin: str) -> PromptRow:
+def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
     """The row of a parsed record. Raises DataError naming `origin`, the key, what was found and what to do."""
     if not isinstance(record, Mapping):
-        raise _malformed(origin, f"{_kind(record)} instead of an object", f"write {SCHEMA}")
+        do = f"write {_EXAMPLES.get(schema, SCHEMA)}"
+        raise _malformed(origin, f"{_kind(record)} instead of an object", do)
+    tried = schema_of(record) if schema == "auto" else schema
+    if tried == "auto":
+        keys = ", ".join(sorted(map(str, record))) or "none"
+        do = "name them as one of these schemas: " + "; ".join(f"{n}: {e}" for n, e in _EXAMPLES.items())
+        raise _malformed(origin, f"the keys {keys}, which no schema has", do)
+    try:
+        return _READERS[tried](record, origin)
+    except DataError as error:
+        raise DataError(f"{error} (read as data.schema={tried})") from None
+
+
+def _read_verl(record: Mapping[str, object], origin: str) -> PromptRow:
     reward_model = _field(record, "reward_model", Mapping, origin)
     if "ground_truth" not in reward_model:
         raise _malformed(origin, "reward_model has no ground_truth", "add reward_model.ground_truth, the right answer")
     return PromptRow(
         messages=_messages(_field(record, "prompt", Sequence, origin), origin),
-        ground_truth=_ground_truth(reward_model["ground_truth"], origin),
+        ground_truth=_ground_truth(reward_model["ground_truth"], "reward_model.ground_truth", origin),
         data_source=_field(record, "data_source", str, origin),
         extra=_extra(record.get("extra_info"), origin),
         origin=origin,
     )
+
+
+def _read_gsm8k(record: Mapping[str, object], origin: str) -> PromptRow:
+    question = _field(record, "question", str, origin, schema="gsm8k")
+    answer = _field(record, "answer", str, origin, schema="gsm8k")
+    _, mark, truth = answer.rpartition("####")
+    if not mark:
+        do = "end it with #### and the right answer, or set data.schema=prompt_answer"
+        raise _malformed(origin, f"answer has no ####: {_kind(answer)}", do)
+    if not question.strip():
+        raise _malformed(origin, "question is empty", "fill it in or remove the row")
+    return PromptRow(
+        messages=(ChatMessage("user", question),),
+        ground_truth=_ground_truth(truth.strip(), "what follows ####", origin),
+        data_source="gsm8k",
+        extra=_others(record, ("question", "answer"), origin),
+        origin=origin,
+    )
+
+
+def _read_prompt_answer(record: Mapping[str, object], origin: str) -> PromptRow:
+    for key in ("prompt", "answer"):
+        if key not in record:
+            _field(record, key, str, origin, schema="prompt_answer")
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence):
+        do = "make it a text, or a list of {role, content} messages"
+        raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
+    return PromptRow(
+        messages=_messages(prompt, origin),
+        ground_truth=_ground_truth(record["answer"], "answer", origin),
+        data_source=str(record.get("data_source") or "prompt_answer"),
+        extra=_others(record, ("prompt", "answer", "data_source"), origin),
+        origin=origin,
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, object], str], PromptRow]] = {
+    "verl": _read_verl,
+    "gsm8k": _read_gsm8k,
+    "prompt_answer": _read_prompt_answer,
+}
+
+
+def with_system_prompt(row: PromptRow, text: str) -> PromptRow:
+    """The row with a system message before the others; as it is when it has one."""
+    if any(message.role == "system" for message in row.messages):
+        return row
+    return replace(row, messages=(ChatMessage("system", text), *row.messages))
 
 
 def to_record(row: PromptRow) -> dict[str, object]:
@@ -96,13 +187,13 @@ def _messages(prompt: Sequence[object], origin: str) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
-def _ground_truth(value: object, origin: str) -> str:
+def _ground_truth(value: object, key: str, origin: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         do = "write the right answer as a string or a number"
-        raise _malformed(origin, f"reward_model.ground_truth is {_kind(value)}", do)
+        raise _malformed(origin, f"{key} is {_kind(value)}", do)
     text = str(value)
     if not text.strip():
-        raise _malformed(origin, "reward_model.ground_truth is empty", "fill in the right answer or remove the row")
+        raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")
     return text
 
 
@@ -116,14 +207,22 @@ def _extra(value: object, origin: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _field(record: Mapping[str, object], key: str, kind: type[T], origin: str, prefix: str = "") -> T:
+def _others(record: Mapping[str, object], known: Sequence[str], origin: str) -> tuple[tuple[str, str], ...]:
+    """`extra_info` and every other column that is not empty."""
+    others = {key: value for key, value in record.items() if key not in (*known, "extra_info") and value is not None}
+    return (*_extra(record.get("extra_info"), origin), *_extra(others, origin))
+
+
+def _field(
+    record: Mapping[str, object], key: str, kind: type[T], origin: str, prefix: str = "", schema: str = "verl"
+) -> T:
     if key not in record:
         keys = ", ".join(sorted(str(k) for k in record)) or "none"
-        raise _malformed(origin, f"no {prefix}{key}; its keys are {keys}", f"add {prefix}{key}: {SCHEMA}")
+        raise _malformed(origin, f"no {prefix}{key}; its keys are {keys}", f"add {prefix}{key}: {_EXAMPLES[schema]}")
     value = record[key]
     # a string is a sequence too, and the commonest mistake is a prompt that is a bare string
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str)):
-        do = f"make {prefix}{key} {_KINDS[kind]}: {SCHEMA}"
+        do = f"make {prefix}{key} {_KINDS[kind]}: {_EXAMPLES[schema]}"
         raise _malformed(origin, f"{prefix}{key} is {_kind(value)} instead of {_KINDS[kind]}", do)
     return value
 

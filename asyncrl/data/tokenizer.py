@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 import numpy as np
 
+from asyncrl.config.data import CurriculumConfig
 from asyncrl.config.model import ModelConfig
+from asyncrl.data.prompt_stream import SourceRows
 from asyncrl.data.rows import PromptRow
+from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import ConfigError, DataError, explain
 
 if TYPE_CHECKING:
@@ -22,17 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedPrompts:
-    """Rows beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`; `num_dropped` were too long."""
+    """Rows beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`; `num_dropped` were too long.
+
+    Of training prompts: `num_filtered` were outside of the curriculum; `sources` tile the rows of a mixture; `ease` is
+    [rows] float64, the number of the curriculum. `data.training_set` makes them, `data.prompt_stream` reads them.
+    """
 
     rows: tuple[PromptRow, ...]
     prompt_ids: tuple[np.ndarray, ...]
     num_dropped: int
+    num_filtered: int = 0
+    sources: tuple[SourceRows, ...] = ()
+    ease: np.ndarray | None = None
+    curriculum: CurriculumConfig | None = None
 
     def digest(self) -> str:
         """Changes with any prompt, ground truth or their order: ordinals mean the same rows only while it does not."""
         digest = hashlib.blake2b(digest_size=16)
         for row, ids in zip(self.rows, self.prompt_ids, strict=True):
             digest.update(ids.tobytes() + row.ground_truth.encode() + b"\0")
+        if self.sources:
+            digest.update(repr(self.sources).encode())
+        if self.ease is not None:
+            digest.update(self.ease.tobytes() + repr(self.curriculum).encode())
         return digest.hexdigest()
 
 
@@ -69,10 +84,11 @@ def _tokenizer_class(path: str) -> Any:
 
 
 class PromptRenderer:
-    """Turns the messages of a row into the token ids that the policy continues."""
+    """Turns the messages of a row into the token ids that the policy continues. `tools`: named in every prompt."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, tools: ToolPrompt | None = None) -> None:
         self._tokenizer = tokenizer
+        self._tools = tools
         self._options: dict[str, Any] = (
             {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
         )
@@ -83,9 +99,10 @@ class PromptRenderer:
         Raises DataError naming the row: the template refuses its messages, or renders nothing.
         """
         messages = [{"role": m.role, "content": m.content} for m in row.messages]
+        messages, options = with_tools(self._tokenizer, messages, self._tools)
         try:
             ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._options
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._options, **options
             )
         except jinja2.TemplateError as error:
             do = "correct the row's roles or the chat template"

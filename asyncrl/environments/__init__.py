@@ -1,19 +1,105 @@
-"""Environments by name."""
+"""Environments by name. Importing the package imports none of them: tool processes lie below it and start often."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.environments.environment import Environment, Session, Task
-from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.registry import resolve
 
-ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncrl.config.recipe import Recipe
+    from asyncrl.data.tool_prompt import ToolPrompt
+    from asyncrl.environments.chat import Chat
+    from asyncrl.environments.environment import Environment, Managed, Session, Task
 
 
-def build_environment(name: str) -> Environment:
-    """Raises ConfigError: unknown name, or a `package.module:Name` that cannot be imported."""
-    return resolve("rollout.environment", name, ENVIRONMENTS)()
+def _single_turn(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.single_turn import SingleTurn
+
+    return SingleTurn()
 
 
-__all__ = ["ENVIRONMENTS", "Environment", "Session", "Task", "build_environment"]
+def _tool_use(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.tool_use import ToolUse
+
+    return ToolUse(recipe, chat)
+
+
+def _agent(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.agent import AgentEnvironment
+
+    return AgentEnvironment(recipe, chat)
+
+
+ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
+    "single_turn": _single_turn,
+    "tool_use": _tool_use,
+    "agent": _agent,
+}
+
+
+def build_environment(recipe: Recipe, chat: Chat) -> Environment:
+    """The environment that `rollout.environment` names; a custom one, `package.module:Name`, is called without
+    arguments. One that is `Managed` must be started, and closed at the end.
+
+    Raises ConfigError: unknown name, nothing that can be imported, or settings that it cannot use.
+    """
+    name = recipe.rollout.environment
+    made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
+    return made(recipe, chat) if name in ENVIRONMENTS else made()
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Raises ConfigError where `build_environment` would; needs no tokenizer."""
+    name = recipe.rollout.environment
+    made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
+    if name == "tool_use":
+        from asyncrl.environments.tool_use import tool_prompt
+
+        tool_prompt(recipe.rollout.tool_use, "")
+    elif name == "agent":
+        from asyncrl.environments.agent import load_agent
+
+        load_agent(recipe.rollout.agent)
+    elif name not in ENVIRONMENTS:
+        made()
+
+
+def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
+    """The tools that every prompt of the recipe names; None without any. Raises ConfigError."""
+    if recipe.rollout.environment != "tool_use":
+        return None
+    from asyncrl.environments.tool_use import tool_prompt
+
+    templates = tokenizer.chat_template
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    return tool_prompt(recipe.rollout.tool_use, text)
+
+
+_HOMES = {"Chat": "chat", "Environment": "environment", "Managed": "environment"} | {
+    "Session": "environment",
+    "Task": "environment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = [
+    "ENVIRONMENTS",
+    "Chat",
+    "Environment",
+    "Managed",
+    "Session",
+    "Task",
+    "build_environment",
+    "check_environment",
+    "prompt_tools",
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from asyncrl.data.rows import PromptRow
+from asyncrl.environments.chat import Chat
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.generation import Generation
 from asyncrl.types import Trajectory
@@ -27,8 +28,16 @@ class Task:
 class Session(Protocol):
     """What an environment may ask for. Interruptions by weight updates are invisible here."""
 
-    async def generate(self, prompt_ids: np.ndarray) -> Generation:
-        """The policy's next response to these tokens. Raises GenerationError."""
+    @property
+    def chat(self) -> Chat:
+        """Prompts and turns in the model's format, as token ids."""
+        ...
+
+    async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
+        """The policy's next response to these tokens; `max_tokens` lowers the recipe's limit. Raises GenerationError.
+
+        In a conversation `prompt_ids` are the prompt and all turns so far, with the ids that were sampled.
+        """
         ...
 
     def decode(self, token_ids: np.ndarray) -> str:
@@ -44,6 +53,8 @@ class Session(Protocol):
 
 
 class Environment(Protocol):
+    """One object runs all trajectories of a rollouter, many at once. `Managed` says what else it may have."""
+
     def run(self, task: Task, session: Session) -> Coroutine[Any, Any, Trajectory]:
         """(async) One trajectory. An exception fails the attempt at the group, never the run.
 
@@ -52,3 +63,13 @@ class Environment(Protocol):
         from there on is generated anew.
         """
         ...
+
+
+@runtime_checkable
+class Managed(Protocol):
+    """An environment that holds something, such as processes or a server: it is started before its first trajectory
+    and closed after the last one."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...

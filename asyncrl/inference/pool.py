@@ -9,6 +9,9 @@ A replica starts with placeholder weights behind a closed gate. It is a *newcome
 committed weights on it; only then requests are routed to it. One that answers too late (its process is stopped, say) is
 *suspended*: nothing reaches it and nobody waits for it. When it answers again in time it forgets what it was asked
 before and is a newcomer; else it is replaced.
+
+One that is *leased* serves an evaluation and nobody else: requests of the rollout are withdrawn from it, and no publish
+reaches it, so that it stays at its version. When the lease ends it is a newcomer.
 """
 
 from __future__ import annotations
@@ -79,6 +82,8 @@ class _Member:
     """Whether it has ever been serving."""
     routed: bool = False
     """Whether the rollout side sends requests to it, or is being told to."""
+    leased: bool = False
+    """Whether an evaluation has it; then it is not `serving`, and not `routed`."""
     version: int | None = None
     """What `release` said that it serves; without rolling publishes nothing has to know."""
     failures: int = 0
@@ -96,7 +101,8 @@ class ReplicaPool:
     """Args:
     spawn: makes the process of replica i, not started.
     announce: (i, control, version) tells the rollout side that replica i serves, from now on or again.
-    retire: (i) tells the rollout side to send nothing to replica i any more.
+    retire: (i) tells the rollout side to send nothing to replica i any more, which has failed; (i, lives=True) to
+        withdraw what it had sent too, from one that lives on but is leased.
     hold, release: ([i], ([i], version)) tell it to send no new requests to these while a rolling publish reaches them,
         and to send them again.
     on_event: writes an event, as `EventLog.write`.
@@ -138,18 +144,23 @@ class ReplicaPool:
 
     @property
     def members(self) -> dict[int, Any]:
-        """The replicas that are up: a publish reaches them."""
-        return {i: m.control for i, m in self._members.items() if m.up}
+        """The replicas that are up and not leased: a publish reaches them."""
+        return {i: m.control for i, m in self._members.items() if m.up and not m.leased}
 
     @property
     def newcomers(self) -> dict[int, Any]:
         """Those that are up and have no committed weights yet."""
-        return {i: m.control for i, m in self._members.items() if m.up and not m.serving}
+        return {i: m.control for i, m in self._members.items() if m.up and not m.serving and not m.leased}
 
     @property
     def serving_members(self) -> dict[int, Any]:
         """Those that are up and have committed weights: requests are sent to them."""
         return {i: m.control for i, m in self._members.items() if m.up and m.serving}
+
+    @property
+    def leased(self) -> dict[int, Any]:
+        """Those that an evaluation has, as long as they are up."""
+        return {i: m.control for i, m in self._members.items() if m.leased}
 
     @property
     def serving(self) -> bool:
@@ -184,6 +195,7 @@ class ReplicaPool:
         self._on_event("replica_suspended", replica=replica_id, error=str(why))
         member.up, member.serving, member.version = False, False, None
         self._take_from_routing(replica_id, member)
+        member.leased = False
         # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
         member.control = member.control.abandon()
         self._spawn_task(self._rejoin(replica_id, member, why), f"rejoin replica {replica_id}")
@@ -219,7 +231,7 @@ class ReplicaPool:
         self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._budget.total)
         member.control.kill()
         self._take_from_routing(replica_id, member)
-        member.up = False
+        member.up = member.leased = False
         if not self._budget.take():
             self._failure = RunFailed(
                 explain(
@@ -236,7 +248,7 @@ class ReplicaPool:
         self._spawn_task(self._start(replica_id, replacement), f"replace replica {replica_id}")
 
     def _take_from_routing(self, replica_id: int, member: _Member) -> None:
-        if member.routed:
+        if member.routed or member.leased:
             member.routed = False
             self._retiring.add(asyncio.create_task(self._retire(replica_id), name=f"retire replica {replica_id}"))
 
@@ -284,6 +296,39 @@ class ReplicaPool:
                 self._members[i].version = self._members[i].version if version is None else version
             await self._release(ids, version)
 
+    async def lease(self, count: int) -> dict[int, Any]:
+        """Takes up to `count` serving replicas out of rollout and publishes, but never the last one; those that it got.
+
+        Not while a publish is under way. Raises what the rollout side raises.
+        """
+        serving = self.serving_members
+        count = min(count, len(serving) - 1)
+        chosen = sorted(serving)[len(serving) - count :] if count > 0 else []
+        for i in chosen:
+            member = self._members[i]
+            member.leased, member.serving, member.routed = True, False, False
+            self._on_event("replica_leased", replica=i)
+        await asyncio.gather(*(self._retire(i, lives=True) for i in chosen))
+        return {i: control for i, control in self.leased.items() if serving.get(i) is control}
+
+    async def end_lease(self, controls: Mapping[int, Any]) -> None:
+        """These are newcomers again, those of them that are still leased. Does not raise: one that does not answer has
+        failed."""
+
+        async def one(replica_id: int, member: _Member) -> None:
+            control = member.control
+            try:
+                await control.reset(self._settings.health_timeout_s)
+            except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
+                self.fail(replica_id, control, error)
+                return
+            if member.leased and member.control is control:
+                member.leased = False
+                self._on_event("replica_returned", replica=replica_id)
+
+        members = {i: self._members[i] for i, control in controls.items() if self.leased.get(i) is control}
+        await asyncio.gather(*(one(i, member) for i, member in members.items()))
+
     def _routed(self, controls: Mapping[int, Any]) -> list[int]:
         members = self._members
         return [i for i, control in controls.items() if members[i].control is control and members[i].routed]
@@ -292,7 +337,7 @@ class ReplicaPool:
         """No replica works for this client any more, whose process is gone. Does not raise: a replica that fails here
         is found by its next health check."""
         self._forgotten.append(client_id)
-        timeout_s, members = self._settings.health_timeout_s, self.members
+        timeout_s, members = self._settings.health_timeout_s, self.members | self.leased
         calls = (control.forget_client(client_id, timeout_s) for control in members.values())
         for replica_id, outcome in zip(members, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(outcome, BaseException):
@@ -316,7 +361,7 @@ class ReplicaPool:
         for task in retiring:
             task.cancel()
         for member in self._members.values():
-            member.serving = member.routed = False
+            member.serving = member.routed = member.leased = False
             member.version = None
         await asyncio.gather(*retiring, return_exceptions=True)
         await asyncio.gather(*(one(i, m) for i, m in list(self._members.items()) if m.up))
@@ -354,7 +399,7 @@ class ReplicaPool:
                 self.fail(replica_id, control, error)
                 return None
 
-        answers = await asyncio.gather(*(one(i, control) for i, control in self.members.items()))
+        answers = await asyncio.gather(*(one(i, control) for i, control in (self.members | self.leased).items()))
         return [a for a in answers if a is not None]
 
     async def stop(self, timeout_s: float) -> None:

@@ -154,10 +154,12 @@ class Replica:
         await self._engine.abort(request_ids)
 
     async def forget_client(self, client_id: str) -> None:
-        """Ends everything that was done for this client, which is gone. If it is not, it is refused from now on."""
+        """Ends everything that was done for this client, and for those whose names begin with its name and a slash,
+        which are gone. If they are not, they are refused from now on."""
         self._forgotten.add(client_id)
-        self._outboxes.pop(client_id, None)
-        await self.abort([key for key, entry in self._requests.items() if entry.client_id == client_id])
+        for name in [name for name in self._outboxes if _owner(name) == client_id]:
+            del self._outboxes[name]
+        await self.abort([key for key, entry in self._requests.items() if _owner(entry.client_id) == client_id])
 
     async def reset(self, timeout_s: float) -> None:
         """Becomes what it was before its first publish: the gate is closed, nothing that was asked before is under way
@@ -279,7 +281,7 @@ class Replica:
             raise ProcessDied(f"the engine of replica {self._id} is dead: {detail}")
 
     def _require_known(self, client_id: str) -> None:
-        if client_id in self._forgotten:
+        if _owner(client_id) in self._forgotten:
             found = "its process counts as gone and was forgotten"
             raise GenerationError(explain(f"replica {self._id} to work for {client_id}", found, "end this process"))
 
@@ -308,6 +310,11 @@ class Replica:
             self._paused_s += time.monotonic() - self._closed_at
             self._closed_at = None
         self._gate.set()
+
+
+def _owner(client_id: str) -> str:
+    """The client that this one belongs to, or is."""
+    return client_id.partition("/")[0]
 
 
 def _cpu_s() -> float:

@@ -94,8 +94,14 @@ class StepRecord:
             "staleness/masked_tokens_fraction": masked / (masked + tokens),
             "rollout/segments_mean": sum(g.segments for g in groups) / trajectories,
             "rollout/interrupted_fraction": sum(g.interrupted for g in groups) / trajectories,
+            "rollout/truncated_fraction": sum(g.truncated for g in groups) / trajectories,
             "rollout/response_tokens_mean": float(np.mean([n.response for g in groups for n in g.lengths])),
         }
+
+        names = sorted({name for g in groups for name, _ in g.reward_parts})
+        for name in names:
+            means = [dict(g.reward_parts)[name] for g in groups if name in dict(g.reward_parts)]
+            self.values[f"reward/part/{name}"] = float(np.mean(means))
 
     def of_training(self, metrics: TrainMetrics, step_s: float) -> None:
         self.values |= {

@@ -72,7 +72,16 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
         segments=sum(len(t.segments) for t in leased.trajectories),
         interrupted=sum(len({s.version for s in t.segments if s.kind == "policy"}) > 1 for t in leased.trajectories),
         masked_tokens=before - trained_tokens,
+        truncated=sum(t.finish_reason == "length" for t in leased.trajectories),
+        reward_parts=_mean_parts(leased),
     )
+
+
+def _mean_parts(group: TrajectoryGroup) -> tuple[tuple[str, float], ...]:
+    values: dict[str, list[float]] = {}
+    for name, value in (part for t in group.trajectories for part in t.reward_parts):
+        values.setdefault(name, []).append(value)
+    return tuple((name, float(np.mean(found))) for name, found in values.items())
 
 
 def _trained(trajectory: Trajectory) -> Iterator[tuple[Segment, int]]:

@@ -1,53 +1,87 @@
-"""Rewards by name: pure functions that judge a response against its row."""
+"""Rewards by name: pure functions that judge a response against its row. `build_reward` makes the one of a recipe."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
+from asyncrl.rewards.code import CodeReward
+from asyncrl.rewards.custom import CustomReward
 from asyncrl.rewards.exact import exact_reward
 from asyncrl.rewards.math import math_reward
+from asyncrl.rewards.multiple_choice import multiple_choice_reward
+from asyncrl.rewards.numeric import NumericReward
+from asyncrl.rewards.regex import RegexReward
+from asyncrl.rewards.remote import RemoteReward
 from asyncrl.rewards.reward import RewardFunction, RewardResult
 
-REWARDS: dict[str, RewardFunction] = {"exact": exact_reward, "math": math_reward}
+REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
+    "code": CodeReward,
+    "exact": lambda config: exact_reward,
+    "math": lambda config: math_reward,
+    "multiple_choice": lambda config: multiple_choice_reward,
+    "numeric": NumericReward,
+    "regex": RegexReward,
+    "remote": RemoteReward,
+}
 
-_SIGNATURE = "(response: str, row: PromptRow) -> RewardResult"
+_SIGNATURE = "(response: str, row: PromptRow) -> RewardResult or number, which may be async"
 
 
 @dataclass(frozen=True, slots=True)
-class CustomReward:
-    """A user's reward function, checked at each call to give a RewardResult."""
+class WeightedSum:
+    """Several rewards as one: the weighted sum of theirs.
 
-    name: str
-    function: RewardFunction
+    Its parts are each reward under its name, unweighted, and that one's own parts as `<name>.<part>`; `correct` is that
+    of the first reward that reports it.
+    """
+
+    rewards: tuple[tuple[str, float, RewardFunction], ...]
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """Raises TypeError: the function gave something else."""
-        result: object = self.function(response, row)
-        if not isinstance(result, RewardResult):
-            found = f"{type(result).__name__} instead of RewardResult"
-            do = "return asyncrl.rewards.RewardResult(reward=...)"
-            raise TypeError(explain(f"the reward {self.name} of {row.origin}", found, do))
-        return result
+        total = 0.0
+        parts: list[tuple[str, float]] = []
+        correct: float | None = None
+        for name, weight, function in self.rewards:
+            result = function(response, row)
+            total += weight * result.reward
+            parts.append((name, result.reward))
+            for part, value in result.parts:
+                if part != "correct":
+                    parts.append((f"{name}.{part}", value))
+                elif correct is None:
+                    correct = value
+        return RewardResult(total, (*([("correct", correct)] if correct is not None else []), *parts))
 
 
-def build_reward(name: str) -> RewardFunction:
-    """The reward that `reward.function` names: a built-in one, or a function as `package.module:function`.
+def build_reward(config: RewardConfig) -> RewardFunction:
+    """The reward of a recipe: `reward.function`, or the weighted sum of `reward.parts`.
 
-    Raises ConfigError: unknown name, nothing importable, or not a function of (response, row).
+    Raises ConfigError: unknown name, nothing importable, not a function of (response, row), or a setting of it that
+    cannot be used.
     """
-    function = resolve("reward.function", name, REWARDS)
+    if not config.parts:
+        return _build("reward.function", config.function, config)
+    built = ((name, weight, _build("reward.parts", name, config)) for name, weight in config.parts.items())
+    return WeightedSum(tuple(built))
+
+
+def _build(key: str, name: str, config: RewardConfig) -> RewardFunction:
     if name in REWARDS:
-        return function
+        return REWARDS[name](config)
+    found: Any = resolve(key, name, REWARDS)
     try:
-        inspect.signature(function).bind("", None)
+        inspect.signature(found).bind("", None)
     except TypeError as error:
-        found = f"it cannot be called with a response and a row: {error}"
-        raise ConfigError(explain(f"reward.function={name}", found, f"name a function {_SIGNATURE}")) from error
-    return CustomReward(name, function)
+        why = f"it cannot be called with a response and a row: {error}"
+        raise ConfigError(explain(f"{key}={name}", why, f"name a function {_SIGNATURE}")) from error
+    return CustomReward(name, found)
 
 
-__all__ = ["REWARDS", "CustomReward", "RewardFunction", "RewardResult", "build_reward"]
+__all__ = ["REWARDS", "CustomReward", "RewardFunction", "RewardResult", "WeightedSum", "build_reward"]

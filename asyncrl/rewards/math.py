@@ -1,8 +1,8 @@
 r"""Reward 1 for the right final answer, however it is written.
 
-The final answer is the content of the last complete `\boxed{}`, else what follows the last `Answer:` or `####` on its
-line. Numbers compare by value (integers, decimals, fractions, thousands separators; currency and percent signs are
-dropped), everything else as normalised text.
+The final answer is the content of the last complete `\boxed{}`, else what follows the last `Answer:`, `answer is` or
+`####` on its line. Numbers compare by value (integers, decimals, fractions, thousands separators; currency and percent
+signs are dropped), everything else as normalised text, and where that differs by what it means (`math_equivalence`).
 Source: the answer rules of DAPO (arXiv:2503.14476) and Minerva (arXiv:2206.14858, app. D), with exact rationals
 instead of floats and without their lists of units.
 """
@@ -13,11 +13,12 @@ import re
 from fractions import Fraction
 
 from asyncrl.data.rows import PromptRow
+from asyncrl.rewards.math_equivalence import equivalent
 from asyncrl.rewards.reward import RewardResult
 
 _BOXED = r"\boxed"
 _BRACE = re.compile(r"\\[{}]|[{}]")
-_MARKED = re.compile(r"(?:\banswer[ \t*_]*:|####)[ \t*]*([^\n]*)", re.IGNORECASE)
+_MARKED = re.compile(r"(?:\banswer[ \t*_]*(?::|\bis\b[ \t]*:?)|####)[ \t*]*([^\n]*)", re.IGNORECASE)
 _FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
 _MIXED = re.compile(r"^([+-]?)(\d+)\\[dt]?frac\{(\d+)\}\{(\d+)\}$")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
@@ -45,14 +46,14 @@ def final_answer(response: str) -> str | None:
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """True when both are the same number, or the same text after normalisation."""
+    """True when both are the same number, the same text after normalisation, or mean the same."""
     left, right = _normalise(answer), _normalise(truth)
     if not left or not right:
         return False
     left_value, right_value = _value(left), _value(right)
     if left_value is not None and right_value is not None:
         return left_value == right_value
-    return left == right
+    return left == right or equivalent(answer, truth)
 
 
 def _last_boxed(text: str) -> str | None:

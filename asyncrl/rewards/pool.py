@@ -13,6 +13,7 @@ import logging
 import pickle
 from dataclasses import dataclass
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.rewards.guard import Guard
@@ -46,17 +47,15 @@ class RewardPool:
     found and killed in the first and third case; in the others it is left to whoever cleans up behind the run.
 
     Args:
-        name: of the reward, as `reward.function` takes it. Workers have the working directory, environment and
-            `sys.path` of this process.
-        timeout_s: longest that one call may take, from when a worker begins with it.
+        config: `timeout_s` is the longest that one call may take, from when a worker begins with it. Workers have the
+            working directory, environment and `sys.path` of this process.
         start_timeout_s: longest that a worker may take to import and build the reward.
     """
 
-    def __init__(self, name: str, num_workers: int, timeout_s: float, *, start_timeout_s: float = 60.0) -> None:
+    def __init__(self, config: RewardConfig, *, start_timeout_s: float = 60.0) -> None:
         self.scored = self.killed = self.died = 0
-        self._name = name
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
+        self._config = config
+        self._timeout_s = config.timeout_s
         self._start_timeout_s = start_timeout_s
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._processes: set[RewardProcess] = set()
@@ -74,7 +73,7 @@ class RewardPool:
             ProcessDied, DeadlineExceeded: a worker ended, or was not ready in time.
         """
         self._guard = Guard()
-        starts = [asyncio.create_task(self._started()) for _ in range(self._num_workers)]
+        starts = [asyncio.create_task(self._started()) for _ in range(self._config.workers)]
         try:
             processes = await asyncio.gather(*starts)
         except BaseException:
@@ -177,7 +176,7 @@ class RewardPool:
 
     async def _started(self) -> RewardProcess:
         assert self._guard is not None
-        process = RewardProcess(self._name, self._guard)
+        process = RewardProcess(self._config, self._guard)
         self._processes.add(process)
         try:
             await process.start(self._start_timeout_s)

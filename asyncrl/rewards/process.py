@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
 from asyncrl.rewards.guard import Guard
 from asyncrl.rewards.messages import LENGTH, Answer, Raised
@@ -32,8 +33,8 @@ class RewardProcess:
     Raises ProcessDied: the system gives no process.
     """
 
-    def __init__(self, name: str, guard: Guard) -> None:
-        self._name = name
+    def __init__(self, config: RewardConfig, guard: Guard) -> None:
+        self._config = config
         self._guard = guard
         self._answers = _Answers()
         self._writer: asyncio.WriteTransport | None = None
@@ -45,7 +46,7 @@ class RewardProcess:
         # parent's.
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.rewards.worker", name],
+                [sys.executable, "-m", "asyncrl.rewards.worker", *config.names],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -53,9 +54,7 @@ class RewardProcess:
             )
         except OSError as error:
             do = "free memory, processes or file descriptors"
-            raise ProcessDied(explain(f"a process for reward.function={name}", str(error), do)).of(
-                REWARD_PROCESS
-            ) from error
+            raise ProcessDied(explain(f"a process for {config.asked}", str(error), do)).of(REWARD_PROCESS) from error
         guard.watch(self.pid)
 
     async def start(self, timeout_s: float) -> None:
@@ -65,10 +64,10 @@ class RewardProcess:
             ConfigError: the reward cannot be built there.
             ProcessDied, DeadlineExceeded: it ended, or was not ready in time.
         """
-        asked = f"reward.function={self._name}"
+        asked = self._config.asked
         try:
             await self._connect()
-            answer = await self.ask(pickle.dumps(list(sys.path)), timeout_s)
+            answer = await self.ask(pickle.dumps((list(sys.path), self._config)), timeout_s)
         except TimeoutError:
             found = f"its process was not ready within {timeout_s:g} s"
             do = "let its module import less, or wait less while it is imported"

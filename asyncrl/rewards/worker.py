@@ -1,6 +1,8 @@
-"""A reward process: `python -m asyncrl.rewards.worker NAME`. Answers requests until the end of its standard input.
+"""A reward process: `python -m asyncrl.rewards.worker NAME...`. Answers requests until the end of its standard input.
+The names are for people who look at the list of processes.
 
-Consumes: frames on the original standard input: first `sys.path` of the parent, then (response, row), all pickled.
+Consumes: frames on the original standard input: first (`sys.path` of the parent, RewardConfig), then (response, row),
+all pickled.
 Produces: one frame each on the original standard output: `Ready`, `Scored` or `Raised` of asyncrl.rewards.messages.
 Waits for: the next request. Stops when: that pipe ends, or, on Linux at once, when the parent does.
 
@@ -16,6 +18,7 @@ import sys
 import traceback
 from typing import BinaryIO
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards import RewardFunction, build_reward
 from asyncrl.rewards.messages import LENGTH, Answer, Raised, Ready, Scored
@@ -32,8 +35,8 @@ def main() -> None:
     first = _read(requests)
     if first is None:
         return
-    sys.path[:] = pickle.loads(first)
-    built = _build(sys.argv[1])
+    sys.path[:], config = pickle.loads(first)
+    built = _build(config)
     _write(answers, built if isinstance(built, Raised) else Ready())
     while not isinstance(built, Raised) and (request := _read(requests)) is not None:
         answer = _answer(built, request)
@@ -59,15 +62,15 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _build(name: str) -> RewardFunction | Raised:
+def _build(config: RewardConfig) -> RewardFunction | Raised:
     try:
         try:
-            return build_reward(name)
+            return build_reward(config)
         except ConfigError:
             raise
         except BaseException as error:
             found = f"importing it raised {traceback.format_exception_only(error)[-1].strip()}"
-            raise ConfigError(explain(f"reward.function={name}", found, "make the module importable")) from error
+            raise ConfigError(explain(config.asked, found, "make the module importable")) from error
     except ConfigError as error:
         return _raised(error)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 
+from asyncrl.evaluation import EvalResult
 from asyncrl.remote import ended, reply
-from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.types import Admission, GenerationRequest, PartialGroup, Ticket, TokenChunk, TrajectoryGroup
 from asyncrl.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+GRACE_S = 5.0
+"""What an evaluation may take beyond the deadline that the rollouter itself keeps, so that its own error arrives."""
 
 
 class ReplicaActorChannel:
@@ -92,6 +97,7 @@ class RolloutControl:
     def __init__(self, handle: Any, client_id: str) -> None:
         self.handle = handle
         self._client_id = client_id
+        self._evaluations = itertools.count()
 
     async def start(self, timeout_s: float) -> RolloutStats:
         return await reply(self.handle.start.remote(), timeout_s=timeout_s, call="start", process=ROLLOUTER)
@@ -101,9 +107,17 @@ class RolloutControl:
         watch of the coordinator, through the supervisor, is its deadline."""
         await reply(self.handle.run.remote(), timeout_s=FOREVER_S, call="run", process=ROLLOUTER)
 
-    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
-        call = self.handle.evaluate.remote(name, seed)
-        return await reply(call, timeout_s=timeout_s, call=f"evaluate({name})", process=ROLLOUTER)
+    async def evaluate(
+        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None = None
+    ) -> EvalResult:
+        """`replicas`: the controls of those that answer all of it, None: those that serve."""
+        channels = None
+        if replicas is not None:
+            # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
+            client_id = f"{self._client_id}/evaluation-{next(self._evaluations)}"
+            channels = {i: ReplicaActorChannel(i, control.handle, client_id) for i, control in replicas.items()}
+        call = self.handle.evaluate.remote(name, seed, timeout_s, channels)
+        return await reply(call, timeout_s=timeout_s + GRACE_S, call=f"evaluate({name})", process=ROLLOUTER)
 
     async def add_replica(self, replica_id: int, replica: Any, version: int | None = None) -> None:
         """`replica`: the control of its process."""
@@ -112,6 +126,9 @@ class RolloutControl:
 
     async def remove_replica(self, replica_id: int) -> None:
         await self._call(f"remove_replica({replica_id})", self.handle.remove_replica.remote(replica_id))
+
+    async def withdraw_replica(self, replica_id: int) -> None:
+        await self._call(f"withdraw_replica({replica_id})", self.handle.withdraw_replica.remote(replica_id))
 
     async def hold(self, replica_ids: list[int]) -> None:
         await self._call(f"hold({replica_ids})", self.handle.hold.remote(replica_ids))

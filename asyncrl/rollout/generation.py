@@ -120,7 +120,8 @@ class GenerationClient:
         """Sends requests to this replica from now on: a new one, or one that was lost and is back. One that still
         counts as serving under this id is replaced; its requests resume. `version`: what it serves, where known."""
         if (former := self._links.get(replica_id)) is not None:
-            self._detach(former, "it was replaced")
+            logger.error("replica %d is lost: it was replaced", replica_id)
+            self._detach(former)
         link = self._links[replica_id] = _Link(replica_id, channel)
         self._added.set()
         self._router.add(replica_id, version)
@@ -133,6 +134,16 @@ class GenerationClient:
         Does nothing when it was lost already."""
         if (link := self._links.get(replica_id)) is not None:
             self._lose(link, reason)
+
+    def withdraw(self, replica_id: int) -> None:
+        """Sends nothing to this replica any more, which lives on for others. Its requests are aborted there and resume
+        elsewhere with the tokens that had arrived. Does nothing when it was lost already."""
+        if (link := self._links.get(replica_id)) is None:
+            return
+        begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
+        self._detach(link)
+        if begun:
+            self._spawn(self._stop_working(link, begun), f"withdraw from replica {replica_id}")
 
     def hold(self, replica_ids: Iterable[int]) -> None:
         """Sends no new request to these until they are released, while others are there; what they work on stays."""
@@ -257,6 +268,12 @@ class GenerationClient:
             except AsyncRLError as e:  # nobody waits for the answer; the tokens that still come are dropped
                 logger.warning("abort on replica %d: %s", link.replica_id, e)
 
+    async def _stop_working(self, link: _Link, request_ids: list[str]) -> None:
+        try:
+            await link.channel.abort(request_ids)
+        except AsyncRLError as e:  # nobody waits for these any more; whoever looks after the replica will see
+            logger.warning("abort on replica %d: %s", link.replica_id, e)
+
     def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
         """Collects the requests of one turn of the event loop into a single call."""
         link.outgoing.append(request)
@@ -338,16 +355,16 @@ class GenerationClient:
         if link.lost:
             return
         link.died = died
-        self._detach(link, reason)
+        logger.error("replica %d is lost: %s", link.replica_id, reason)
+        self._detach(link)
         if not self._links:
             found = f"replica {link.replica_id} was the last: {reason}"
             self._last_loss = f"no replica is left: all of them have stopped; {found}"
             if not self._waits_for_replacements:
                 self._end(GenerationError(self._last_loss))
 
-    def _detach(self, link: _Link, reason: str) -> None:
+    def _detach(self, link: _Link) -> None:
         link.lost = True
-        logger.error("replica %d is lost: %s", link.replica_id, reason)
         del self._links[link.replica_id]
         self._router.remove(link.replica_id)
         link.busy.set()  # its collector ends

@@ -11,23 +11,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import itertools
 import logging
 import os
 import traceback
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from asyncrl.config.recipe import Recipe
-from asyncrl.data.prompt_stream import PromptStream
+from asyncrl.data.prompt_stream import build_stream
 from asyncrl.data.tokenizer import RenderedPrompts, load_tokenizer, stop_token_ids
-from asyncrl.environments import Environment, Session, Task, build_environment
-from asyncrl.errors import DeadlineExceeded, GenerationError, LedgerError, explain
+from asyncrl.environments import Chat, Environment, Managed, Session, Task, build_environment
+from asyncrl.errors import DeadlineExceeded, LedgerError, explain
+from asyncrl.evaluation import EvalResult
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
+from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.rollout.records import QuarantineFile, SampleFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
 from asyncrl.types import (
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ADMIT_WAIT_S = 1.0
-EVAL_CONCURRENCY = 256
 MAX_REASON_CHARS = 8000
 CANCEL_WAIT_S = 30.0
 """Longest that a put which the queue has refused waits for the news that its ticket was cancelled."""
@@ -88,21 +88,6 @@ class RolloutStats:
     cancelled_groups: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """One held-out set: share of correct responses, mean reward and length in tokens of those that came.
-
-    A prompt whose environment or reward raised counts as not correct, and in `num_failed`.
-    """
-
-    name: str
-    accuracy: float
-    reward_mean: float
-    response_tokens_mean: float
-    num_prompts: int
-    num_failed: int
-
-
 class Rollouter:
     """Args:
     queue: the rollout side of the message queue.
@@ -116,22 +101,19 @@ class Rollouter:
         self._recipe = recipe = spec.recipe
         self._prompts = spec.train
         self._held_out = spec.held_out
-        self._stream = PromptStream(len(spec.train.rows), recipe.run.seed, recipe.data.shuffle)
+        self._stream = build_stream(spec.train, recipe.run.seed, recipe.data.shuffle)
         self._queue = queue
         self._replicas = replicas
         self._client_id = client_id
         self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step)
         self._quarantine = QuarantineFile(spec.quarantine_path)
-        reward = recipe.reward
-        self._rewards = RewardPool(
-            reward.function,
-            reward.workers,
-            reward.timeout_s,
-            start_timeout_s=recipe.ray.start_timeout_s,
-        )
+        self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
         self._failure: asyncio.Future[None] | None = None
+        self._evaluations = itertools.count()
+        self._lent: GenerationClient | None = None
+        """Reaches the replicas that are there for the evaluation under way alone."""
         self.client: GenerationClient
         self._tools: SessionTools
         self._environment: Environment
@@ -148,22 +130,14 @@ class Rollouter:
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
         )
-        self._environment = build_environment(rollout.environment)
+        chat = Chat(tokenizer, recipe.model)
+        self._environment = build_environment(recipe, chat)
         await self._rewards.start()
+        if isinstance(self._environment, Managed):
+            await self._environment.start()
         self._failure = asyncio.get_running_loop().create_future()
-        self.client = GenerationClient(
-            f"{self._client_id}-{os.getpid()}",
-            self._replicas,
-            request_timeout_s=rollout.request_timeout_s,
-            poll_interval_s=rollout.poll_interval_s,
-            waits_for_replacements=True,
-            max_lost=recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
-        )
-        self._tools = SessionTools(
-            self.client,
-            lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)),
-            self._rewards.score,
-        )
+        self.client = self._new_client("groups", self._replicas, waits=True)
+        self._tools = SessionTools(self.client, chat, self._rewards.score)
         # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
         # again took a fifth of this process's time.
         gc.collect()
@@ -189,7 +163,13 @@ class Rollouter:
 
     async def remove_replica(self, replica_id: int) -> None:
         """Sends nothing to a replica any more that has failed; its requests resume elsewhere."""
-        self.client.remove_replica(replica_id, "it is replaced")
+        for client in (self.client, self._lent):
+            if client is not None:
+                client.remove_replica(replica_id, "it is replaced")
+
+    async def withdraw_replica(self, replica_id: int) -> None:
+        """Sends no request of groups to a replica any more that lives on; those that it had resume elsewhere."""
+        self.client.withdraw(replica_id)
 
     async def hold(self, replica_ids: list[int]) -> None:
         """Sends no new request to these replicas, which are about to get new weights, while others serve."""
@@ -205,40 +185,49 @@ class Rollouter:
         found = (running.partial() for running in self._groups.values())
         return [partial for partial in found if partial.num_tokens]
 
-    async def evaluate(self, name: str, seed: int) -> EvalResult:
-        """One response to every prompt of a held-out set, by whatever version the replicas serve now."""
-        prompts = self._held_out[name]
+    async def evaluate(
+        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, ReplicaChannel] | None = None
+    ) -> EvalResult:
+        """`eval.samples` responses to every prompt of a held-out set, by whatever version the replicas serve now.
+
+        Args:
+            replicas: those that answer all of it, for this alone; None: those that serve.
+
+        Raises what `answer_held_out` raises.
+        """
+        config, prompts = self._recipe.eval, self._held_out[name]
+        lent = (
+            None
+            if replicas is None
+            else self._new_client(f"evaluation-{next(self._evaluations):06d}", replicas, waits=False)
+        )
+        tools = self._tools if lent is None else replace(self._tools, client=lent)
         sampling = SamplingParams(
-            temperature=self._recipe.eval.temperature,
+            temperature=config.temperature,
             max_tokens=self._sampling.max_tokens,
             stop_token_ids=self._sampling.stop_token_ids,
         )
-        slots = asyncio.Semaphore(EVAL_CONCURRENCY)
 
-        async def one(index: int) -> Trajectory | Exception:
-            async with slots:
-                session = RolloutSession(self._tools, sampling, "", _seed(seed, index))
-                task = Task(prompts.rows[index], prompts.prompt_ids[index], index, 0)
-                try:
-                    return await self._trajectory(task, session)
-                except Exception as e:  # noqa: BLE001 - task boundary: one prompt of an evaluation, counted as failed
-                    logger.warning("evaluation of %s failed on %s: %r", name, prompts.rows[index].origin, e)
-                    return e
+        async def attempt(index: int, number: int) -> Trajectory:
+            words = (seed, index, number) if number else (seed, index)
+            session = RolloutSession(tools, sampling, "", _seed(*words))
+            return await self._trajectory(Task(prompts.rows[index], prompts.prompt_ids[index], index, number), session)
 
-        outcomes = await _all(one(i) for i in range(len(prompts.rows)))
-        trajectories = [o for o in outcomes if isinstance(o, Trajectory)]
-        if not trajectories:
-            raise GenerationError(
-                f"evaluation of {name}: all {len(outcomes)} prompts failed; the last: {outcomes[-1]!r}"
+        self._lent = lent
+        try:
+            return await answer_held_out(
+                name,
+                prompts,
+                attempt,
+                samples=config.samples,
+                pass_at=config.pass_at,
+                timeout_s=timeout_s,
+                lent=lent,
             )
-        return EvalResult(
-            name=name,
-            accuracy=sum(is_correct(t) for t in trajectories) / len(outcomes),
-            reward_mean=float(np.mean([t.reward for t in trajectories])),
-            response_tokens_mean=float(np.mean([len(t.response_ids) for t in trajectories])),
-            num_prompts=len(outcomes),
-            num_failed=len(outcomes) - len(trajectories),
-        )
+        finally:
+            self._lent = None
+            if lent is not None:
+                await lent.close()
 
     async def stats(self) -> RolloutStats:
         cpu = os.times()
@@ -267,8 +256,22 @@ class Rollouter:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
         await self._rewards.close()
+        if isinstance(self._environment, Managed):
+            await self._environment.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new_client(self, use: str, replicas: Mapping[int, ReplicaChannel], *, waits: bool) -> GenerationClient:
+        """`waits`: for replacements of its replicas."""
+        rollout = self._recipe.rollout
+        return GenerationClient(
+            f"{self._client_id}-{os.getpid()}-{use}",
+            replicas,
+            request_timeout_s=rollout.request_timeout_s,
+            poll_interval_s=rollout.poll_interval_s,
+            waits_for_replacements=waits,
+            max_lost=self._recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
+        )
 
     async def _admit(self) -> None:
         while True:
@@ -321,7 +324,7 @@ class Rollouter:
                 self._quarantine.add(ticket, row, reason)
             return
         await _unless_cancelled(self._queue.put(ticket, group))
-        self._samples.offer(group, ticket, row, self._tools.decode)
+        self._samples.offer(group, ticket, row, self._tools.chat.decode)
 
     async def _generate(self, running: RunningGroup) -> TrajectoryGroup:
         ticket, done = running.ticket, running.done
@@ -332,7 +335,9 @@ class Rollouter:
             trajectory = done[i]
             if trajectory is None:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
-                trajectory = done[i] = (await self._trajectory(task, running.sessions[i])).normalized()
+                made = (await self._trajectory(task, running.sessions[i])).normalized()
+                skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
+                trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 
         trajectories = await _all(one(i) for i in range(len(done)))
@@ -359,11 +364,6 @@ class Rollouter:
                     "see what it waits for, or raise rollout.trajectory_timeout_s",
                 )
             ) from None
-
-
-def is_correct(trajectory: Trajectory) -> bool:
-    """The reward's own part `correct` where it reports one, else a positive reward."""
-    return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
 
 
 def _key(ticket: Ticket) -> tuple[int, int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from asyncrl.data.rows import PromptRow
+from asyncrl.environments.chat import Chat
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.draft import Draft, Generation
 from asyncrl.rollout.generation import GenerationClient
@@ -20,7 +21,7 @@ class SessionTools:
     """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock."""
 
     client: GenerationClient
-    decode: Callable[[np.ndarray], str]
+    chat: Chat
     score: Callable[[str, PromptRow], Awaitable[RewardResult]]
 
 
@@ -54,7 +55,11 @@ class RolloutSession:
         self._replay = tuple(recorded)
         self._calls: list[RecordedCall | _OpenCall] = []
 
-    async def generate(self, prompt_ids: np.ndarray) -> Generation:
+    @property
+    def chat(self) -> Chat:
+        return self._tools.chat
+
+    async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
         number = len(self._calls)
         prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may go on writing to its own
         prior = self._recorded(number, prompt_ids)
@@ -63,9 +68,10 @@ class RolloutSession:
             return Generation(prior.token_ids, prior.logprobs, prior.segments, prior.finish_reason, 0)
         draft = Draft(prior)
         self._calls.append(_OpenCall(prompt_ids, draft))
+        limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
         made = await self._tools.client.generate(
             prompt_ids,
-            self._sampling,
+            replace(self._sampling, max_tokens=limit),
             session_id=self._session_id,
             seed=self._seed + number,  # each call draws from a stream of its own
             draft=draft,
@@ -74,7 +80,7 @@ class RolloutSession:
         return made
 
     def decode(self, token_ids: np.ndarray) -> str:
-        return self._tools.decode(token_ids)
+        return self._tools.chat.decode(token_ids)
 
     async def reward(self, response: str, row: PromptRow) -> RewardResult:
         return await self._tools.score(response, row)

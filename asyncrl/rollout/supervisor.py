@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
+from asyncrl.evaluation import EvalResult
 from asyncrl.restarts import RestartBudget
-from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.types import PartialGroup
 from asyncrl.waits import ROLLOUTER
 
@@ -35,9 +36,12 @@ class Process(Protocol):
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
     async def run(self) -> None: ...
-    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult: ...
+    async def evaluate(
+        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None
+    ) -> EvalResult: ...
     async def add_replica(self, replica_id: int, replica: Any, version: int | None) -> None: ...
     async def remove_replica(self, replica_id: int) -> None: ...
+    async def withdraw_replica(self, replica_id: int) -> None: ...
     async def hold(self, replica_ids: list[int]) -> None: ...
     async def release(self, replica_ids: list[int], version: int | None) -> None: ...
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
@@ -127,8 +131,14 @@ class RolloutSupervisor:
                     return
                 await self._restart(error)
 
-    async def evaluate(self, name: str, seed: int, timeout_s: float) -> EvalResult:
-        """As of a rollouter; begins anew on the next one when it dies meanwhile. Raises DeadlineExceeded."""
+    async def evaluate(
+        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None = None
+    ) -> EvalResult:
+        """As of a rollouter; begins anew on the next one when it dies meanwhile. Raises DeadlineExceeded.
+
+        Args:
+            replicas: by their controls, those that answer all of it; None: those that serve.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -142,7 +152,7 @@ class RolloutSupervisor:
                 continue  # it died between its wake and this task's
             try:
                 left_s = max(0.0, deadline - time.monotonic())
-                return await self._answer(current, current.control.evaluate(name, seed, left_s))
+                return await self._answer(current, current.control.evaluate(name, seed, left_s, replicas))
             except ProcessDied as error:
                 if not self._is_gone(current, error):
                     raise
@@ -155,6 +165,11 @@ class RolloutSupervisor:
     async def remove_replica(self, replica_id: int) -> None:
         self._replicas.pop(replica_id, None)
         await self._tell(lambda control: control.remove_replica(replica_id))
+
+    async def withdraw_replica(self, replica_id: int) -> None:
+        """Sends no request of groups to this one any more, which lives on."""
+        self._replicas.pop(replica_id, None)
+        await self._tell(lambda control: control.withdraw_replica(replica_id))
 
     async def hold(self, replica_ids: Iterable[int]) -> None:
         """Sends no new request to these while others are not held."""

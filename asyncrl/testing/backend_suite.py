@@ -18,7 +18,8 @@ from asyncrl.types import GroupSummary, LeaseManifest, Lengths, RankPlan, Segmen
 
 VOCAB_SIZE = 40
 MakeBackend = Callable[[], TrainBackend]
-"""A backend on one rank, temperature 1, lr 1e-2 without warm-up, no weight decay; the same weights at every call."""
+"""A backend on one rank, temperature 1, lr 1e-2 without warm-up, no weight decay, no KL; the same weights at every
+call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +112,8 @@ class TrainBackendSuite:
         before = weights_of(backend)
         metrics = backend.train_step(plan, lease.trajectories)
         after = weights_of(backend)
-        assert all(not np.array_equal(before[name], after[name]) for name in before)
+        still = {name for name in before if np.array_equal(before[name], after[name])}
+        assert all(name.endswith(".lora_A.weight") for name in still), "only with its other half at 0 it may stand"
         assert all(
             math.isfinite(v) for v in (metrics.loss, metrics.grad_norm, metrics.lr, *dict(metrics.means).values())
         ), metrics
@@ -166,6 +168,11 @@ class TrainBackendSuite:
         a, b = make_backend(), make_backend()
         assert a.train_step(plan, lease.trajectories) == b.train_step(plan, spoilt)
         assert_same_weights(weights_of(a), weights_of(b))
+
+    def test_the_divergence_needs_a_reference(self, make_backend: MakeBackend) -> None:
+        lease = random_lease(8)
+        with pytest.raises(ValueError, match="coefficient"):
+            make_backend().reference_kl(lease.plans()[0], lease.trajectories)
 
     def test_empty_microbatches_add_nothing(self, make_backend: MakeBackend) -> None:
         lease = random_lease(5)

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncrl.errors import ConfigError, RunFailed, StorageError, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
-from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import RankPlan, TensorSpec, TrainSequence, Trajectory
 
@@ -97,6 +97,11 @@ class FakeBackend:
             found[s.ordinal, s.index] = torch.from_numpy(values.astype(np.float32))
         return found
 
+    def reference_kl(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, float]:
+        raise ValueError("the fake has no reference model, whatever algorithm.kl.coefficient is")
+
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         dtype = self._spec.model.inference_dtype
         width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
@@ -138,7 +143,7 @@ class FakeBackend:
 
     def _adam(self, gradients: dict[str, np.ndarray], grad_norm: float, step: int) -> float:
         config = self._spec.trainer
-        rate = learning_rate(step, peak=config.lr, warmup_steps=config.warmup_steps)
+        rate = scheduled_rate(config, step, self._spec.total_steps)
         scale = min(1.0, config.max_grad_norm / (grad_norm + 1e-6)) if config.max_grad_norm else 1.0
         self._steps += 1
         for name, gradient in gradients.items():

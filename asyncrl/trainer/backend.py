@@ -49,6 +49,18 @@ class TrainBackend(Protocol):
         Collective over ranks. At temperature 1."""
         ...
 
+    def reference_kl(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, float]:
+        """Divergence of the policy that sampled each trajectory of this rank from the reference model, by
+        `algorithm.kl.estimator`: summed over its trained tokens, nats; 0 without any. Collective over ranks; the step
+        of the same plan is to follow.
+
+        Raises:
+            ValueError: `algorithm.kl.coefficient` is 0, so there is no reference.
+        """
+        ...
+
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """The tensors of `named_weights` in its order. Local: gathers nothing."""
         ...

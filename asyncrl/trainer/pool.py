@@ -22,7 +22,7 @@ import ray
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.remote import ended, reply, reply_now
-from asyncrl.trainer.backend import TrainMetrics
+from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
 from asyncrl.waits import MESSAGE_QUEUE
@@ -130,10 +130,18 @@ class TrainerPool:
     async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
         """One optimizer step. Raises RunFailed (not finite; nothing changed), DeadlineExceeded, ProcessDied, and what
         the queue raises for groups that are not leased."""
+        return (await self._with_plans("train_step", plans))[0]
+
+    async def reference_kl(self, plans: Sequence[RankPlan]) -> dict[TrajectoryKey, float]:
+        """Divergence from the reference model of every trajectory in the plans, over all ranks; see
+        `TrainBackend.reference_kl`. Raises as `train_step`."""
+        return {key: nats for found in await self._with_plans("reference_kl", plans) for key, nats in found.items()}
+
+    async def _with_plans(self, method: str, plans: Sequence[RankPlan]) -> list[Any]:
         if len(plans) != len(self._actors):
             raise ValueError(f"{len(plans)} plans for {len(self._actors)} trainer ranks")
-        refs = [actor.call.remote("train_step", plan) for actor, plan in zip(self._actors, plans, strict=True)]
-        return (await self._together(refs, "train_step", self._spec.trainer.step_timeout_s))[0]
+        refs = [actor.call.remote(method, plan) for actor, plan in zip(self._actors, plans, strict=True)]
+        return await self._together(refs, method, self._spec.trainer.step_timeout_s)
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         return await self._on(0, "weight_specs", timeout_s=timeout_s)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.recipe import Recipe
 from asyncrl.config.trainer import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
-    divided by it (0, greedy, is trained at 1). `seed` is the run's.
+    divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, where a falling
+    learning rate ends if `trainer.decay_steps` says nothing.
     """
 
     model: ModelConfig
@@ -20,3 +22,15 @@ class TrainerSpec:
     algorithm: AlgorithmConfig
     temperature: float = 1.0
     seed: int = 0
+    total_steps: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> TrainerSpec:
+        return cls(
+            model=recipe.model,
+            trainer=recipe.trainer,
+            algorithm=recipe.algorithm,
+            temperature=recipe.rollout.sampling.temperature,
+            seed=recipe.run.seed,
+            total_steps=recipe.run.max_steps,
+        )

@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.trainer.backend import TrainBackend, TrainMetrics
+from asyncrl.trainer.backend import TrainBackend, TrainMetrics, TrajectoryKey
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
+from asyncrl.types import Manifest, RankPlan, TensorSpec, Trajectory, TrajectoryGroup
 from asyncrl.weights.transport import Digest, TransferSource, WeightSender
 from asyncrl.weights.transports import build_sender
 
@@ -90,9 +90,15 @@ class TrainerWorker:
         Raises:
             RunFailed: loss or gradient is not finite; nothing was changed.
         """
+        return self._backend.train_step(plan, self._trajectories(plan))
+
+    def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
+        """As `TrainBackend.reference_kl`, of what this rank's plan names; collective."""
+        return self._backend.reference_kl(plan, self._trajectories(plan))
+
+    def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
         groups = self._fetch(plan.ordinals) if plan.ordinals else ()
-        trajectories = {(g.ordinal, i): t for g in groups for i, t in enumerate(g.trajectories)}
-        return self._backend.train_step(plan, trajectories)
+        return {(g.ordinal, i): t for g in groups for i, t in enumerate(g.trajectories)}
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl import coordinator
+from asyncrl import coordinator, evaluations
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
 from asyncrl.coordinator import Coordinator
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
+from asyncrl.evaluation import EvalResult
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
@@ -22,7 +23,7 @@ from asyncrl.parts import Parts
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
@@ -45,7 +46,8 @@ TRAINED = TrainMetrics(
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch):
-    monkeypatch.setattr(coordinator, "POLL_S", 0.005)
+    for module in (coordinator, evaluations):
+        monkeypatch.setattr(module, "POLL_S", 0.005)
 
 
 async def until(condition):
@@ -126,12 +128,12 @@ class Rollouter:
     """`on_evaluate`: awaited by the evaluations, by turn. `routed`: the replicas that it says it sends requests to."""
 
     def __init__(self):
-        self.on_evaluate, self.evaluations, self.routed = [], 0, (0, 1)
+        self.on_evaluate, self.evaluations, self.routed, self.lent = [], 0, (0, 1), []
 
     async def run(self):
         await asyncio.Event().wait()
 
-    async def evaluate(self, name, seed, timeout_s):
+    async def evaluate(self, name, seed, timeout_s, replicas=None):
         self.evaluations += 1
         if self.on_evaluate:
             await self.on_evaluate.pop(0)()

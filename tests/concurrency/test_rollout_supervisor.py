@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
+from asyncrl.evaluation import EvalResult
 from asyncrl.restarts import RestartBudget
-from asyncrl.rollout.rollouter import EvalResult, RolloutStats
+from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.rollout.supervisor import RolloutSupervisor
 from asyncrl.waits import ROLLOUTER
 
@@ -51,7 +52,7 @@ class Scripted:
     async def run(self):
         await asyncio.shield(self.ended_with)
 
-    async def evaluate(self, name, seed, timeout_s):
+    async def evaluate(self, name, seed, timeout_s, replicas):
         self.calls.append("evaluate")
         gate = asyncio.ensure_future(self.gate.wait())
         await asyncio.wait([gate, self.ended_with], return_when=asyncio.FIRST_COMPLETED)

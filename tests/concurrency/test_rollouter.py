@@ -263,7 +263,7 @@ async def test_a_session_drops_its_record_from_the_first_other_prompt_on(tmp_pat
 
     async with rig.start(queue, version=4) as rollouter:
         recorded = (call(1, 2), call(1, 2, 3), call(1, 2, 3, 4, reason=None))
-        tools = SessionTools(rollouter.client, lambda ids: "", rollouter._rewards.score)
+        tools = SessionTools(rollouter.client, rollouter._tools.chat, rollouter._rewards.score)
         session = RolloutSession(tools, SamplingParams(max_tokens=5), "", 0, recorded)
         assert session.calls == recorded
         assert (await session.generate([1, 2])).token_ids.tolist() == [50, 51]

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
@@ -62,7 +63,12 @@ def number(response, row):
     return RewardResult(numpy.float32(0.5), [("half", numpy.float32(0.5))])
 
 def bare(response, row):
-    return 1.0
+    return "1.0"
+
+async def waited(response, row):
+    import asyncio
+    await asyncio.sleep(float(response))
+    return len(row.ground_truth)
 
 def raising(response, row):
     if response == "sys.exit":
@@ -122,7 +128,7 @@ async def make():
     pools: list[RewardPool] = []
 
     async def started(name: str, num_workers: int = 1, timeout_s: float = SOON_S) -> RewardPool:
-        pools.append(RewardPool(name, num_workers, timeout_s))
+        pools.append(RewardPool(RewardConfig(function=name, workers=num_workers, timeout_s=timeout_s)))
         await pools[-1].start()
         return pools[-1]
 
@@ -172,7 +178,7 @@ async def test_every_call_gets_the_result_of_its_own_response(make, module):
 async def test_built_in_rewards_answer_as_they_do_here(make):
     pool = await make("math")
     for response in ("so \\boxed{7}", "Answer: 8", "nothing"):
-        assert await pool.score(response, ROW) == build_reward("math")(response, ROW)
+        assert await pool.score(response, ROW) == build_reward(RewardConfig())(response, ROW)
 
 
 async def test_what_a_reward_prints_or_reads_does_not_reach_the_pipes(make, module):
@@ -198,9 +204,9 @@ async def test_it_runs_below_uvloop_too(module):
 import asyncio, sys, uvloop
 sys.path[:] = {sys.path!r}
 from asyncrl.errors import DeadlineExceeded, ProcessDied
-from tests.contract.test_reward_pool import ROW, RewardPool
+from tests.contract.test_reward_pool import ROW, RewardConfig, RewardPool
 async def main():
-    pool = RewardPool("{module}:troubled", 2, 1.0)
+    pool = RewardPool(RewardConfig(function="{module}:troubled", workers=2, timeout_s=1.0))
     await pool.start()
     asked = [pool.score(what, ROW) for what in ("exit", "regex", "forked", "plain")]
     print([type(o).__name__ for o in await asyncio.gather(*asked, return_exceptions=True)])
@@ -375,7 +381,8 @@ async def test_one_worker_that_serves_carries_the_others(make, module, tmp_path)
 async def test_a_reward_that_cannot_be_built_there_fails_the_start(tmp_path, monkeypatch, source, error, text):
     (tmp_path / "broken_reward.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    pool = RewardPool("broken_reward:reward", 2, 5.0, start_timeout_s=0.5 if error is DeadlineExceeded else SOON_S)
+    config = RewardConfig(function="broken_reward:reward", timeout_s=5.0)
+    pool = RewardPool(config, start_timeout_s=0.5 if error is DeadlineExceeded else SOON_S)
     with pytest.raises(error, match=f"(?s)reward.function=broken_reward:reward.*{re.escape(text)}"):
         await asyncio.wait_for(pool.start(), SOON_S)
     assert workers() == []
@@ -386,7 +393,7 @@ async def test_a_reward_that_cannot_be_built_there_fails_the_start(tmp_path, mon
 
 async def test_an_unknown_reward_fails_the_start():
     with pytest.raises(ConfigError, match=r"did you mean 'math'"):
-        await RewardPool("maths", 1, 5.0).start()
+        await RewardPool(RewardConfig(function="maths", workers=1)).start()
 
 
 async def test_close_ends_calls_and_processes_at_once(make, module, tmp_path):
@@ -409,9 +416,9 @@ async def test_close_ends_calls_and_processes_at_once(make, module, tmp_path):
 OWNER = """
 import asyncio, os, sys
 sys.path[:] = {path!r}
-from tests.contract.test_reward_pool import ROW, RewardPool
+from tests.contract.test_reward_pool import ROW, RewardConfig, RewardPool
 async def main():
-    pool = RewardPool("{module}:troubled", 3, 600.0)
+    pool = RewardPool(RewardConfig(function="{module}:troubled", workers=3, timeout_s=600.0))
     await pool.start()
     calls = [asyncio.create_task(pool.score(what, ROW)) for what in {asked!r}]
     await asyncio.sleep(0)

@@ -4,9 +4,9 @@ import datetime
 
 import pytest
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.trainer import LoraConfig, TrainerConfig
 from asyncrl.testing.backend_suite import VOCAB_SIZE, TrainBackendSuite
 from asyncrl.testing.fake_backend import FakeBackend
 from asyncrl.trainer.spec import TrainerSpec
@@ -14,8 +14,12 @@ from asyncrl.trainer.spec import TrainerSpec
 pytestmark = pytest.mark.contract
 
 
-def spec(path: str) -> TrainerSpec:
-    return TrainerSpec(model=ModelConfig(path=path), trainer=TrainerConfig(lr=1e-2), algorithm=AlgorithmConfig())
+PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2))
+
+
+def spec(path: str, algorithm: AlgorithmConfig | None = None, lora: LoraConfig | None = None) -> TrainerSpec:
+    trainer = TrainerConfig(lr=1e-2, lora=lora or LoraConfig())
+    return TrainerSpec(model=ModelConfig(path=path), trainer=trainer, algorithm=algorithm or AlgorithmConfig())
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +61,27 @@ class TestFakeBackend(TrainBackendSuite):
         return lambda: FakeBackend(spec("none"), vocab_size=VOCAB_SIZE)
 
 
+def fsdp(spec):
+    import torch
+
+    from asyncrl.trainer.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+
+
 class TestFsdpBackend(TrainBackendSuite):
     @pytest.fixture
     def make_backend(self, model_path, process_group):
-        import torch
+        return lambda: fsdp(spec(model_path))
 
-        from asyncrl.trainer.fsdp.backend import FsdpBackend
 
-        return lambda: FsdpBackend(spec(model_path), rank=0, world_size=1, device=torch.device("cpu"))
+class TestFsdpBackendWithCritic(TrainBackendSuite):
+    @pytest.fixture
+    def make_backend(self, model_path, process_group):
+        return lambda: fsdp(spec(model_path, PPO))
+
+
+class TestFsdpBackendWithAdapters(TrainBackendSuite):
+    @pytest.fixture
+    def make_backend(self, model_path, process_group):
+        return lambda: fsdp(spec(model_path, lora=LoraConfig(rank=4)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
@@ -52,7 +52,7 @@ def spec(path, **trainer):
     return TrainerSpec(
         model=ModelConfig(path=str(path)),
         trainer=TrainerConfig(**{"num_ranks": 2, "lr": 1e-2, "collective_timeout_s": 20, **trainer}),
-        algorithm=AlgorithmConfig(),
+        algorithm=AlgorithmConfig(kl=KlConfig(coefficient=1e-6)),
     )
 
 
@@ -93,6 +93,13 @@ def queue(lease):
 def pool(queue, model_path):
     """Module-wide, so that only one test pays for the start; the last test of the file breaks it."""
     return asyncio.run(TrainerPool.start(spec(model_path), queue, 0, START_S))
+
+
+async def test_the_divergence_of_every_trajectory_comes_from_its_rank(pool, lease):
+    found = await pool.reference_kl(lease.plans(num_ranks=2))
+    assert set(found) == set(lease.trajectories)
+    for key, t in lease.trajectories.items():
+        assert (found[key] > 0) == (t.num_trained_tokens > 0)
 
 
 async def test_steps_train_and_every_rank_has_one_thread(pool, lease):

@@ -11,27 +11,41 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import RankPlan
 
 pytestmark = pytest.mark.numerics
 
 RANKS = 2
-DEADLINE_S = 120
+DEADLINE_S = 240
 LEASES = [random_lease(20 + step, step=step) for step in range(3)]
 NOT_RESHARDED = FsdpConfig(reshard_after_forward=False)
 
 
-def build(path, rank, world_size, fsdp=None):
+PPO = AlgorithmConfig(
+    advantage="gae",
+    ratio="proximal",
+    critic=CriticConfig(lr=1e-2),
+    gae=GaeConfig(gamma=0.98, lam=0.9),
+    kl=KlConfig(coefficient=0.1, place="reward"),
+    entropy_coefficient=0.01,
+)
+LORA = LoraConfig(rank=4)
+
+
+def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
     spec = TrainerSpec(
         model=ModelConfig(path=str(path)),
-        trainer=TrainerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=2, fsdp=fsdp or FsdpConfig()),
-        algorithm=AlgorithmConfig(),
+        trainer=TrainerConfig(
+            lr=1e-3, weight_decay=0.1, warmup_steps=2, fsdp=fsdp or FsdpConfig(), lora=lora or LoraConfig()
+        ),
+        algorithm=algorithm or AlgorithmConfig(),
         temperature=0.9,
     )
     return FsdpBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
@@ -40,12 +54,27 @@ def build(path, rank, world_size, fsdp=None):
 def join(store, rank, world_size):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=30)
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
     )
 
 
 def step(backend, lease, rank, world_size, budget=48):
     return asdict(backend.train_step(lease.plans(world_size, budget)[rank], lease.trajectories))
+
+
+def features(path, rank, world_size, directory=None):
+    """PPO with critic, reference and proximal policy over two minibatches and epochs; adapters; the divergence."""
+    rules = PackingRules(num_ranks=world_size, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=2)
+    plans = [plan_step(lease.manifest, lease.advantages, rules)[rank] for lease in LEASES]
+    ppo = build(path, rank, world_size, algorithm=PPO)
+    found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}
+    found["ppo"] = [asdict(ppo.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
+    found["ppo_weights"] = weights_of(ppo)
+    lora = build(path, rank, world_size, algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)), lora=LORA)
+    lora.load(directory)  # the same adapters on any number of ranks
+    found["lora"] = [asdict(lora.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
+    found["lora_weights"] = weights_of(lora)
+    return found
 
 
 def rank_main(rank: int, root: Path) -> None:
@@ -74,6 +103,8 @@ def rank_main(rank: int, root: Path) -> None:
     lopsided = build(root / "model", rank, RANKS, NOT_RESHARDED)
     found["lopsided"] = asdict(lopsided.train_step((plan, idle)[rank], LEASES[0].trajectories))
     found["lopsided_weights"] = weights_of(lopsided)
+
+    found["features"] = features(root / "model", rank, RANKS, root / "lora")
 
     # a NaN on one rank must stop both
     spoilt = LEASES[0].trajectories
@@ -120,6 +151,10 @@ def outcome(tmp_path_factory):
         first = build(root / "model", 0, 1)
         reference["first"] = step(first, LEASES[0], 0, 1)
         reference["first_weights"] = weights_of(first)
+        start = build(root / "model", 0, 1, lora=LORA)
+        start.capture()
+        start.save(root / "lora")
+        reference["features"] = features(root / "model", 0, 1, root / "lora")
         found = run_ranks(root)
         resumed = build(root / "model", 0, 1)
         resumed.load(root / "two")
@@ -145,9 +180,11 @@ def run_ranks(root):
     return [pickle.loads((root / f"found{rank}").read_bytes()) for rank in range(RANKS)]
 
 
-def assert_close_metrics(a, b):
-    for key, value in a.items():
-        assert value == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
+def assert_close_metrics(a, b, rel=1e-5):
+    a, b = (metrics | dict(metrics["means"]) for metrics in (a, b))
+    for key in a.keys() - {"means"}:
+        value = a[key]
+        assert value == pytest.approx(b[key], rel=rel, abs=1e-6 + rel / 10), key
 
 
 def assert_close_weights(a, b, tolerance=1e-5):
@@ -212,6 +249,25 @@ def test_a_rank_with_empty_microbatches_takes_part(outcome):
     assert_close_metrics(one["first"], two[0]["lopsided"])
     assert two[0]["lopsided"] == two[1]["lopsided"]
     assert_close_weights(one["first_weights"], two[0]["lopsided_weights"])
+
+
+def test_ppo_with_critic_and_reference_is_that_of_one_rank(outcome):
+    one, two = (found["features"] for found in (outcome[0], outcome[1][0]))
+    assert two["ppo"] == outcome[1][1]["features"]["ppo"]
+    for a, b in zip(one["ppo"], two["ppo"], strict=True):
+        assert_close_metrics(a, b, rel=1e-3)
+        assert dict(a["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
+    assert_close_weights(one["ppo_weights"], two["ppo_weights"], tolerance=1e-4)
+    both = two["kl"] | outcome[1][1]["features"]["kl"]
+    assert both == pytest.approx(one["kl"], abs=1e-4)
+
+
+def test_adapters_are_those_of_one_rank(outcome):
+    one, two = (found["features"] for found in (outcome[0], outcome[1][0]))
+    for a, b in zip(one["lora"], two["lora"], strict=True):
+        assert a["grad_norm"] > 0
+        assert_close_metrics(a, b, rel=1e-3)
+    assert_close_weights(one["lora_weights"], two["lora_weights"], tolerance=1e-4)
 
 
 def test_a_nan_on_one_rank_stops_both(outcome):

@@ -21,12 +21,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part may import those to the left of it and itself; what it may import besides is named.
 PARTS = {
     "data": set(),
-    "rewards": {"data"},
+    "sandbox": set(),
+    "rewards": {"data", "sandbox"},
     "weights": set(),
     "inference": {"weights"},
     "rollout": {"data", "rewards", "environments", "inference"},
     "serving": {"data", "inference", "rollout"},
-    "environments": {"data", "rewards", "rollout"},
+    "environments": {"data", "rewards", "rollout", "sandbox", "serving"},
     "queue": {"observability"},
     "algorithms": set(),
     "trainer": {"algorithms", "weights", "queue"},
@@ -85,6 +86,7 @@ LIGHT = {
     "asyncrl.janitor": HEAVY,
     "asyncrl.environments": HEAVY,
     "asyncrl.rewards": HEAVY,
+    "asyncrl.sandbox": (*HEAVY, "numpy", "asyncio"),
     "asyncrl.data.dataset": HEAVY,
     "asyncrl.data.tokenizer": HEAVY,
     "asyncrl.inference.replica": HEAVY,

@@ -3,34 +3,93 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import build_advantage
+from asyncrl.algorithms import ADVANTAGES, build_advantage, shaped_rewards
 from asyncrl.algorithms.grpo import grpo_advantages
+from asyncrl.algorithms.maxrl import maxrl_advantages
+from asyncrl.config.algorithm import OverlongConfig
 from asyncrl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
+RAW = ("gae", "reinforce_plus_plus")
+RELATIVE = sorted(set(ADVANTAGES) - set(RAW))
 rewards = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16)
+never_negative = st.lists(st.floats(0, 100, width=32), min_size=2, max_size=16)
+
+
+def paper(name, r):
+    """Each advantage as its paper writes it, one trajectory at a time."""
+    n, mean = len(r), sum(r) / len(r)
+    match name:
+        case "grpo":
+            spread = (sum((x - mean) ** 2 for x in r) / n) ** 0.5
+            return [(x - mean) / (spread + 1e-6) for x in r]
+        case "dr_grpo" | "reinforce_plus_plus_baseline":
+            return [x - mean for x in r]
+        case "rloo":
+            return [x - sum(y for j, y in enumerate(r) if j != i) / (n - 1) for i, x in enumerate(r)]
+        case "maxrl":
+            return [(x - mean) / mean if mean else 0.0 for x in r]
+        case "gae" | "reinforce_plus_plus":
+            return r
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@settings(deadline=None, max_examples=60)
+@given(values=never_negative)
+def test_every_advantage_is_its_papers(name, values):
+    if 0 < np.std(values) < 1e-3 or 0 < np.mean(values) < 1e-3:
+        return  # rounding of the mean is what is left there
+    found = build_advantage(name)(np.array(values))
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, paper(name, values), rtol=1e-6, atol=1e-6)
+
+
+def test_one_right_of_four_by_hand():
+    one = np.array([1.0, 0.0, 0.0, 0.0])
+    third = 1 / 3
+    expected = {
+        "grpo": np.array([3, -1, -1, -1]) / 3**0.5,  # mean 1/4, population standard deviation sqrt(3)/4
+        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+        "rloo": [1.0, -third, -third, -third],
+        "maxrl": [3.0, -1.0, -1.0, -1.0],
+        "reinforce_plus_plus_baseline": [0.75, -0.25, -0.25, -0.25],
+        "reinforce_plus_plus": one,
+        "gae": one,
+    }
+    assert set(expected) == set(ADVANTAGES)
+    for name, values in expected.items():
+        np.testing.assert_allclose(build_advantage(name)(one), values, rtol=1e-5, err_msg=name)
 
 
 def test_two_against_two():
     np.testing.assert_allclose(grpo_advantages(np.array([1.0, 0.0, 0.0, 1.0])), [1, -1, -1, 1], rtol=1e-5)
 
 
-def test_one_against_three():
-    # mean 1/4, population standard deviation sqrt(3)/4
-    found = grpo_advantages(np.array([1.0, 0.0, 0.0, 0.0]))
-    np.testing.assert_allclose(found, np.array([3, -1, -1, -1]) / 3**0.5, rtol=1e-5)
+@pytest.mark.parametrize("name", RELATIVE)
+@settings(deadline=None, max_examples=60)
+@given(reward=st.floats(0, 1e6), size=st.integers(1, 16))
+def test_equal_rewards_give_exactly_zero(name, reward, size):
+    advantage = build_advantage(name)
+    assert (advantage(np.full(size, reward)) == 0).all()
+    assert (advantage(np.full(size, np.float32(reward))) == 0).all()
 
 
-@given(st.floats(-1e6, 1e6), st.integers(1, 16))
-def test_equal_rewards_give_exactly_zero(reward, size):
-    assert (grpo_advantages(np.full(size, reward)) == 0).all()
-    assert (grpo_advantages(np.full(size, np.float32(reward))) == 0).all()
+@pytest.mark.parametrize("name", RELATIVE)
+@settings(deadline=None, max_examples=60)
+@given(values=never_negative, seed=st.integers(0, 99))
+def test_the_order_of_a_group_does_not_matter(name, values, seed):
+    if 0 < np.std(values) < 1e-3 or 0 < np.mean(values) < 1e-3:
+        return  # the sum is rounded differently in another order, and the rest is divided by next to nothing
+    values, order = np.array(values), np.random.default_rng(seed).permutation(len(values))
+    advantage = build_advantage(name)
+    np.testing.assert_allclose(advantage(values[order]), advantage(values)[order], rtol=1e-6, atol=1e-9)
 
 
+@settings(deadline=None, max_examples=60)
 @given(rewards)
 def test_centred_ordered_and_bounded(values):
     values = np.array(values)
@@ -43,6 +102,7 @@ def test_centred_ordered_and_bounded(values):
     assert (np.diff(found[order]) >= 0).all()
 
 
+@settings(deadline=None, max_examples=60)
 @given(rewards, st.floats(0.5, 4), st.floats(-10, 10))
 def test_neither_scale_nor_offset_matters(values, scale, offset):
     values = np.array(values)
@@ -51,16 +111,62 @@ def test_neither_scale_nor_offset_matters(values, scale, offset):
     np.testing.assert_allclose(grpo_advantages(values), grpo_advantages(scale * values + offset), atol=5e-4)
 
 
+@settings(deadline=None, max_examples=60)
+@given(never_negative)
+def test_maxrl_is_bounded_by_the_size_of_the_group(values):
+    found = maxrl_advantages(np.array(values))
+    assert np.isfinite(found).all()
+    assert found.min() >= -1
+    assert found.max() <= len(values) - 1 + 1e-9
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ConfigError, match="a reward of -1"):
+        maxrl_advantages(np.array([1.0, -1.0]))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("bad", [[], [1.0, float("nan")], [[1.0, 0.0]], [float("inf"), 0.0]])
-def test_malformed_rewards_are_refused(bad):
+def test_malformed_rewards_are_refused(name, bad):
     with pytest.raises(ValueError, match="rewards"):
-        grpo_advantages(np.array(bad))
+        build_advantage(name)(np.array(bad))
 
 
 def test_names_are_looked_up():
     assert build_advantage("grpo") is grpo_advantages
     with pytest.raises(ConfigError, match="grpo"):
         build_advantage("grppo")
+
+
+DAPO = OverlongConfig(buffer_tokens=4096)
+
+
+def dapo_equation_13(length, longest=20480, cache=4096):
+    if length <= longest - cache:
+        return 0.0
+    return (longest - cache - length) / cache if length <= longest else -1.0
+
+
+def test_the_overlong_penalty_is_dapos():
+    lengths = [0, 1, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 50000]
+    found = shaped_rewards([1.0] * len(lengths), lengths, DAPO, 20480)
+    np.testing.assert_allclose(found, [1 + dapo_equation_13(n) for n in lengths], rtol=1e-12)
+    assert found[5] == 0.5
+    half = shaped_rewards([0.0], [20480], OverlongConfig(buffer_tokens=4096, penalty=0.5), 20480)
+    assert half.tolist() == [-0.5]
+
+
+def test_without_a_buffer_rewards_are_as_they_were():
+    rewards = (1.0, -2.0)
+    assert shaped_rewards(rewards, (99, 0), OverlongConfig(), 10).tolist() == [1.0, -2.0]
+
+
+def test_a_buffer_that_every_response_is_in_is_refused():
+    with pytest.raises(ConfigError, match="every response would be penalised") as caught:
+        shaped_rewards([1.0], [5], DAPO, 64)
+    assert "to about 12, or 0" in str(caught.value)
+    with pytest.raises(ValueError, match="lengths"):
+        shaped_rewards([1.0], [5, 6], DAPO, 20480)
 
 
 def test_the_coordinator_gets_advantages_and_plans_without_torch_or_ray():

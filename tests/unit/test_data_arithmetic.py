@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, PromptRow
@@ -68,7 +69,7 @@ def test_the_question_holds_the_numbers_that_the_solution_uses(seed: int, level:
 
 @given(st.integers(0, 10**9), st.sampled_from(LEVELS))
 def test_the_math_reward_judges_both_solvers(seed: int, level: int) -> None:
-    problem, reward = make_problem(random.Random(seed), level), build_reward("math")
+    problem, reward = make_problem(random.Random(seed), level), build_reward(RewardConfig())
     assert reward(problem.careful, row_of(problem)).reward == 1.0
     assert reward(problem.hasty, row_of(problem)).reward == float(problem.hasty_answer == problem.answer)
 

@@ -125,3 +125,11 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
     assert "fully_async" in plan
     assert "nothing was started" in plan
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen", "grpo_qwen3_30b_a3b", "retool_qwen"])
+def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
+    """Without a GPU, the packages of one, or the hub."""
+    monkeypatch.chdir(ROOT)
+    assert cli.main([f"recipes/{name}.yaml", "--dry-run"]) == 0
+    assert "the recipe is valid" in capsys.readouterr().out

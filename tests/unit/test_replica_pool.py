@@ -80,6 +80,7 @@ class Rig:
 
     def __init__(self, num=2, max_restarts=2, prepare=lambda c: None, restart_delay_s=0, **settings):
         self.made, self.announced, self.retired, self.events, self.routing = [], [], [], [], []
+        self.withdrawn = []
         self.may_retire = asyncio.Event()
         self.may_retire.set()
         self.retire_error = None
@@ -97,11 +98,11 @@ class Rig:
             self.routing.append(("announce", replica_id, version))
             self.on_announce(replica_id, control)
 
-        async def retire(replica_id):
+        async def retire(replica_id, *, lives=False):
             await self.may_retire.wait()
             if self.retire_error:
                 raise self.retire_error
-            self.retired.append(replica_id)
+            (self.withdrawn if lives else self.retired).append(replica_id)
 
         async def hold(ids):
             self.routing.append(("hold", ids))
@@ -540,3 +541,86 @@ async def test_only_what_requests_are_sent_to_is_held_and_released_and_the_versi
     assert rig.routing[1:] == [("announce", 0, None), ("release", [0, 1], 7)]
     await pool.reconcile((1,))
     assert rig.routing[3:] == [("announce", 0, 7)]
+
+
+async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends():
+    rig = Rig(num=3)
+    await rig.begin()
+    leases = await rig.pool.lease(1)
+    assert leases == rig.pool.leased == {2: rig.made[2]}
+    assert (rig.withdrawn, rig.retired) == ([2], [])
+    assert sorted(rig.pool.members) == sorted(rig.pool.serving_members) == [0, 1]
+    assert rig.pool.newcomers == {}, "a catch-up passes it by"
+    assert sorted(await rig.pool.stats()) == [0, 1, 2], "its health is watched"
+    await rig.pool.reconcile([0, 1])
+    assert rig.announced == []
+    await rig.pool.end_lease(leases)
+    assert rig.made[2].calls == ["reset"]
+    assert rig.pool.newcomers == {2: rig.made[2]}
+    assert rig.pool.leased == {}
+    await rig.pool.committed(rig.pool.members)
+    assert rig.announced == [(2, rig.made[2])]
+    assert rig.kinds == ["replica_leased", "replica_returned", "replica_serving"]
+
+
+@pytest.mark.parametrize(("num", "asked", "got"), [(3, 2, [1, 2]), (3, 5, [1, 2]), (2, 1, [1]), (1, 1, [])])
+async def test_a_lease_never_takes_the_last_replica(num, asked, got):
+    rig = Rig(num=num)
+    await rig.begin()
+    assert sorted(await rig.pool.lease(asked)) == got
+
+
+async def test_newcomers_are_not_leased():
+    rig = Rig(num=3)
+    await rig.begin()
+    rig.pool.fail(2, rig.made[2], ProcessDied("gone"))
+    await settled()
+    assert sorted(await rig.pool.lease(2)) == [1]
+
+
+async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_told():
+    rig = Rig(num=2)
+    await rig.begin()
+    leases = await rig.pool.lease(1)
+    rig.made[1].stats_error = ProcessDied("gone")
+    await rig.pool.stats()
+    await settled()
+    assert (rig.pool.leased, rig.pool.newcomers, rig.retired) == ({}, {1: rig.made[2]}, [1])
+    await rig.pool.end_lease(leases)
+    assert rig.made[2].calls == [], "its replacement is none of that lease"
+
+
+async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_newcomer():
+    rig = Rig(num=2, rejoin_timeout_s=5, health_timeout_s=0.05)
+    await rig.begin()
+    leases = await rig.pool.lease(1)
+    rig.made[1].stop_it()
+    await rig.pool.stats()
+    await settled()
+    assert (rig.pool.leased, sorted(rig.pool.members), rig.retired) == ({}, [0], [1])
+    await rig.pool.end_lease(leases)
+    rig.made[1].go_on()
+    await rig.pool.wait_member(5)
+    async with asyncio.timeout(5):
+        while not rig.pool.newcomers:
+            await asyncio.sleep(0.005)
+    assert len(rig.made) == 2
+
+
+async def test_one_that_cannot_be_reset_when_its_lease_ends_is_replaced():
+    rig = Rig(num=2)
+    await rig.begin()
+    leases = await rig.pool.lease(1)
+    rig.made[1].reset_error = RuntimeError("the engine raised")
+    await rig.pool.end_lease(leases)
+    await settled()
+    assert (rig.made[1].killed, rig.pool.newcomers) == (1, {1: rig.made[2]})
+
+
+async def test_a_fence_ends_leases():
+    rig = Rig(num=2)
+    await rig.begin()
+    await rig.pool.lease(1)
+    await rig.pool.fence()
+    assert (rig.pool.leased, sorted(rig.pool.newcomers)) == ({}, [0, 1])
+    assert rig.made[1].calls == ["reset"]

@@ -22,6 +22,7 @@ from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Paus
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import Transfer
 from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.weights.experts import unfused
 from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,9 @@ class TorchEngine:
 
     def _on_loaded(self, runner: ModelRunner, decode: DecodeLoop) -> None:
         self._runner, self._decode = runner, decode
-        self._transfer = Transfer(runner.model.state_dict(), self._device)
+        whole = runner.model.state_dict().items()
+        targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
+        self._transfer = Transfer(targets, self._device, self._config)
         assert self._started is not None
         if not self._started.done():
             self._started.set_result(None)

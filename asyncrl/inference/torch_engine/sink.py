@@ -19,7 +19,7 @@ class ParameterSink:
     Names that share storage (tied embeddings) count as one: either may come, or both.
 
     Args:
-        targets: the model's `state_dict()`.
+        targets: the tensors of the model, views of its storage, by the names of its checkpoint.
     """
 
     def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:

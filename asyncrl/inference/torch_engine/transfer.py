@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.inference.torch_engine.sink import ParameterSink
-from asyncrl.types import Manifest
+from asyncrl.types import Manifest, TensorSpec
+from asyncrl.weights.adapters import BaseWeights, is_adapters
+from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver
 from asyncrl.weights.transports import build_receiver
 
@@ -18,11 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Applies publishes to `targets`, one after the other, in a thread of its own (sockets stay in one thread)."""
+    """Applies publishes to `targets`, one after the other, in a thread of its own (sockets stay in one thread).
 
-    def __init__(self, targets: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    `model`: whose files adapters are merged into.
+    """
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], device: torch.device, model: ModelConfig) -> None:
         self._targets = targets
         self._device = device
+        self._model = model
+        self._adapted: frozenset[str] | None = None
+        """Names of the adapters that the targets hold, beside the weights of the model's files; None: other weights."""
         self._executor = ThreadPoolExecutor(1, "weight-transfer", initializer=self._set_up_thread)
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
@@ -51,9 +60,27 @@ class Transfer:
             self._receiver = build_receiver(source, device=self._device)
             self._source = source
         assert self._receiver is not None
+        if is_adapters(manifest):
+            return self._receive_adapters(self._receiver, manifest, timeout_s)
+        self._adapted = None
         sink = ParameterSink(self._targets)
         digest = self._receiver.receive(manifest, sink, timeout_s)
         sink.finish()
+        return digest
+
+    def _receive_adapters(self, receiver: WeightReceiver, manifest: Manifest, timeout_s: float) -> Digest | None:
+        """The digest is that of the adapters, which is what was sent."""
+        adapters: dict[str, torch.Tensor] = {}
+        digest = receiver.receive(manifest, AssemblingSink(adapters.__setitem__), timeout_s)
+        rest_is_there, self._adapted = self._adapted == frozenset(adapters), None
+        sink = ParameterSink(self._targets)
+        base = BaseWeights(self._model.path, self._model.revision)
+        for name, tensor in base.merged(adapters, only_adapted=rest_is_there):
+            spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+            sink.write(spec, 0, tensor.contiguous().view(-1).view(torch.uint8))
+        if not rest_is_there:
+            sink.finish()
+        self._adapted = frozenset(adapters)
         return digest
 
     def _close_receiver(self) -> None:

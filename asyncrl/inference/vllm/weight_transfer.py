@@ -26,6 +26,7 @@ from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
 from asyncrl.inference.vllm.native import NativeReceiver, VllmNccl
 from asyncrl.inference.vllm.reload import Reload
 from asyncrl.types import Manifest, TensorSpec
+from asyncrl.weights.adapters import BaseWeights, is_adapters
 from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import Digest, DigestKind, TransferSource, WeightReceiver
 from asyncrl.weights.transports import build_receiver
@@ -137,8 +138,10 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
         """The receiver fills the feed in its thread; this thread, vLLM's own, loads from it."""
         # The receiver keeps the deadline and says more about it.
-        feed = StreamFeed(len(manifest.tensors), timeout_s + 1.0, self.device)
-        received = self._executor.submit(self._fill, feed, manifest, timeout_s)
+        base = BaseWeights(self.model_config.model, self.model_config.revision) if is_adapters(manifest) else None
+        num_tensors = len(manifest.tensors) if base is None else len(base.names)
+        feed = StreamFeed(num_tensors, timeout_s + 1.0, self.device)
+        received = self._executor.submit(self._fill, feed, manifest, base, timeout_s)
         try:
             self._reload.load(feed)
         except Exception as error:
@@ -148,18 +151,33 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         feed.finish()
         self._digest = received.result(timeout_s + _GRACE_S)
 
-    def _fill(self, feed: Feed, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """In the receiver's thread."""
+    def _fill(self, feed: Feed, manifest: Manifest, base: BaseWeights | None, timeout_s: float) -> Digest | None:
+        """In the receiver's thread. `base`: what the tensors of the manifest are adapters of."""
         try:
             if self._receiver is None:
                 self._receiver = self._join()
             if isinstance(self._receiver, NativeReceiver):
                 self._receiver.receive(manifest, feed, timeout_s)
                 return None
+            if base is not None:
+                return self._fill_merged(self._receiver, feed, manifest, base, timeout_s)
             return self._receiver.receive(manifest, CheckedSink(self._reload.expected, feed), timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
+
+    def _fill_merged(
+        self, receiver: WeightReceiver, feed: Feed, manifest: Manifest, base: BaseWeights, timeout_s: float
+    ) -> Digest | None:
+        """Every tensor of the model, since vLLM reloads whole layers; the digest is that of the adapters."""
+        adapters: dict[str, torch.Tensor] = {}
+        digest = receiver.receive(manifest, AssemblingSink(adapters.__setitem__), timeout_s)
+        for name, tensor in base.merged(adapters):
+            cast = tensor.to(self.model_config.dtype)
+            dtype = str(cast.dtype).removeprefix("torch.")
+            self._reload.expected.check(TensorSpec(name, tuple(cast.shape), dtype, cast.nbytes))
+            feed.offer(name, cast)
+        return digest
 
     def _join(self) -> WeightReceiver | NativeReceiver:
         assert self._source is not None, "update before init"

@@ -86,7 +86,7 @@ def packed_sdpa(  # noqa: PLR0913 the signature is that of transformers' interfa
         dropout_p=dropout,
         is_causal=window is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),  # symbolic while a compiler traces
     )
     out_rows = out_SHLD.transpose(1, 2).flatten(0, 1)
     if not packed_layout.is_dense:

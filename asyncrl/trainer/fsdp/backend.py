@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.algorithms import build_objective
 from asyncrl.algorithms.loss import LossInputs
+from asyncrl.algorithms.proximal import log_linear
+from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from asyncrl.errors import RunFailed, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.fsdp import state
-from asyncrl.trainer.fsdp.batch import PackedBatch, pack
-from asyncrl.trainer.fsdp.optimizer import build_optimizer
-from asyncrl.trainer.fsdp.policy import load_policy, shard
+from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
+from asyncrl.trainer.fsdp.models import Models
+from asyncrl.trainer.fsdp.optimizer import Update
+from asyncrl.trainer.fsdp.prepare import Prepared, Preparer
+from asyncrl.trainer.fsdp.publish import Publication
 from asyncrl.trainer.fsdp.totals import StepTotals
-from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.types import RankPlan, TensorSpec, Trajectory
+from asyncrl.types import Microbatch, RankPlan, TensorSpec, Trajectory
 
 
 class FsdpBackend:
@@ -37,21 +40,35 @@ class FsdpBackend:
     """
 
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
-        """Loads and shards the model; collective. Raises ConfigError: the model cannot be read or trained."""
+        """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._world_size, self._rank, self._device = spec, world_size, rank, device
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
-        fsdp = spec.trainer.fsdp
-        self._policy = load_policy(spec.model, fsdp, device)
-        self._mesh = init_device_mesh(device.type, (world_size,))
-        shard(self._policy, self._mesh, fsdp)
-        self._optimizer = build_optimizer(self._policy.causal_lm, spec.trainer)
-        self._objective = build_objective(spec.algorithm)
+        self._models = Models(spec, init_device_mesh(device.type, (world_size,)), device)
+        self._policy, self._critic = self._models.policy, self._models.critic
+        trainer, algorithm = spec.trainer, spec.algorithm
+        host_state = trainer.fsdp.offload_optimizer
+        self._update = Update(
+            self._policy.causal_lm, trainer, max_grad_norm=trainer.max_grad_norm, host_state=host_state
+        )
+        self._critic_update = (
+            Update(self._critic, trainer, max_grad_norm=algorithm.critic.max_grad_norm, host_state=host_state)
+            if self._critic is not None
+            else None
+        )
+        self._objective = build_objective(algorithm)
         self._temperature = spec.temperature or 1.0
-        self._publish_dtype: torch.dtype = getattr(torch, spec.model.inference_dtype)
+        self._preparer = Preparer(
+            algorithm,
+            device,
+            policy=self._policy_logprobs,
+            reference=self._reference_logprobs if algorithm.needs_reference else None,
+            values=self._critic,
+        )
+        self._publication = Publication(self._policy.causal_lm, spec, device)
         self._captured: dict[str, torch.Tensor] | None = None
         # Saving runs beside training in a thread of its own: without a group of its own the collectives of the two
         # would meet each other. A rank waits in it while another one writes.
-        timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
+        timeout = timedelta(seconds=max(trainer.step_timeout_s, trainer.collective_timeout_s))
         saving = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
@@ -60,39 +77,112 @@ class FsdpBackend:
         """The updates of one step; see `TrainBackend`.
 
         Raises:
-            RunFailed: loss or gradient is not finite. The weights and the optimizer are as before that update.
+            RunFailed: loss or gradient is not finite. The weights and the optimizers are as before that update.
             ValueError: a trajectory is missing or differs from its plan.
         """
-        self._policy.train()
-        totals, norms = StepTotals(self._device), []
-        rate = self._rate(plan.step)
-        for microbatches in plan.updates:
+        self._models.train(False)
+        prepared = self._preparer.prepare(plan, trajectories)
+        self._models.train(True)
+        spec = self._spec
+        rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps)
+        critic_rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
+        learns = self._critic is None or plan.step >= spec.algorithm.critic.warmup_steps
+        totals, norms, critic_norms = StepTotals(self._device), [], []
+        for microbatches, ready in zip(plan.updates, prepared, strict=True):
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
-            for microbatch in microbatches:
-                batch = pack(microbatch, trajectories, predict="trained", device=self._device, step=plan.step)
-                logprobs, entropy = self._policy(batch.tokens, self._temperature)
-                part, seen = self._objective(_inputs(batch, logprobs, entropy))
-                (part * self._world_size).backward()
-                totals.add(part, seen, batch)
-                loss += part.detach()
-            norms.append(self._clip_gradients())
-            self._check_finite(loss, norms[-1], plan.step)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        return totals.reduce(norms, rate)
+            for microbatch, found in zip(microbatches, ready, strict=True):
+                loss += self._pass(microbatch, trajectories, found, plan, totals, learns=learns)
+            norms.append(self._update.clip())
+            if self._critic_update is not None:
+                critic_norms.append(self._critic_update.clip())
+            self._check_finite(loss, [norms[-1], *critic_norms[-1:]], plan.step)
+            if learns:
+                self._update.step(rate)
+            if self._critic_update is not None:
+                self._critic_update.step(critic_rate)
+        return totals.reduce(norms, rate, critic_norms)
 
-    def _rate(self, step: int) -> float:
-        trainer = self._spec.trainer
-        return learning_rate(step, peak=trainer.lr, warmup_steps=trainer.warmup_steps)
+    def _pass(
+        self,
+        microbatch: Microbatch,
+        trajectories: Mapping[TrajectoryKey, Trajectory],
+        prepared: Prepared,
+        plan: RankPlan,
+        totals: StepTotals,
+        *,
+        learns: bool,
+    ) -> torch.Tensor:
+        """Forward and backward through one micro-batch; its part of what is minimised, the critic's included.
+        `learns`: whether the policy does, or the critic alone."""
+        batch = pack(microbatch, trajectories, predict="trained", device=self._device, step=plan.step)
+        with torch.set_grad_enabled(learns):
+            logprobs, entropy = self._policy(batch.tokens, self._temperature)
+            part, seen = self._objective(self._inputs(batch, prepared, logprobs, entropy))
+        if learns:
+            (part * self._world_size).backward()
+        totals.add(part, seen, batch)
+        totals.add_sums(prepared.sums)
+        if self._critic is None:
+            return part.detach()
+        return part.detach() + self._critic_pass(batch, prepared, totals)
+
+    def _critic_pass(self, batch: PackedBatch, prepared: Prepared, totals: StepTotals) -> torch.Tensor:
+        """Forward and backward of the critic; its mean loss over the trained tokens of the update, this rank's part."""
+        assert self._critic is not None, "it has one"
+        assert prepared.values is not None, "prepared with the critic"
+        assert prepared.returns is not None, "prepared with the critic"
+        assert prepared.token_share is not None, "prepared with the critic"
+        clip = self._spec.algorithm.critic.clip
+        values = self._critic(batch.tokens)
+        losses = value_loss(values, prepared.values, prepared.returns, batch.mask, clip=clip)
+        part = losses.sum() * prepared.token_share.float()
+        (part * self._world_size).backward()
+        touched = value_clipped(values, prepared.values, prepared.returns, batch.mask, clip=clip)
+        totals.add_sums((("critic/loss", losses.detach().sum()), ("critic/clip_fraction", touched.sum())))
+        return part.detach()
+
+    def _inputs(
+        self, batch: PackedBatch, prepared: Prepared, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> LossInputs:
+        algorithm = self._spec.algorithm
+        old = batch.behavior_logprobs
+        if algorithm.ratio == "proximal" and algorithm.proximal == "log_linear":
+            old = log_linear(logprobs, batch.behavior_logprobs, batch.lags)
+        elif algorithm.ratio == "proximal":  # the policy before a single update is the policy itself
+            old = logprobs.detach() if prepared.proximal_logprobs is None else prepared.proximal_logprobs
+        return LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            behavior_logprobs=batch.behavior_logprobs,
+            advantages=batch.advantages if prepared.advantages is None else prepared.advantages,
+            mask=batch.mask,
+            weights=batch.weights,
+            sequences=batch.sequences,
+            lags=batch.lags,
+            entropy=entropy,
+            reference_logprobs=prepared.reference_logprobs,
+        )
+
+    def _policy_logprobs(self, tokens: PackedTokens) -> torch.Tensor:
+        return self._policy(tokens, self._temperature)[0]
+
+    def _reference_logprobs(self, tokens: PackedTokens) -> torch.Tensor:
+        with self._models.reference() as reference:
+            return reference(tokens, self._temperature)[0]
+
+    def reference_kl(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, float]:
+        """See `TrainBackend`. The step that follows does not ask the reference again."""
+        self._models.train(False)
+        return self._preparer.reference_kl(plan, trajectories)
 
     @torch.no_grad()
     def logprobs(
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, torch.Tensor]:
         """[T] float32 on the CPU for each sequence of this rank, at temperature 1; see `TrainBackend`."""
-        self._policy.eval()
+        self._models.train(False)
         found: dict[TrajectoryKey, torch.Tensor] = {}
         for microbatch in plan.microbatches:
             batch: PackedBatch = pack(microbatch, trajectories, predict="response", device=self._device)
@@ -103,23 +193,17 @@ class FsdpBackend:
         return found
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        width = self._publish_dtype.itemsize
-        return tuple(
-            TensorSpec(name, tuple(t.shape), self._spec.model.inference_dtype, t.numel() * width)
-            for name, t in state.published_tensors(self._policy.causal_lm)
-        )
+        return self._publication.specs()
 
-    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainBackend`. Tensors lie on the trainer's device; one may share memory with the master weights where
         nothing had to be gathered or cast, so take it before the next step."""
-        for name, tensor in state.published_tensors(self._policy.causal_lm):
-            # cast before gathering: half the bytes for 16-bit replicas
-            yield name, state.full(tensor.detach().to(self._publish_dtype))
+        return self._publication.tensors()
 
     def capture(self) -> None:
         self._captured = None  # freed before the next one is made
-        self._captured = state.capture(self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+        live = self._live_state() | self._models.lora_facts()
+        self._captured = state.capture(live, rank=self._rank, device=self._device)
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
@@ -130,42 +214,26 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
-        state.load(directory, self._policy.causal_lm, self._optimizer, rank=self._rank, device=self._device)
+        state.load(directory, self._live_state(), rank=self._rank, device=self._device)
 
-    def _clip_gradients(self) -> float:
-        """Scales gradients to at most `max_grad_norm` and returns their global norm before that."""
-        parameters = [p for p in self._policy.parameters() if p.grad is not None]
-        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = state.full(total)
-        limit = self._spec.trainer.max_grad_norm
-        if limit > 0:
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return float(norm)
+    def _live_state(self) -> dict[str, torch.Tensor]:
+        found = state.of_model("model", self._policy.causal_lm, "optimizer", self._update.optimizer)
+        if self._critic is not None and self._critic_update is not None:
+            found |= state.of_model("critic", self._critic, "critic_optimizer", self._critic_update.optimizer)
+        return found
 
-    def _check_finite(self, loss: torch.Tensor, grad_norm: float, step: int) -> None:
+    def _check_finite(self, loss: torch.Tensor, norms: Sequence[float], step: int) -> None:
         """Every rank sees the same reduced numbers, so every rank raises."""
         dist.all_reduce(loss)
-        if math.isfinite(grad_norm) and math.isfinite(loss):
+        if math.isfinite(loss) and all(math.isfinite(norm) for norm in norms):
             return
-        self._optimizer.zero_grad(set_to_none=True)
+        self._update.drop()
+        if self._critic_update is not None:
+            self._critic_update.drop()
         raise RunFailed(
             explain(
                 f"optimizer step {step}",
-                f"loss={float(loss)}, gradient norm={grad_norm}; the weights were not changed",
+                f"loss={float(loss)}, gradient norm={', '.join(map(str, norms))}; the weights were not changed",
                 "lower trainer.lr, or look for odd rewards in samples.jsonl",
             )
         )
-
-
-def _inputs(batch: PackedBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
-    return LossInputs(
-        logprobs=logprobs,
-        old_logprobs=batch.behavior_logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        weights=batch.weights,
-        sequences=batch.sequences,
-        lags=batch.lags,
-        entropy=entropy,
-    )

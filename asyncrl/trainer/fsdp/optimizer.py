@@ -1,11 +1,61 @@
-"""AdamW over the sharded parameters."""
+"""AdamW over the sharded parameters of a module, and the update that it takes."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Update:
+    """The optimizer of `module`: clips its gradients, steps, and forgets them.
+
+    With `host_state` the moments lie in host memory between steps; where the parameters do too, that changes nothing.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainerConfig, *, max_grad_norm: float, host_state: bool) -> None:
+        self.optimizer = build_optimizer(module, config)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._max_grad_norm = max_grad_norm
+        self._host_state = host_state and any(p.device.type != "cpu" for p in self._parameters)
+        if self._host_state:
+            self._move_state(None)
+
+    def clip(self) -> float:
+        """Scales gradients to at most `max_grad_norm` and returns their global norm before that; collective. 0 where
+        there are none."""
+        parameters = [p for p in self._parameters if p.grad is not None]
+        if not parameters:
+            return 0.0
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total.full_tensor() if isinstance(total, DTensor) else total
+        if self._max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        return float(norm)
+
+    def step(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self._host_state:
+            self._move_state(self._parameters[0].device)
+        self.optimizer.step()
+        if self._host_state:
+            self._move_state(None)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _move_state(self, device: torch.device | None) -> None:
+        """The moments to `device`, None: to host memory."""
+        for state in self.optimizer.state.values():
+            for name in MOMENTS:
+                state[name] = state[name].to("cpu" if device is None else device)
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:

@@ -1,8 +1,9 @@
 """The sharded state of a rank: which tensors are published, and how a checkpoint is written and read.
 
-A checkpoint holds the weights and AdamW's state (two moments and a step count per tensor) under Hugging Face names, and
-the random state of each rank, in torch.distributed.checkpoint's format: every rank writes its shards, and any number of
-ranks reads them back into theirs. It is written from a copy in host memory, by a thread beside the one that trains.
+A checkpoint holds the weights and AdamW's state (two moments and a step count per tensor) under Hugging Face names, of
+the policy (of its adapters, where it has them) and of the critic, and the random state of each rank, in
+torch.distributed.checkpoint's format: every rank writes its shards, and any number of ranks reads them back into
+theirs. It is written from a copy in host memory, by a thread beside the one that trains.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, StorageError, explain
+from asyncrl.trainer.fsdp import lora
+from asyncrl.weights.adapters import LORA_B, BaseWeights
+from asyncrl.weights.experts import unfused
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and (sharded) tensors of `model.state_dict()` in its order; a tied tensor once, under its first name."""
+    """Names and (sharded) tensors of `model.state_dict()` in its order; a tied tensor once, under its first name. Of a
+    model with adapters only these."""
+    if lora.has_adapters(model):
+        yield from lora.adapter_tensors(model)
+        return
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -34,14 +43,24 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device
+def of_model(
+    name: str, model: nn.Module, optimizer_name: str, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Copies in host memory of what a checkpoint of this rank holds. A shard stays a DTensor, so that writing knows its
-    place in the whole; nothing is gathered."""
-    live = _state(model, optimizer) | {f"rng.{rank}": _random_state(device)}
-    return {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+    """Flat names, below `name` and `optimizer_name`, to live tensors; loading writes into them."""
+    found: dict[str, torch.Tensor] = {}
+    for key, tensor in published_tensors(model):
+        found[f"{name}.{key}"] = tensor.detach()
+        moments = optimizer.state.get(tensor, {})
+        found.update((f"{optimizer_name}.{key}.{kind}", value) for kind, value in moments.items())
+    return found
+
+
+@torch.no_grad()
+def capture(live: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies in host memory of what a checkpoint of this rank holds: `live`, and its random state. A shard stays a
+    DTensor, so that writing knows its place in the whole; nothing is gathered."""
+    everything = live | {f"rng.{rank}": _random_state(device)}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in everything.items()}
 
 
 def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -59,10 +78,8 @@ def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.Process
         raise _unwritable(directory, error) from error
 
 
-def load(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, device: torch.device
-) -> None:
-    """Restores what `save` wrote into the tensors of `model` and `optimizer`; collective.
+def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> None:
+    """Restores what `save` wrote into the tensors of `wanted` (`of_model`); collective.
 
     A rank that the checkpoint does not know (there are more ranks now) keeps the random state that it has.
 
@@ -70,13 +87,7 @@ def load(
         ConfigError: there is no checkpoint below `directory`, or it is of another model.
     """
     asked = f"load the trainer's state from {directory}"
-    try:
-        written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
-        raise ConfigError(
-            explain(asked, "no checkpoint there", "name the trainer directory of a checkpoint")
-        ) from error
-    wanted = _state(model, optimizer)
+    written = _metadata(directory, asked)
     random_state = _random_state(device)
     known = f"rng.{rank}" in written
     try:
@@ -87,20 +98,52 @@ def load(
         _set_random_state(random_state, device)
 
 
+def read_weights(directory: Path, base: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names in Hugging Face's naming and whole float32 tensors of the policy that `save` wrote, one at a time, adapters
+    merged, experts apart. Needs no process group.
+
+    Args:
+        base: where the base weights of adapters are now; None: where the checkpoint says.
+
+    Raises:
+        ConfigError: there is no checkpoint below `directory`.
+        WeightTransferError: the adapters are not of the model at `base`.
+    """
+    written = _metadata(directory, f"read the weights of {directory}")
+    names = [name.removeprefix("model.") for name in written if name.startswith("model.")]
+    if lora.SCALE not in written:
+        for name in names:
+            yield from unfused(name, _read(directory, written, f"model.{name}"))
+        return
+    scale = float(_read(directory, written, lora.SCALE))
+    path = bytes(_read(directory, written, lora.BASE).tolist()).decode()
+    adapters = {name: _read(directory, written, f"model.{name}") for name in names}
+    scaled = {name: t * scale if name.endswith(LORA_B) else t for name, t in adapters.items()}
+    for name, tensor in BaseWeights(base or path).merged(scaled):
+        yield name, tensor.float()
+
+
+def _read(directory: Path, written: dict[str, STORAGE_TYPES], name: str) -> torch.Tensor:
+    of = written[name]
+    assert isinstance(of, TensorStorageMetadata), f"{name} is a tensor"
+    tensor = torch.empty(of.size, dtype=of.properties.dtype)
+    dcp.load({name: tensor}, checkpoint_id=directory, no_dist=True)
+    return tensor
+
+
+def _metadata(directory: Path, asked: str) -> dict[str, STORAGE_TYPES]:
+    try:
+        return dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise ConfigError(
+            explain(asked, "no checkpoint there", "name the trainer directory of a checkpoint")
+        ) from error
+
+
 def _unwritable(directory: Path, error: CheckpointException) -> StorageError:
     found = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
     do = "make room there, or mend the directory; the state in training is not touched"
     return StorageError(explain(f"write the trainer's state to {directory}", found, do))
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Flat names to live tensors; loading writes into them."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in published_tensors(model):
-        found[f"model.{name}"] = tensor.detach()
-        moments = optimizer.state.get(tensor, {})
-        found.update((f"optimizer.{name}.{key}", value) for key, value in moments.items())
-    return found
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -33,7 +33,8 @@ def token_logprobs(
         targets: [N] int64.
 
     Returns:
-        Log-probabilities [N] float32, differentiable, and entropies [N] float32 in nats, which carry no gradient.
+        Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable. What nothing reads costs
+        nothing in the backward pass.
     """
     chunk = max(1, logits_per_chunk // weight.shape[0])
     return _TokenLogprobs.apply(hidden, weight, bias, targets, 1.0 / temperature, chunk)  # pyright: ignore[reportReturnType]
@@ -61,15 +62,16 @@ class _TokenLogprobs(torch.autograd.Function):
             logp_CV = logits_CV.sub_(normalizer_C[:, None])
             logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
             entropies_N[rows] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N, entropies_N)
         ctx.scale, ctx.chunk = scale, chunk
-        ctx.mark_non_differentiable(entropies_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_N = grads[0]
-        hidden_ND, weight_VD, bias_V, targets_N, normalizers_N = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad_N, grad_entropy_N = grads
+        hidden_ND, weight_VD, bias_V, targets_N, normalizers_N, entropies_N = ctx.saved_tensors
+        grad_N = torch.zeros_like(normalizers_N) if grad_N is None else grad_N
         grad_hidden_ND = torch.empty_like(hidden_ND)
         # float32 sums: bfloat16 would lose the small contributions of late chunks
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -79,7 +81,12 @@ class _TokenLogprobs(torch.autograd.Function):
             logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale)
             scaled_C1 = grad_N[rows, None] * ctx.scale
             # d logprob / d logit = onehot(target) - softmax
-            grad_CV = logits_CV.sub_(normalizers_N[rows, None]).exp_().mul_(-scaled_C1)
+            logp_CV = logits_CV.sub_(normalizers_N[rows, None])
+            if grad_entropy_N is None:
+                grad_CV = logp_CV.exp_().mul_(-scaled_C1)
+            else:  # d entropy / d logit = - p (log p + entropy)
+                weight_CV = (logp_CV + entropies_N[rows, None]).mul_(grad_entropy_N[rows, None] * ctx.scale)
+                grad_CV = weight_CV.add_(scaled_C1).mul_(logp_CV.exp_()).neg_()
             grad_CV.scatter_add_(-1, targets_N[rows, None], scaled_C1)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.fsdp.batch import PackedBatch
+
+RETURNS, RETURNS_SQUARED, ERRORS, ERRORS_SQUARED = "_returns", "_returns_squared", "_errors", "_errors_squared"
+"""Sums over the trained tokens that critic/explained_variance is made of: returns, and returns minus values."""
+
+Sums = Sequence[tuple[str, torch.Tensor]]
 
 
 class StepTotals:
@@ -23,16 +30,25 @@ class StepTotals:
         self._counts[0] += loss.detach().double()
         self._counts[1] += batch.mask.sum()
         self._counts[2] += batch.num_tokens
-        for name, value in seen.sums:
-            self._sums[name] = self._sums.get(name, 0) + value.double()
+        self.add_sums(seen.sums)
         self._largest = torch.maximum(self._largest, seen.ratio_max.double())
 
-    def reduce(self, grad_norms: list[float], lr: float) -> TrainMetrics:
-        """The same on every rank; collective. `grad_norms`: one for each update."""
+    def add_sums(self, sums: Sums) -> None:
+        """(metric, sum over the trained tokens of the micro-batch)."""
+        for name, value in sums:
+            self._sums[name] = self._sums.get(name, 0) + value.double()
+
+    def reduce(self, grad_norms: list[float], lr: float, critic_norms: list[float]) -> TrainMetrics:
+        """The same on every rank; collective. `grad_norms`, `critic_norms`: one for each update; none without a
+        critic."""
         totals = torch.cat([self._counts, *(value[None] for value in self._sums.values())])
         dist.all_reduce(totals)
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         loss, trained, packed, *sums = totals.tolist()
+        means = {name: value / max(trained, 1) for name, value in zip(self._sums, sums, strict=True)}
+        if critic_norms:
+            means["critic/grad_norm"] = sum(critic_norms) / len(critic_norms)
+            means["critic/explained_variance"] = _explained_variance(means)
         return TrainMetrics(
             loss=loss / len(grad_norms),
             grad_norm=sum(grad_norms) / len(grad_norms),
@@ -40,5 +56,12 @@ class StepTotals:
             ratio_max=float(self._largest),
             trained_tokens=int(trained),
             packed_tokens=int(packed),
-            means=tuple((name, value / max(trained, 1)) for name, value in zip(self._sums, sums, strict=True)),
+            means=tuple((name, value) for name, value in means.items() if not name.startswith("_")),
         )
+
+
+def _explained_variance(means: dict[str, float]) -> float:
+    """1: the values are the returns; 0: they say as little as the mean return does, or all returns are equal."""
+    spread = means[RETURNS_SQUARED] - means[RETURNS] ** 2
+    unexplained = means[ERRORS_SQUARED] - means[ERRORS] ** 2
+    return 1 - unexplained / spread if spread > 1e-12 else 0.0

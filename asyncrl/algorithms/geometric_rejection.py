@@ -1,0 +1,38 @@
+"""Rejection of whole trajectories by the geometric mean of their tokens' ratios.
+
+    factor_i = 1 where low <= exp(mean_t m_t) <= high, else 0      over the trained tokens of trajectory i
+
+The mean does not grow with length, unlike the ratio of the trajectory, so one pair of bounds fits short and long ones;
+it is narrow, say [0.99, 1.01]. It weighs nothing: beside it, a token correction or a loss over the behaviour policy
+does.
+Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), geometric sequence masking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.loss import LossInputs, bounded_ratio, sequence_means
+from asyncrl.algorithms.mismatch import Ratio, log_mismatch
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricRejection:
+    """The `Correction` of this file. `ratio`: what the loss divides by."""
+
+    low: float
+    high: float
+    ratio: Ratio
+
+    @classmethod
+    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> GeometricRejection:
+        return cls(correction.low, correction.high, config.ratio)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        log_ratio = log_mismatch(inputs, self.ratio)
+        mean = bounded_ratio(sequence_means(log_ratio, inputs.mask, inputs.sequences))
+        kept = inputs.mask & (mean >= self.low) & (mean <= self.high)
+        return kept.to(log_ratio.dtype), inputs.mask & ~kept

@@ -1,0 +1,22 @@
+"""What the group-relative advantages share: the rewards of one group, checked and centred."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def checked(rewards: np.ndarray) -> np.ndarray:
+    """[G] float64. Raises ValueError: not one-dimensional, empty, or not finite."""
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if rewards.ndim != 1 or rewards.size == 0 or not np.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, [G] with G >= 1; got {rewards!r}")
+    return rewards
+
+
+def centred(rewards: np.ndarray) -> np.ndarray:
+    """[G] float64, minus their mean; exactly 0 where all are equal, since their rounded mean may differ from them.
+
+    Raises ValueError: as `checked`.
+    """
+    rewards = checked(rewards)
+    return np.zeros_like(rewards) if (rewards == rewards[0]).all() else rewards - rewards.mean()

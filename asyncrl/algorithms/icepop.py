@@ -1,0 +1,35 @@
+"""Double-sided masking: tokens on which trainer and engine disagree, either way, are dropped.
+
+    factor_t = exp(m_t) where low <= exp(m_t) <= high, else 0
+
+It differs from masked importance sampling in the lower bound: a token that the trainer finds much less likely than the
+engine did is noise of the engine too. The paper holds ratios in [0.5, 5]. With algorithm.ratio=behavior the factor is 1
+in place of exp(m_t): see `mismatch.py`.
+Source: IcePop, Ring-1T (arXiv:2510.18855) sec. 3, "Small leak can sink a great ship" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.loss import LossInputs
+from asyncrl.algorithms.mismatch import Ratio, kept_within
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class IcePop:
+    """The `Correction` of this file. `ratio`: what the loss divides by."""
+
+    low: float
+    high: float
+    ratio: Ratio
+
+    @classmethod
+    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> IcePop:
+        return cls(correction.low, correction.high, config.ratio)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return kept_within(inputs, self.ratio, self.low, self.high)

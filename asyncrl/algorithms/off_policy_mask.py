@@ -1,0 +1,36 @@
+"""Off-policy sequence masking: bad trajectories that the policy has left behind are dropped.
+
+    factor_t = 0 where A_t < 0 and mean_t (log pi_behavior(t) - log pi_theta(t)) > high, else 1
+
+The mean is over the trained tokens of the trajectory, in nats. A wrong response that the policy would hardly write any
+more teaches little, and pushing it further down spreads probability over what nobody has looked at; a right one is
+worth learning however far it is. pi_theta is the policy in training, so both lag and the updates of this step count,
+and the mismatch of the engine with them. It weighs nothing.
+Source: DeepSeek-V3.2 (arXiv:2512.02556) sec. 3.1, off-policy sequence masking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.loss import LossInputs, masked, sequence_means
+from asyncrl.algorithms.mismatch import log_mismatch
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyMask:
+    """The `Correction` of this file: the threshold in nats per token."""
+
+    high: float
+
+    @classmethod
+    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> OffPolicyMask:
+        return cls(correction.high)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        left = -sequence_means(log_mismatch(inputs, "behavior"), inputs.mask, inputs.sequences)
+        dropped = (masked(inputs.advantages, inputs.mask) < 0) & (left > self.high)
+        return (inputs.mask & ~dropped).to(left.dtype), dropped

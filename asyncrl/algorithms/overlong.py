@@ -1,0 +1,49 @@
+"""Soft penalty for responses that come close to the longest one allowed.
+
+    over    = length - (L_max - buffer)
+    penalty = p min(max(over, 0) / buffer, 1),  taken from the reward
+
+A response within L_max - buffer tokens loses nothing, one of L_max or more loses p, and between them it rises evenly:
+where a cut-off response simply counts as wrong, sound reasoning that is a little too long looks like bad reasoning.
+Source: DAPO (arXiv:2503.14476) eq. 13, there with p = 1, L_max = 20480 and a buffer of 4096.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.config.algorithm import OverlongConfig
+from asyncrl.errors import ConfigError, explain
+
+
+def shaped_rewards(
+    rewards: Sequence[float], response_tokens: Sequence[int], config: OverlongConfig, max_response_tokens: int
+) -> np.ndarray:
+    """[G] float64: the rewards of a group with the penalty taken off.
+
+    Args:
+        rewards: [G].
+        response_tokens: [G], length of each response, environment tokens included.
+
+    Raises:
+        ConfigError: the buffer is longer than the longest response, so that every response would be penalised.
+        ValueError: lengths differ.
+    """
+    shaped = np.array(rewards, dtype=np.float64)
+    lengths = np.asarray(response_tokens, dtype=np.float64)
+    if shaped.shape != lengths.shape:
+        raise ValueError(f"{shaped.shape} rewards for {lengths.shape} lengths")
+    if config.buffer_tokens == 0:
+        return shaped
+    if config.buffer_tokens > max_response_tokens:
+        raise ConfigError(
+            explain(
+                f"algorithm.overlong.buffer_tokens={config.buffer_tokens}",
+                f"rollout.sampling.max_response_tokens={max_response_tokens}: every response would be penalised",
+                f"set algorithm.overlong.buffer_tokens to about {max(1, max_response_tokens // 5)}, or 0 for none",
+            )
+        )
+    over = lengths - (max_response_tokens - config.buffer_tokens)
+    return shaped - config.penalty * (over / config.buffer_tokens).clip(0, 1)

@@ -1,0 +1,26 @@
+"""The proximal policy without a forward pass: between the behaviour policy and the trained one, by the token's lag.
+
+    log pi_prox = alpha log pi_behavior + (1 - alpha) log pi_theta       alpha = 1 / d for lag d >= 1, else 0
+
+In decoupled PPO the proximal policy, the trainer's before the update, only anchors the trust region; here it is taken
+to lie on the line from the policy that sampled the token (d steps back) to the one in training, one step before it.
+A token of lag 1 has the behaviour policy itself as its anchor, one of lag 0 the policy in training: its ratio is 1 and
+is never clipped. Assumes that the policy moved evenly over the d steps; `algorithm.proximal=recompute` does not.
+Source: A-3PO (arXiv:2512.06547).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def log_linear(logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, lags: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32 without gradient: `old_logprobs` for ratio=proximal.
+
+    Args:
+        logprobs: [tokens], of the policy in training.
+        behavior_logprobs: [tokens], as the replica reported.
+        lags: [tokens], steps; 0 or more.
+    """
+    alpha = torch.where(lags >= 1, 1 / lags.clamp(min=1), torch.zeros_like(lags))
+    return torch.lerp(logprobs.detach(), behavior_logprobs, alpha.to(logprobs.dtype))

@@ -1,0 +1,71 @@
+"""Rewards, returns and whitening of single tokens, for advantages that the trainer makes. Pure functions of tensors.
+
+Everywhere `values`-like tensors are [n], one entry per trained token of a micro-batch, and `sequences` [n] int64 are
+their trajectories' numbers, ascending. Tokens of the prompt and of environments are not among them: a discount counts
+trained tokens. What a token gets depends on the tokens of its own trajectory only, bit for bit, so that packing
+does not matter.
+
+    token_rewards       r_t = -penalty_t, and the trajectory's reward is added at its last trained token
+    discounted_returns  R_t = sum_{s >= t} gamma^(s - t) r_s
+    whitened            (x - mean) / sqrt(variance + EPSILON) over all tokens of the update, on all ranks
+
+Source: KL as reward: InstructGPT (arXiv:2203.02155) sec. 3.5; whitening: REINFORCE++ (arXiv:2501.03262) sec. 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.algorithms.loss import masked
+
+EPSILON = 1e-8
+"""Added to the variance; equal values come out as 0."""
+
+
+def token_rewards(
+    rewards: torch.Tensor, sequences: torch.Tensor, penalties: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[n]: the reward that each token earns.
+
+    Args:
+        rewards: [n], the total reward of the token's trajectory, the same for all its tokens.
+        penalties: [n], what is taken from each token: `kl.coefficient` times the estimated divergence. No gradient
+            flows through them.
+    """
+    last = torch.ones_like(sequences, dtype=torch.bool)
+    last[:-1] = sequences[1:] != sequences[:-1]
+    earned = masked(rewards, last)
+    return earned if penalties is None else earned - penalties.detach()
+
+
+def discounted_returns(rewards: torch.Tensor, sequences: torch.Tensor, gamma: float) -> torch.Tensor:
+    """[n]: sum of the token rewards [n] from each token to the end of its trajectory, discounted.
+
+    By doubling: after k rounds an entry holds the sum over its next 2^k tokens, so that a trajectory of T tokens takes
+    log2(T) rounds of whole-tensor arithmetic in place of T steps.
+    """
+    sums, distance, factor = rewards, 1, gamma
+    while distance < len(sums):
+        same = sequences[distance:] == sequences[:-distance]
+        if not bool(same.any()):
+            break
+        shifted = torch.zeros_like(sums)
+        shifted[:-distance] = masked(sums[distance:], same)
+        sums = sums + factor * shifted
+        distance, factor = 2 * distance, factor * factor
+    return sums
+
+
+def whitening_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[3] float64: count, sum and sum of squares of `values` where `mask` [n] is True. Added up over micro-batches and
+    ranks they are what `whitened` needs."""
+    kept = masked(values.detach().double(), mask)
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whitened(values: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """[n], of the dtype of `values`: with mean 0 and population variance 1 over the tokens that `sums` [3] are of."""
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count
+    variance = (sums[2] / count - mean.square()).clamp(min=0)
+    return ((values.double() - mean) * (variance + EPSILON).rsqrt()).to(values.dtype)

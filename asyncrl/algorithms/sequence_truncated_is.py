@@ -1,0 +1,36 @@
+"""Truncated importance sampling, one weight for a whole trajectory.
+
+    factor_i = min(exp(sum_t m_t), high)      over the trained tokens of trajectory i
+
+It differs from the token form in that it is the importance weight of the trajectory, and so without bias below the
+bound: a token's own ratio corrects for how likely the token was, not for how likely the text before it was. The price
+is variance, since the sum grows with length: long trajectories are at the bound, or near 0, where the mismatch is not
+small. Only with algorithm.ratio=proximal: see `mismatch.py`.
+Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), sequence-level TIS; truncation: arXiv:1802.01561.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, sequence_sums
+from asyncrl.algorithms.mismatch import log_mismatch
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTruncatedIs:
+    """The `Correction` of this file: weights are at most `high`."""
+
+    high: float
+
+    @classmethod
+    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> SequenceTruncatedIs:
+        return cls(correction.high)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = sequence_sums(log_mismatch(inputs, "proximal"), inputs.mask, inputs.sequences)
+        weight = bounded_ratio(whole)
+        return masked(weight.clamp(max=self.high), inputs.mask), inputs.mask & (weight > self.high)

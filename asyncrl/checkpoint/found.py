@@ -1,0 +1,54 @@
+"""What a path means to a command that reads weights: a checkpoint of a run, or a model in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.digests import verify
+from asyncrl.checkpoint.store import CheckpointStore, read_state
+from asyncrl.errors import ConfigError, explain
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """`recipe`: the resolved recipe of its run, by sections, as `config.json` has it; None where there is none."""
+
+    directory: Path
+    global_steps: int
+    recipe: dict[str, Any] | None
+
+
+def find_checkpoint(path: str) -> FoundCheckpoint | None:
+    """The checkpoint at `path`: a directory `step_<n>`, or a run directory, whose newest intact one is meant. None when
+    it is neither: a model directory or a hub name, say. Reads all of the checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the run has none.
+        StorageError: all checkpoints of the run are damaged.
+    """
+    directory = Path(path).expanduser()
+    if (directory / "state.json").is_file() or (directory / "files.json").is_file():
+        if (wrong := verify(directory)) is not None:
+            do = "name another checkpoint, or its run directory for the newest intact one"
+            raise ConfigError(explain(f"the checkpoint {directory}", f"it is not intact: {wrong}", do))
+        run = directory.resolve().parent.parent
+        return FoundCheckpoint(directory, read_state(directory).global_steps, _recipe_of(run))
+    if (recipe := _recipe_of(directory)) is not None:
+        latest = CheckpointStore(directory / "checkpoints", keep=1).latest()
+        if latest is None:
+            do = "wait for its first one (checkpoint.every_steps), or name a checkpoint of another run"
+            raise ConfigError(explain(f"the newest checkpoint of the run {directory}", "it has none", do))
+        return FoundCheckpoint(latest, read_state(latest).global_steps, recipe)
+    return None
+
+
+def _recipe_of(run: Path) -> dict[str, Any] | None:
+    """A model directory has a config.json too, without a recipe in it."""
+    try:
+        recipe = json.loads((run / "config.json").read_text(encoding="utf-8")).get("recipe")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return recipe if isinstance(recipe, dict) else None

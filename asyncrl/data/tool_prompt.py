@@ -1,0 +1,47 @@
+"""Tells the policy which tools it has: through the chat template where that knows tools, else in a system message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPrompt:
+    """`schemas`: one object per tool as the template's `tools` takes them (OpenAI's function schema). `text`: the same
+    in words, for a template that does not take any."""
+
+    schemas: tuple[Mapping[str, Any], ...]
+    text: str
+
+
+def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template says anything about tools that it is given."""
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        return "tool_use" in templates or any(_names_tools(t) for t in templates.values())
+    return _names_tools(str(templates))
+
+
+def with_tools(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: ToolPrompt | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What `apply_chat_template` is given so that the prompt names the tools: messages, and options besides."""
+    plain = [dict(message) for message in messages]
+    if tools is None or not tools.schemas:
+        return plain, {}
+    if takes_tools(tokenizer):
+        return plain, {"tools": [dict(schema) for schema in tools.schemas]}
+    if plain and plain[0].get("role") == "system":
+        plain[0]["content"] = f"{plain[0]['content']}\n\n{tools.text}"
+        return plain, {}
+    return [{"role": "system", "content": tools.text}, *plain], {}
+
+
+def _names_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None

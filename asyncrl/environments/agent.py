@@ -1,0 +1,92 @@
+"""An agent written against an OpenAI client is the environment: what it asks is answered by the policy and recorded.
+
+The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`. What it returns is judged by the
+reward; None stands for the text of the last reply.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from asyncrl.config.environments import AgentConfig
+from asyncrl.config.recipe import Recipe
+from asyncrl.environments.agent_session import AgentSession
+from asyncrl.environments.chat import Chat
+from asyncrl.environments.environment import Session, Task
+from asyncrl.environments.limits import limits_of
+from asyncrl.environments.tool_calls import ParserName, parser_for
+from asyncrl.errors import ConfigError, explain
+from asyncrl.registry import resolve
+from asyncrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from asyncrl.environments.agent_server import AgentServer
+
+Agent = Callable[[str, str, Task], Awaitable[str | None]]
+
+
+def load_agent(config: AgentConfig) -> Agent:
+    """Raises ConfigError: `rollout.agent.function` is not set, cannot be imported, or is no such function."""
+    do = "name `package.module:function`, async def agent(base_url, api_key, task)"
+    asked = f"rollout.agent.function={config.function}"
+    if not config.function:
+        raise ConfigError(explain(asked, "environment agent without an agent", do))
+    function = resolve("rollout.agent.function", config.function, {})
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(explain(asked, "it is no async function", do))
+    try:
+        inspect.signature(function).bind("", "", None)
+    except TypeError as error:
+        raise ConfigError(explain(asked, f"it cannot be called so: {error}", do)) from error
+    return function
+
+
+class AgentEnvironment:
+    """Agents run side by side in the rollouter's event loop, and must not block it.
+
+    The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
+    requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
+    length was reached: that ends the trajectory with finish_reason "length".
+    """
+
+    def __init__(self, recipe: Recipe, chat: Chat) -> None:
+        self._agent = load_agent(recipe.rollout.agent)
+        self._config = recipe.rollout.agent
+        self._limits = limits_of(recipe, self._config.max_turns, recipe.rollout.tool_use.max_trajectory_tokens)
+        self._parser: ParserName = parser_for(recipe.rollout.tool_use.parser, chat.template)
+        self._server: AgentServer | None = None
+
+    async def start(self) -> None:
+        """Starts the endpoint. Raises DeadlineExceeded, ProcessDied."""
+        from asyncrl.environments.agent_server import AgentServer
+
+        self._server = AgentServer()
+        await self._server.start()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    async def run(self, task: Task, session: Session) -> Trajectory:
+        """Raises ValueError: the agent made no request that was answered."""
+        assert self._server is not None, "start comes first"
+        recorded = AgentSession(session, self._limits, self._config.max_turns, self._parser)
+        said: str | None = None
+        with self._server.open(recorded) as key:
+            try:
+                said = await self._agent(self._server.url, key, task)
+            except Exception:
+                if recorded.failure is not None:
+                    raise recorded.failure from None
+                if not recorded.cut:
+                    raise
+        if recorded.failure is not None:
+            raise recorded.failure
+        last = recorded.last
+        if last is None:
+            raise ValueError(f"the agent {self._config.function} made no request that was answered")
+        result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
+        parts = ("agent_requests", float(recorded.num_requests)), ("agent_branches", float(recorded.num_branches))
+        return last.conversation.trajectory(result, parts=parts, cut=recorded.cut)

@@ -1,0 +1,136 @@
+"""The HTTP side of agents: one server on this machine's own address, one key per trajectory.
+
+Consumes: requests of agents.   Produces: answers of their sessions.
+Waits for: generation, as long as the trajectory may take.
+Stops when: `close` is called; requests then end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from asyncrl.environments.agent_requests import AgentReply, parse_request, streamed, whole
+from asyncrl.environments.agent_session import AgentSession
+from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.serving.errors import ApiError
+from asyncrl.serving.http import ClientLeft, EventStream, error_response, read_json, unless_client_leaves
+from asyncrl.serving.server import Server
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+_START_S, _STOP_S = 30.0, 3.0
+_CLIENT_LEFT = 499
+
+
+class AgentServer:
+    """`url` is the base URL for OpenAI clients."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._sessions: dict[str, AgentSession] = {}
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when it listens. Raises DeadlineExceeded, ProcessDied."""
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self._app(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = self._server = Server(config)
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="agent endpoint")
+        try:
+            async with asyncio.timeout(_START_S):
+                while not server.started:
+                    if self._serving.done():
+                        found = repr(self._serving.exception())
+                        raise ProcessDied(explain("serve agents", found, "see the log"))
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            found = f"it does not listen after {_START_S:g} s"
+            raise DeadlineExceeded(explain("serve agents", found, "see the log")) from None
+
+    async def close(self) -> None:
+        """Ends it and what it is answering. Idempotent."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait([self._serving], timeout=_STOP_S)
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+    @contextmanager
+    def open(self, session: AgentSession) -> Iterator[str]:
+        """The key under which the session is answered."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        app.add_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_route("/v1/models", self._models, methods=["GET"])
+        return app
+
+    async def _chat(self, request: Request) -> Response:
+        session: AgentSession | None = None
+        try:
+            session = self._session(request)
+            asked = parse_request(await read_json(request))
+            reply = await unless_client_leaves(request.receive, session.answer(asked))
+            if not asked.stream:
+                return JSONResponse(whole(reply, MODEL))
+            events = _events(reply, include_usage=asked.include_usage)
+            return EventStream(events, events, {})
+        except ApiError as error:
+            return _refused(error)
+        except ClientLeft:
+            return Response(status_code=_CLIENT_LEFT)
+        except Exception as error:  # task boundary: the agent gets it as an answer, its trajectory fails of it
+            logger.exception("a request of an agent failed")
+            if session is not None:
+                session.failure = error
+            return _refused(ApiError(500, f"{type(error).__name__}: {error}", code="internal_error"))
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session(request)
+        except ApiError as error:
+            return _refused(error)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _session(self, request: Request) -> AgentSession:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        found = self._sessions.get(key.strip())  # the keys are random and live as long as a trajectory
+        if scheme.lower() != "bearer" or found is None:
+            raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
+        return found
+
+
+async def _events(reply: AgentReply, *, include_usage: bool) -> AsyncGenerator[str, None]:
+    for piece in streamed(reply, MODEL, include_usage=include_usage):
+        yield json.dumps(piece)
+    yield "[DONE]"
+
+
+def _refused(error: ApiError) -> Response:
+    response = error_response(error)
+    response.headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and each request counts
+    return response

@@ -1,0 +1,133 @@
+"""The model's chat format over token ids: prompts, and the turns that an environment adds to a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tool_prompt import ToolPrompt, with_tools
+from asyncrl.errors import DataError, explain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message as OpenAI's API and chat templates have it: role, content and perhaps tool_calls, tool_call_id, name."""
+
+_QUESTION, _REPLY, _RESULT = "question7391", "reply7391", "result7391"
+
+
+class Chat:
+    """What the policy has written is never rendered again: a new turn is tokenized on its own and comes after the
+    token ids that are there."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = (
+            {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
+        )
+        self._ends = frozenset(stop_token_ids(tokenizer, model, ()))
+        self._specials = tuple(
+            token.content
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.special and len(token.content) > 1
+        )
+        self._knows_results: bool | None = None
+
+    @property
+    def template(self) -> str:
+        templates = self._tokenizer.chat_template
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
+    def encode(self, text: str) -> np.ndarray:
+        """[n] int32, without special tokens around it."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def harmless(self, text: str) -> str:
+        """`text` with a space in every special token that it spells: a tool's result cannot end its own turn."""
+        for token in self._specials:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def decode_turn(self, token_ids: np.ndarray) -> str:
+        """Text of one response with its special tokens, of which some formats make tool calls, but for its end."""
+        ids = token_ids.tolist()
+        while ids and ids[-1] in self._ends:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def prompt(self, messages: Sequence[Message], tools: ToolPrompt | None = None) -> np.ndarray:
+        """[P] int32: a whole conversation up to where the assistant's next turn begins.
+
+        Raises DataError: the template refuses the messages, or renders nothing.
+        """
+        plain, options = with_tools(self._tokenizer, messages, tools)
+        ids = self.encode(self._render(plain, options))
+        if len(ids) == 0:
+            raise DataError(explain("a conversation", "it renders to no token", "check the chat template"))
+        return ids
+
+    def next_turn(self, response_ids: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+        """[n] int32: what follows the policy's `response_ids` in a conversation that goes on with `messages`, up to
+        where its next turn begins.
+
+        The template renders a short conversation of which only what comes after the assistant's reply is taken. Where
+        it writes the end of that reply and the response has ended by itself, that end is not written twice.
+
+        Raises DataError: the template refuses the messages.
+        """
+        before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+        text = self._render([*before, *map(self._speakable, messages)], {})
+        at = text.index(_REPLY) + len(_REPLY)
+        head, whole = self.encode(text[:at]), self.encode(text)
+        # Some tokenizers write a text's first token differently: only the whole shows what stands after the reply.
+        joined = len(whole) > len(head) and np.array_equal(whole[: len(head)], head)
+        ids = whole[len(head) :] if joined else self.encode(text[at:])
+        return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self._ends else ids
+
+    def _after_end(self, ids: np.ndarray) -> np.ndarray:
+        """`ids` without the end of a reply that they begin with, perhaps after blanks."""
+        for number, token in enumerate(ids.tolist()):
+            if token in self._ends:
+                return ids[number + 1 :]
+            if self._tokenizer.decode([token]).strip():
+                break
+        return ids
+
+    def _speakable(self, message: Message) -> dict[str, Any]:
+        """A tool's result as the user's words where the template has no place for one."""
+        if message.get("role") != "tool":
+            return dict(message)
+        if self._knows_results is None:
+            self._knows_results = self._renders_results()
+        if self._knows_results:
+            return dict(message)
+        return {"role": "user", "content": f"Result of {message.get('name', 'the tool')}:\n{message.get('content')}"}
+
+    def _renders_results(self) -> bool:
+        said = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+        try:
+            return _RESULT in self._render([*said, {"role": "tool", "name": "tool", "content": _RESULT}], {})
+        except DataError:
+            return False
+
+    def _render(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], add_generation_prompt=True, tokenize=False, **self._options, **options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = [message.get("role") for message in messages]
+            do = "correct the roles of the messages or the chat template"
+            raise DataError(explain(f"a conversation of {roles}", f"the chat template fails: {error}", do)) from error
+        return str(text)

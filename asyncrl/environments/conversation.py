@@ -1,0 +1,85 @@
+"""The tokens of a trajectory of several turns, as the policy and the environment write them in turn."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from asyncrl.rewards import RewardResult
+from asyncrl.rollout.generation import Generation
+from asyncrl.types import FinishReason, Segment, Trajectory
+
+
+class Conversation:
+    """Grows at its end only: the token ids that one response was asked with begin those of the next.
+
+    Args:
+        prompt_ids: [P] int32.
+    """
+
+    def __init__(self, prompt_ids: np.ndarray) -> None:
+        self.started_s = time.time()
+        self.num_turns = 0
+        self._prompt_ids = np.asarray(prompt_ids, np.int32)
+        self._ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._segments: list[Segment] = []
+        self._finish_reason: FinishReason = "stop"
+        self.num_response_tokens = 0
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[P + T] int32: prompt and all turns so far, which is the prompt of the next response."""
+        return np.concatenate([self._prompt_ids, *self._ids])
+
+    def fork(self) -> Conversation:
+        """Another one that goes on from here."""
+        made = Conversation(self._prompt_ids)
+        made.started_s, made.num_turns = self.started_s, self.num_turns
+        made._ids, made._logprobs, made._segments = [*self._ids], [*self._logprobs], [*self._segments]
+        made._finish_reason, made.num_response_tokens = self._finish_reason, self.num_response_tokens
+        return made
+
+    def add_response(self, made: Generation) -> None:
+        """A turn of the policy."""
+        at = self.num_response_tokens
+        self._segments += [Segment(s.start + at, s.stop + at, s.version, s.replica_id) for s in made.segments]
+        self._extend(made.token_ids, made.logprobs)
+        self._finish_reason = made.finish_reason
+        self.num_turns += 1
+
+    def add_environment(self, token_ids: np.ndarray) -> None:
+        """What the environment writes; the policy must have written before."""
+        if len(token_ids) == 0:
+            return
+        last = self._segments[-1]
+        at = self.num_response_tokens
+        self._segments.append(Segment(at, at + len(token_ids), last.version, last.replica_id, "environment"))
+        self._extend(token_ids, np.zeros(len(token_ids), np.float32))
+
+    def trajectory(
+        self, result: RewardResult, *, parts: tuple[tuple[str, float], ...] = (), cut: bool = False
+    ) -> Trajectory:
+        """The whole of it. `parts`: numbers beside those of the reward. `cut`: it ended at a limit."""
+        loss_mask = np.zeros(self.num_response_tokens, np.bool_)
+        for segment in self._segments:
+            loss_mask[segment.start : segment.stop] = segment.kind == "policy"
+        return Trajectory(
+            prompt_ids=self._prompt_ids,
+            response_ids=np.concatenate([np.zeros(0, np.int32), *self._ids]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
+            loss_mask=loss_mask,
+            segments=tuple(self._segments),
+            reward=result.reward,
+            reward_parts=(*result.parts, *parts),
+            finish_reason="length" if cut else self._finish_reason,
+            turns=self.num_turns,
+            started_s=self.started_s,
+            finished_s=time.time(),
+        )
+
+    def _extend(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        self._ids.append(np.asarray(token_ids, np.int32))
+        self._logprobs.append(np.asarray(logprobs, np.float32))
+        self.num_response_tokens += len(token_ids)

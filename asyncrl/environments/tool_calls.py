@@ -1,0 +1,158 @@
+"""Finds the tool calls in what the policy wrote. Pure.
+
+Formats: `hermes`, JSON between <tool_call> tags (Qwen, Hermes); `json`, a response that is JSON objects (Llama 3);
+`tagged`, `<name>arguments</name>`, where the arguments are a JSON object, or the text of the tool's first parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ParserName = Literal["hermes", "json", "tagged"]
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_WRITTEN: dict[str, str] = {
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {...}}</tool_call>',
+    "json": '{"name": "NAME", "parameters": {...}}',
+    "tagged": "<NAME>ARGUMENTS</NAME>",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """Meant as a call, and none that can be made. `error` is for the policy to read."""
+
+    error: str
+    name: str = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSignature:
+    """What a parser needs to know of a tool; `first` is the name of its first parameter."""
+
+    name: str
+    first: str | None = None
+
+
+Call = ToolCall | MalformedCall
+Parser = Callable[[str, Sequence[ToolSignature]], list[Call]]
+
+
+def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
+    """The calls between <tool_call> tags, in order; a closing tag that is missing is malformed."""
+    calls: list[Call] = []
+    for match in _HERMES.finditer(text):
+        if not match[2]:
+            calls.append(MalformedCall("the call is not closed by </tool_call>"))
+        else:
+            calls.append(_from_json(match[1].strip(), "hermes"))
+    return calls
+
+
+def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
+    """The calls of a response that is one JSON object with a name, or several one after another; other text is none."""
+    rest = re.sub(r"^\s*<\|python_tag\|>", "", text).strip()
+    if re.match(r'\{\s*"(name|type|function)"\s*:', rest) is None:
+        return []
+    decoder, calls = json.JSONDecoder(), []
+    while rest.startswith("{"):
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            calls.append(MalformedCall(_not_json(error, "json")))
+            break
+        calls.append(_from_value(value, "json"))
+        rest = rest[end:].lstrip(" \t\r\n;,")
+    return calls
+
+
+def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
+    """The calls `<name>arguments</name>` whose name is that of a tool, in order; a missing closing tag is malformed."""
+    names = {tool.name: tool for tool in tools}
+    if not names:
+        return []
+    opening = re.compile("<(" + "|".join(map(re.escape, names)) + ")>")
+    calls: list[Call] = []
+    at = 0
+    while (begun := opening.search(text, at)) is not None:
+        name = begun[1]
+        end = text.find(f"</{name}>", begun.end())
+        if end < 0:
+            calls.append(MalformedCall(f"the call is not closed by </{name}>", name))
+            break
+        calls.append(_tagged(names[name], text[begun.end() : end].strip()))
+        at = end + len(name) + 3
+    return calls
+
+
+PARSERS: dict[ParserName, Parser] = {"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged}
+
+
+def parser_for(name: str, template: str) -> ParserName:
+    """The parser `name`; for `auto` that of the format in which the chat template writes calls, hermes where it writes
+    none."""
+    if name != "auto":
+        assert name in PARSERS, name
+        return name  # type: ignore[return-value]
+    if "<tool_call>" not in template and re.search(r'ipython|<\|python_tag\|>|[\'"]parameters\\*"', template):
+        return "json"
+    return "hermes"
+
+
+def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:
+    """The tools and how to call them, in words."""
+    listed = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
+    return f"You can call these tools:\n{listed}\nTo call one, write {_WRITTEN[parser]} and wait for its result."
+
+
+def _tagged(tool: ToolSignature, text: str) -> Call:
+    if text.startswith("{"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            return ToolCall(tool.name, value)
+    if tool.first is None:
+        return ToolCall(tool.name, {}) if not text else MalformedCall(f"{tool.name} takes no arguments", tool.name)
+    return ToolCall(tool.name, {tool.first: text})
+
+
+def _from_json(text: str, parser: ParserName) -> Call:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(_not_json(error, parser))
+    return _from_value(value, parser)
+
+
+def _from_value(value: object, parser: ParserName) -> Call:
+    """OpenAI's nesting {"function": {"name", "arguments"}} and arguments that are JSON in a string are taken too."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return MalformedCall(f"the call has no name; write {_WRITTEN[parser]}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return MalformedCall(_not_json(error, parser), value["name"])
+    if not isinstance(arguments, dict):
+        return MalformedCall(f"the arguments are no object; write {_WRITTEN[parser]}", value["name"])
+    return ToolCall(value["name"], arguments)
+
+
+def _not_json(error: Exception, parser: ParserName) -> str:
+    what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    return f"the call is not JSON ({what}); write {_WRITTEN[parser]}"

@@ -1,0 +1,101 @@
+"""The policy calls tools: it writes, its calls are run, it reads the results and writes on, until it calls nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncrl.config.environments import ToolUseConfig
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.environments.chat import Chat, Message
+from asyncrl.environments.conversation import Conversation
+from asyncrl.environments.environment import Session, Task
+from asyncrl.environments.limits import TrajectoryLimits, limits_of
+from asyncrl.environments.tool_calls import PARSERS, Call, MalformedCall, ToolSignature, described, parser_for
+from asyncrl.environments.tools import Tool, build_tools, schema_of
+from asyncrl.environments.tools.frames import ToolResult
+from asyncrl.environments.tools.pool import ToolPool
+from asyncrl.types import Trajectory
+
+
+def tool_prompt(config: ToolUseConfig, template: str) -> ToolPrompt:
+    """What the policy is told of its tools. Raises ConfigError: a tool cannot be made."""
+    schemas = tuple(schema_of(tool) for tool in build_tools(config))
+    return ToolPrompt(schemas, described(schemas, parser_for(config.parser, template)))
+
+
+class ToolUse:
+    """The reward judges the text of the last turn.
+
+    A trajectory ends with finish_reason "length" where a limit cut it off: of a turn, of the trajectory, or of turns
+    (then its last words are a call that was not made). Its parts `tool_calls` and `tool_errors` count calls.
+    """
+
+    def __init__(self, recipe: Recipe, chat: Chat) -> None:
+        config = recipe.rollout.tool_use
+        self._config = config
+        self._limits: TrajectoryLimits = limits_of(recipe, config.max_turns, config.max_trajectory_tokens)
+        self._parse = PARSERS[parser_for(config.parser, chat.template)]
+        self._tools = tuple(map(_signature, build_tools(config)))
+        self._pool = ToolPool(config, start_timeout_s=recipe.ray.start_timeout_s)
+
+    async def start(self) -> None:
+        """Starts the tool processes. Raises ConfigError, ProcessDied, DeadlineExceeded."""
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def run(self, task: Task, session: Session) -> Trajectory:
+        conversation = Conversation(task.prompt_ids)
+        made, num_calls, num_errors, cut = None, 0, 0, False
+        while True:
+            room = self._limits.room(len(task.prompt_ids), conversation.num_response_tokens)
+            made = await session.generate(conversation.token_ids, room)
+            conversation.add_response(made)
+            calls = self._parse(session.chat.decode_turn(made.token_ids), self._tools)
+            if not calls or made.finish_reason == "length":
+                break
+            cut = conversation.num_turns == self._config.max_turns
+            if cut:
+                break
+            results = await self._run(calls)
+            num_calls += len(results)
+            num_errors += sum(result.failed for result in results)
+            messages = [self._message(session.chat, c, r) for c, r in zip(calls, results, strict=True)]
+            ids = session.chat.next_turn(made.token_ids, messages)
+            cut = self._limits.room(len(task.prompt_ids), conversation.num_response_tokens) <= len(ids)
+            if cut:
+                break
+            conversation.add_environment(ids)
+        result = await session.reward(session.decode(made.token_ids), task.row)
+        parts = ("tool_calls", float(num_calls)), ("tool_errors", float(num_errors))
+        return conversation.trajectory(result, parts=parts, cut=cut)
+
+    async def _run(self, calls: Sequence[Call]) -> list[ToolResult]:
+        """Side by side, as far as there are processes; results in order."""
+        tasks = [asyncio.create_task(self._one(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, call: Call) -> ToolResult:
+        if isinstance(call, MalformedCall):
+            return ToolResult(f"Error: {call.error}", failed=True)
+        return await self._pool.call(call.name, call.arguments)
+
+    def _message(self, chat: Chat, call: Call, result: ToolResult) -> Message:
+        text, limit = result.text, self._config.max_result_tokens
+        # a token has at least one byte: a text that is short enough need not be tokenized to know
+        if len(text.encode()) > limit:
+            ids = chat.encode(text)
+            if len(ids) > limit:
+                text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {len(ids)} tokens]"
+        return {"role": "tool", "name": call.name, "content": chat.harmless(text)}
+
+
+def _signature(tool: Tool) -> ToolSignature:
+    return ToolSignature(tool.name, next(iter(tool.parameters.get("properties", {})), None))

@@ -1,0 +1,351 @@
+"""`asyncrl-eval CHECKPOINT DATASET`: what a checkpoint, or any model, makes of a dataset, as evaluations of a run do.
+
+    weights of CHECKPOINT -> model directory -> Replica[0..R) <-- GenerationClient <-- Rollouter (environment, reward)
+
+Exit codes are those of `asyncrl-train` (docs/operations.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.config.load import load_recipe
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.model_files import check_model
+from asyncrl.data.rows import to_record
+from asyncrl.data.tokenizer import RenderedPrompts
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+from asyncrl.evaluation import EvalResult
+from asyncrl.preflight import check_packages, check_recipe
+
+if TYPE_CHECKING:
+    from asyncrl.inference.channel import ReplicaControl
+
+logger = logging.getLogger("asyncrl.evaluate")
+
+EXIT_PROGRAM_ERROR = 1
+EXIT_SIGNAL_BASE = 128
+STOP_TIMEOUT_S = 5.0
+"""Longest that one part may take to stop before its process is killed."""
+ALL_ROWS = 1 << 62
+DEFAULT_LENGTH = 4096
+"""Longest prompt and response together of a model that says nothing of its own, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`version`: `global_steps` of the checkpoint; None for a model that is none."""
+
+    checkpoint: str
+    dataset: str
+    version: int | None
+    temperature: float
+    dropped_rows: int
+    result: EvalResult
+
+    def as_json(self) -> str:
+        values = asdict(self.result)
+        del values["pass_rates"], values["versions"]
+        values["pass_at"] = {str(k): value for k, value in self.result.pass_at}
+        rest = {name: getattr(self, name) for name in ("checkpoint", "dataset", "version", "temperature")}
+        return json.dumps(rest | values | {"dropped_rows": self.dropped_rows})
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_intermixed_args(argv)
+    console = Console(stderr=arguments.json)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    try:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as scratch:
+            return _evaluate(arguments, Path(scratch), console)
+    except ConfigError as e:
+        Console(stderr=True).print(f"asyncrl-eval: {e}", markup=False, highlight=False, soft_wrap=True)
+        return e.exit_code
+    except _Stopped as e:
+        return EXIT_SIGNAL_BASE + e.number
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+    except Exception as e:
+        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        traceback = None if isinstance(e, AsyncRLError) else e
+        logger.log(logging.ERROR, "the evaluation failed: %s: %s", type(e).__name__, e, exc_info=traceback)
+        return e.exit_code if isinstance(e, AsyncRLError) else EXIT_PROGRAM_ERROR
+
+
+def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) -> int:
+    rows = arguments.rows
+    if rows is not None and rows.exists():
+        raise ConfigError(explain(f"--rows {rows}", "it exists", "name a file that does not exist yet"))
+    found = find_checkpoint(arguments.checkpoint)
+    recipe = load_evaluation(arguments, found, scratch)
+    check_packages(recipe)
+    prompts = check_recipe(recipe, use_hub=True).held_out
+    [(name, held_out)] = prompts.items()
+    assert held_out is not None, "the hub was used"
+
+    from asyncrl.observability.logs import configure_driver
+
+    log = (arguments.log_file or Path(tempfile.gettempdir()) / f"asyncrl-eval-{os.getpid()}.log").absolute()
+    configure_driver(log, console)
+    rollout = recipe.rollout
+    console.print(
+        f"asyncrl-eval {arguments.checkpoint}: {len(held_out.rows)} prompts x {recipe.eval.samples} on "
+        f"{rollout.num_replicas} {rollout.engine} replica(s); log {log}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    result = run(recipe, name, held_out, log=log)
+    version = None if found is None else found.global_steps
+    temperature, dropped = recipe.eval.temperature, held_out.num_dropped
+    report = Report(arguments.checkpoint, arguments.dataset, version, temperature, dropped, result)
+    console.print(_table(report))
+    if arguments.json:
+        Console(stderr=False).print(report.as_json(), markup=False, highlight=False, soft_wrap=True)
+    if rows is not None:
+        write_rows(rows, held_out, result)
+    return 0
+
+
+def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None, scratch: Path) -> Recipe:
+    """The recipe of the run, or the one that is named, or a plain one, with what the command line says.
+
+    Writes the weights of a checkpoint, as replicas get them, to a model directory below `scratch`.
+
+    Raises ConfigError, StorageError.
+    """
+    if arguments.recipe is not None:
+        sections = asdict(load_recipe(arguments.recipe, []))
+    elif found is not None and found.recipe is not None:
+        sections = found.recipe
+    elif found is not None:
+        missing = "its run directory, with the recipe, is not there"
+        raise ConfigError(explain(f"evaluate {found.directory}", missing, "pass --recipe RECIPE.yaml"))
+    else:
+        sections = _plain(arguments.checkpoint, arguments.engine or "torch")
+    if found is not None:
+        from asyncrl.config.model import ModelConfig
+        from asyncrl.export import export
+
+        model = ModelConfig(**sections["model"])
+        export(found, model, scratch / "model", dtype=model.inference_dtype)
+        sections["model"] |= {"path": str(scratch / "model"), "revision": None}
+    else:
+        sections["model"]["path"] = arguments.checkpoint
+    name = Path(arguments.dataset).stem if Path(arguments.dataset).suffix else arguments.dataset
+    data: dict[str, Any] = {
+        "train": arguments.dataset,
+        "mixture": {},
+        "curriculum": {},
+        "eval": {name: arguments.dataset},
+    }
+    sections.setdefault("data", {}).update(data)
+    sections.setdefault("eval", {}).update(_asked(arguments, sections))
+    # What is only there for training must not keep an evaluation from running.
+    sections["weights"], sections["observability"] = {}, {}
+    sections.get("trainer", {}).pop("lora", None)
+    rollout = sections.setdefault("rollout", {})
+    rollout["num_replicas"] = arguments.replicas
+    if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):
+        length = rollout.get(rollout.get("engine", "torch"), {}).get("max_model_len")
+        rollout["engine"] = arguments.engine
+        rollout.setdefault(arguments.engine, {})
+        if length is not None:
+            rollout[arguments.engine]["max_model_len"] = length
+    if arguments.reward is not None:
+        sections.setdefault("reward", {}).update({"function": arguments.reward, "parts": {}})
+    file = scratch / "recipe.yaml"
+    file.write_text(json.dumps(sections))
+    return load_recipe(file, arguments.overrides)
+
+
+def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The section eval: of the run's, only how it samples."""
+    held = sections.get("eval", {})
+    asked: dict[str, Any] = {"every_steps": 0, "leased_replicas": 0, "max_prompts": arguments.max_prompts or ALL_ROWS}
+    samples = held.get("samples", 1) if arguments.samples is None else arguments.samples
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = held.get("temperature", 0.0)
+        if samples > 1 and temperature == 0:
+            temperature = 1.0
+    pass_at = [k for k in held.get("pass_at", []) if k <= samples] if arguments.pass_at is None else arguments.pass_at
+    return asked | {"samples": samples, "temperature": temperature, "pass_at": pass_at}
+
+
+def _plain(model: str, engine: str) -> dict[str, Any]:
+    """A recipe for a model that no run has trained: half of its length for the prompt, half for the response."""
+    limit = check_model(model).max_position_embeddings or DEFAULT_LENGTH
+    length = min(limit, DEFAULT_LENGTH)
+    return {
+        "model": {"path": model},
+        "data": {"max_prompt_tokens": length // 2, "on_long_prompt": "drop"},
+        "rollout": {
+            "engine": engine,
+            "sampling": {"max_response_tokens": length - length // 2},
+            engine: {"max_model_len": length},
+        },
+        "trainer": {"max_tokens_per_microbatch": length},
+    }
+
+
+def run(recipe: Recipe, name: str, prompts: RenderedPrompts, *, log: Path) -> EvalResult:
+    """The held-out set `name` on replicas of `model.path`. Raises what ended it, after everything was shut down."""
+    from asyncrl.cluster import ray_cluster
+
+    with ray_cluster(recipe.ray.address, log) as cluster:
+        return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
+
+
+class _Stopped(BaseException):
+    """A signal ended the program."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
+    loop = asyncio.get_running_loop()
+    work = asyncio.create_task(_answer(recipe, name, prompts, environment))
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        work.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if signals:
+            raise _Stopped(signals[0]) from None
+        raise
+
+
+async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
+    from asyncrl.rollout.channels import ReplicaActorChannel
+    from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
+
+    client_id = f"eval-{os.getpid()}"
+    spec = RolloutSpec(recipe, prompts, {name: prompts}, Path(os.devnull), Path(os.devnull))
+    rollouter = Rollouter(spec, _NoTickets(), {}, client_id)
+    replicas = _spawn(recipe, environment)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for control in replicas.values():
+                group.create_task(control.start(recipe.ray.start_timeout_s))
+            group.create_task(_started(rollouter))
+        channels = {i: ReplicaActorChannel(i, control.handle, client_id) for i, control in replicas.items()}
+        return await rollouter.evaluate(name, recipe.run.seed, recipe.eval.timeout_s, channels)
+    except ExceptionGroup as errors:
+        raise min(errors.exceptions, key=lambda e: not isinstance(e, AsyncRLError)) from None
+    finally:
+        stops = (control.stop(STOP_TIMEOUT_S) for control in replicas.values())
+        await asyncio.gather(rollouter.stop(), *stops, return_exceptions=True)
+        for control in replicas.values():
+            control.kill()
+
+
+def _spawn(recipe: Recipe, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
+    """A process for every replica, with the weights of the model's files. Raises ConfigError: too few GPUs."""
+    from asyncrl.inference.channel import replica_gpus, require_gpus, spawn_replica
+
+    rollout = recipe.rollout
+    gpus = replica_gpus(rollout, rollout.num_replicas)
+    require_gpus(gpus, rollout.num_replicas)
+    options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
+    spawn = functools.partial(spawn_replica, rollout, recipe.model, **options)
+    return {i: spawn(i) for i in range(rollout.num_replicas)}
+
+
+async def _started(rollouter: Any) -> None:
+    await rollouter.start()
+
+
+class _NoTickets:
+    """The queue of a rollouter that has no groups to generate."""
+
+    async def admit(self, limit: int, wait_s: float) -> Any:
+        raise NotImplementedError("an evaluation admits no groups")
+
+    put = nack = admit
+
+
+def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None:
+    """JSONL in verl's schema: every row with `extra_info.pass_rate`. Raises StorageError."""
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for row, rate in zip(prompts.rows, result.pass_rates, strict=True):
+                record: dict[str, Any] = to_record(row)
+                record["extra_info"] = {**record["extra_info"], "pass_rate": rate}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise StorageError(explain(f"write {path}", str(error), "name another file with --rows")) from error
+
+
+def _table(report: Report) -> Table:
+    result = report.result
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    low, high = result.interval
+    sampled = f"mean@{result.samples}" if result.samples > 1 else "accuracy"
+    table.add_row(sampled, f"{result.accuracy:.4f}   95% [{low:.4f}, {high:.4f}]")
+    for k, value in result.pass_at:
+        table.add_row(f"pass@{k}", f"{value:.4f}")
+    table.add_row("reward", f"{result.reward_mean:.4f}")
+    table.add_row("response tokens", f"{result.response_tokens_mean:.1f}")
+    asked = f"{result.num_prompts}" + (f" ({report.dropped_rows} too long, left out)" if report.dropped_rows else "")
+    table.add_row("prompts", asked)
+    table.add_row("failed responses", f"{result.num_failed}")
+    table.add_row("version", "-" if report.version is None else f"{report.version}")
+    return table
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-eval",
+        description="Evaluate a checkpoint of a run, or a model, on a dataset.",
+        epilog="key=value overrides a key of the recipe, for example rollout.torch.max_model_len=1024. "
+        "exit codes: 0 done, 1 program error, 2 bad input, 4 deadline, 5 process lost, 8 storage, 130/143 signal",
+    )
+    add = parser.add_argument
+    add("checkpoint", help="run directory, runs/NAME/checkpoints/step_N, model directory or hub name")
+    add("dataset", help="JSONL or parquet file, directory or hub name")
+    add("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    add("--samples", type=int, metavar="N", help="responses to every prompt (default: as the run evaluates, else 1)")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: as the run evaluates; 1 for samples > 1)")
+    add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
+    add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
+    add("--engine", choices=["torch", "vllm"], help="default: that of the run, else torch")
+    add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
+    add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")
+    add("--recipe", type=Path, metavar="YAML", help="where model, environment, sampling and reward come from instead")
+    add("--rows", type=Path, metavar="OUT.jsonl", help="write every row with extra_info.pass_rate, for data.curriculum")
+    add("--json", action="store_true", help="print one JSON object on stdout, the rest on stderr")
+    add("--log-file", type=Path, metavar="PATH", help="logs of all processes (default in the temporary directory)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What an evaluation of one held-out set found: `EvalResult`, and how it comes from single responses. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.evaluation.statistics import mean_interval, pass_at_k
+from asyncrl.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """One held-out set. `accuracy` is the share of right responses, over `num_prompts` prompts with `samples` responses
+    each (mean@samples); `interval` is its 95% interval; `pass_at` are pairs (k, pass@k), means over the prompts.
+
+    `reward_mean` and `response_tokens_mean` are over the responses that came. One whose environment or reward raised
+    counts as not right, and in `num_failed`. `pass_rates`: share of right responses to each prompt, in their order.
+    `versions`: policy versions that sampled the tokens, ascending; one, unless every replica was lost in the middle.
+    """
+
+    name: str
+    accuracy: float
+    reward_mean: float
+    response_tokens_mean: float
+    num_prompts: int
+    num_failed: int
+    samples: int = 1
+    interval: tuple[float, float] = (0.0, 1.0)
+    pass_at: tuple[tuple[int, float], ...] = ()
+    pass_rates: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of this set, by the names of `metrics.jsonl`."""
+        found = {f"eval/accuracy/{self.name}": self.accuracy}
+        if self.samples > 1:
+            found[f"eval/mean@{self.samples}/{self.name}"] = self.accuracy
+        return found | {f"eval/pass@{k}/{self.name}": value for k, value in self.pass_at}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What counts of one response."""
+
+    correct: bool
+    reward: float
+    response_tokens: int
+    versions: frozenset[int]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Answer:
+        return cls(
+            is_correct(trajectory),
+            trajectory.reward,
+            len(trajectory.response_ids),
+            frozenset(s.version for s in trajectory.segments if s.kind == "policy"),
+        )
+
+
+def is_correct(trajectory: Trajectory) -> bool:
+    """The reward's own part `correct` where it reports one, else a positive reward."""
+    return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
+
+
+def summarise(name: str, answers: Sequence[Sequence[Answer | None]], pass_at: Sequence[int] = ()) -> EvalResult:
+    """The result of a held-out set.
+
+    Args:
+        answers: per prompt the same number of responses; None for one that failed. At least one came.
+        pass_at: the k of the pass@k, each at most that number.
+    """
+    samples = len(answers[0])
+    correct = [sum(a is not None and a.correct for a in prompt) for prompt in answers]
+    came = [a for prompt in answers for a in prompt if a is not None]
+    prompts = len(answers)
+    return EvalResult(
+        name=name,
+        accuracy=sum(correct) / (prompts * samples),
+        reward_mean=math.fsum(a.reward for a in came) / len(came),
+        response_tokens_mean=sum(a.response_tokens for a in came) / len(came),
+        num_prompts=prompts,
+        num_failed=prompts * samples - len(came),
+        samples=samples,
+        interval=mean_interval(correct, samples),
+        pass_at=tuple((k, math.fsum(pass_at_k(samples, c, k) for c in correct) / prompts) for k in pass_at),
+        pass_rates=tuple(c / samples for c in correct),
+        versions=tuple(sorted(frozenset[int]().union(*(a.versions for a in came)))),
+    )

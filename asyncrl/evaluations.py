@@ -1,0 +1,222 @@
+"""When the run is evaluated, and by which replicas.
+
+Consumes: the ends of optimizer steps.   Produces: metrics, events, and newcomers where replicas were leased.
+Waits for: an evaluation before the first step and after the last one, which all replicas answer (`eval.timeout_s` for
+each held-out set). With `eval.leased_replicas` those in between run beside training, on replicas of their own that stay
+at the version they have; what came of it is told at the end of the first step that finds it done.
+Stops when: `close` is called. An evaluation beside training that fails is tried once more, on other leases, and then
+counted: it never ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import AsyncRLError, GenerationError
+from asyncrl.evaluation import EvalResult
+from asyncrl.parts import Parts
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""How late newcomers can be noticed while everything waits for an evaluation."""
+
+
+@dataclass(slots=True, eq=False)
+class _Beside:
+    """An evaluation beside training: of `version`, which was published when `step` ended; `tries` counts this one."""
+
+    step: int
+    version: int
+    tries: int
+    work: asyncio.Task[list[EvalResult]]
+    started: float = field(default_factory=time.monotonic)
+
+
+class Evaluations:
+    """Args:
+    stop: set when the run is to end.
+    published: the version that is published.
+    catch_up: brings newcomers to the published version, where that can be done without another one; while nobody can
+        answer, another version is better than none.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        parts: Parts,
+        *,
+        stop: asyncio.Event,
+        published: Callable[[], int],
+        catch_up: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
+        self._parts = parts
+        self._stop = stop
+        self._published = published
+        self._catch_up = catch_up
+        self._beside: _Beside | None = None
+        self._due: int | None = None
+        """Tries that went before, of an evaluation that is due and has no replica yet."""
+
+    async def before_training(self) -> dict[str, float]:
+        """The metrics of the evaluation before step 1; empty when none is asked for, or a stop came."""
+        return await self._by_all(0) if self._config.every_steps else {}
+
+    async def after_step(self, step: int, *, last: bool) -> dict[str, float]:
+        """The metrics that are known at the end of this step; empty when there are none."""
+        if not self._config.every_steps or self._stop.is_set():
+            return {}
+        if last:
+            await self._end_beside()
+            return self._take() | await self._by_all(step)
+        found = self._take()
+        if step % self._config.every_steps == 0:
+            if not self._config.leased_replicas:
+                return await self._by_all(step)
+            if self._beside is None:
+                self._due = 0
+            else:
+                logger.warning("no evaluation after step %d: that of step %d goes on", step, self._beside.step)
+                self._parts.events.write("evaluation_skipped", step=step, running=self._beside.step)
+        if self._due is not None and self._beside is None:
+            await self._begin(step)
+        return found
+
+    async def close(self) -> None:
+        """Gives up the evaluation under way; its replicas are fenced or stopped with the others."""
+        if self._beside is not None:
+            self._beside.work.cancel()
+            await asyncio.gather(self._beside.work, return_exceptions=True)
+            self._beside = None
+
+    # -- by all replicas -----------------------------------------------------------------------------------------
+
+    async def _by_all(self, step: int) -> dict[str, float]:
+        """Every held-out set while training waits; nothing is published meanwhile, so one version answers all of it.
+        Raises what an evaluation raises. Empty when a stop came first."""
+        started, results = time.monotonic(), list[EvalResult]()
+        for name in self._sets:
+            work = asyncio.create_task(self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s))
+            try:
+                if not await self._unless_stopped(work):
+                    return {}
+                results.append(await work)
+            finally:
+                work.cancel()
+        return self._tell(results, step, self._published(), started)
+
+    async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
+        """Returns when `work` is done, and catches newcomers up meanwhile; False when a stop came first."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            while not work.done():
+                await asyncio.wait([work, stop], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                if stop.done() and not work.done():
+                    return False
+                if self._parts.replicas.newcomers:
+                    await self._catch_up()
+        finally:
+            stop.cancel()
+        return True
+
+    # -- beside training -----------------------------------------------------------------------------------------
+
+    async def _begin(self, step: int) -> None:
+        """Leases replicas and begins; without any it stays due. No publish is under way."""
+        assert self._due is not None, "it is due"
+        leases = await self._parts.replicas.lease(self._config.leased_replicas)
+        if not leases:
+            logger.warning("the evaluation after step %d waits for a replica that can be spared", step)
+            return
+        tries, self._due, version = self._due + 1, None, self._published()
+        self._parts.events.write("evaluation_started", step=step, version=version, replicas=sorted(leases))
+        work = asyncio.create_task(self._by_leased(leases, version), name=f"evaluation of version {version}")
+        self._beside = _Beside(step, version, tries, work)
+
+    async def _by_leased(self, leases: Mapping[int, Any], version: int) -> list[EvalResult]:
+        """Every held-out set by these replicas, which it gives back."""
+        results = []
+        try:
+            for name in self._sets:
+                left = {i: c for i, c in self._parts.replicas.leased.items() if leases.get(i) is c}
+                if not left:
+                    raise GenerationError(f"evaluation of {name}: the last of its replicas was lost")
+                result = await self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s, left)
+                if any(v != version for v in result.versions):
+                    raise GenerationError(f"evaluation of {name}: version {version} was pinned, not {result.versions}")
+                results.append(result)
+        finally:
+            if not (task := asyncio.current_task()) or not task.cancelling():
+                await self._parts.replicas.end_lease(leases)
+        return results
+
+    async def _end_beside(self) -> None:
+        """Returns when no evaluation is under way beside training, or a stop came."""
+        self._due = None
+        if self._beside is not None:
+            await self._unless_stopped(self._beside.work)
+
+    def _take(self) -> dict[str, float]:
+        """The metrics of the evaluation that has ended since. One that failed for the first time is due again."""
+        beside = self._beside
+        if beside is None or not beside.work.done():
+            return {}
+        self._beside = None
+        try:
+            results = beside.work.result()
+        except AsyncRLError as error:
+            logger.warning("the evaluation of version %d has failed: %s", beside.version, error)
+            self._parts.events.write(
+                "evaluation_failed", step=beside.step, version=beside.version, tries=beside.tries, error=str(error)
+            )
+            if beside.tries == 1:
+                self._due = 1
+                return {}
+            return {"eval/failed": 1}
+        return self._tell(results, beside.step, beside.version, beside.started)
+
+    def _tell(self, results: list[EvalResult], step: int, version: int, started: float) -> dict[str, float]:
+        parts = self._parts
+        for r in results:
+            answered = _versions(r, version)
+            if len(answered) > 1:
+                logger.warning("%s was answered by versions %s: replicas were lost in the middle", r.name, answered)
+            parts.events.write(
+                "evaluation",
+                step=step,
+                version=max(answered),
+                name=r.name,
+                accuracy=r.accuracy,
+                interval=list(r.interval),
+                pass_at=dict(r.pass_at),
+                samples=r.samples,
+                prompts=r.num_prompts,
+                failed=r.num_failed,
+            )
+            logger.info(
+                "evaluation of version %d: %s accuracy %.3f [%.3f, %.3f] (%d)",
+                *(max(answered), r.name, r.accuracy, *r.interval, r.num_prompts),
+            )
+        values = {name: value for r in results for name, value in r.metrics().items()}
+        mean = sum(r.accuracy for r in results) / len(results)
+        values |= {
+            "eval/accuracy": mean,
+            "eval/version": max(v for r in results for v in _versions(r, version)),
+            "eval/response_tokens_mean": sum(r.response_tokens_mean for r in results) / len(results),
+            "eval/time_s": time.monotonic() - started,
+        }
+        parts.progress.evaluated(mean)
+        parts.saw("evaluation", (step, version))
+        return values
+
+
+def _versions(result: EvalResult, published: int) -> tuple[int, ...]:
+    """Those that sampled its tokens; an answer without a token tells none."""
+    return result.versions or (published,)

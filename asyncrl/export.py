@@ -1,0 +1,260 @@
+"""`asyncrl-export CHECKPOINT OUT`: a checkpoint of a run as a model in Hugging Face format.
+
+CHECKPOINT was written by any number of trainer ranks; it is read without any. OUT is complete when it exists.
+Exit codes: 1 an error of the program, 2 bad input, 8 OUT cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_SHARD_BYTES = 5 * 10**9
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    console = Console(stderr=False)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is meant
+    try:
+        out = Path(arguments.out)
+        require_new(out)
+        found = find_checkpoint(arguments.checkpoint)
+        if found is None:
+            do = "name runs/NAME, or runs/NAME/checkpoints/step_N"
+            raise ConfigError(explain(f"export {arguments.checkpoint}", "no run and no checkpoint of one", do))
+        model = model_of(found, arguments.model)
+        if arguments.adapter:
+            export_adapter(found, out, base=arguments.model)
+            text = "adapter"
+        else:
+            dtype = arguments.dtype or model.inference_dtype
+            total = export(found, model, out, dtype=dtype, max_shard_bytes=_bytes(arguments.max_shard_size))
+            text = f"{total} parameters in {dtype}"
+    except AsyncRLError as e:
+        Console(stderr=True).print(f"asyncrl-export: {e}", markup=False, highlight=False, soft_wrap=True)
+        return e.exit_code
+    console.print(
+        f"{found.directory.name} of global_steps {found.global_steps} -> {out}: {text}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def export(
+    found: FoundCheckpoint, model: ModelConfig, out: Path, *, dtype: str, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> int:
+    """Writes weights (adapters merged), config, tokenizer and generation config; returns the number of parameters.
+
+    Holds one shard of the weights in memory.
+
+    Args:
+        model: of the run; where config and tokenizer come from.
+        dtype: of the weights; in float32 they are the trainer's, bit by bit.
+
+    Raises:
+        ConfigError: `out` exists, or the weights or the model's files cannot be read.
+        StorageError: `out` cannot be written.
+    """
+    import torch
+
+    require_new(out)
+    with _new_directory(out) as directory:
+        _write_description(model, directory, getattr(torch, dtype))
+        return _write_weights(found, model, directory, getattr(torch, dtype), max_shard_bytes)
+
+
+def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None) -> None:
+    """Writes the adapters of a LoRA run in peft's format, as they were trained.
+
+    Raises:
+        ConfigError: `out` exists, or the checkpoint has no adapters.
+        StorageError: `out` cannot be written.
+    """
+    import safetensors.torch
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from asyncrl.trainer.fsdp.lora import BASE, SCALE
+
+    require_new(out)
+    written = dcp.FileSystemReader(found.directory / "trainer").read_metadata().state_dict_metadata
+    if SCALE not in written:
+        why = "it has none: the run trained all weights"
+        raise ConfigError(explain(f"the adapter of {found.directory}", why, "leave --adapter out"))
+    entries: dict[str, Any] = {k: v for k, v in written.items() if k.startswith("model.") or k in (SCALE, BASE)}
+    read = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(dict(read), checkpoint_id=found.directory / "trainer", no_dist=True)
+    scale, trained_on = float(read.pop(SCALE)), bytes(read.pop(BASE).tolist()).decode()
+    adapter = {name.removeprefix("model."): tensor for name, tensor in read.items()}
+    rank = next(tensor.shape[0] for name, tensor in adapter.items() if ".lora_A." in name)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or trained_on,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter}),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    with _new_directory(out) as directory:
+        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+        safetensors.torch.save_file(named, directory / "adapter_model.safetensors", metadata=_metadata(found))
+        shutil.copymode(directory / "adapter_config.json", directory / "adapter_model.safetensors")
+
+
+def model_of(found: FoundCheckpoint, path: str | None = None) -> ModelConfig:
+    """The model section of the run's recipe, with `path` in place of its path. Raises ConfigError: there is neither."""
+    section = dict(found.recipe["model"]) if found.recipe is not None else {}
+    if path is not None:
+        section["path"] = path
+    if "path" not in section:
+        asked, missing = f"the model of {found.directory}", "its run directory, with config.json, is not there"
+        raise ConfigError(explain(asked, missing, "pass --model DIRECTORY, the model that was trained"))
+    return ModelConfig(**section)
+
+
+def require_new(out: Path) -> None:
+    """Raises ConfigError: there is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(explain(f"export to {out}", "it exists", "name a directory that does not exist yet"))
+
+
+@contextlib.contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` when what is inside has not raised. Raises StorageError."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(out)
+    except OSError as error:
+        raise StorageError(explain(f"write {out}", str(error), "make room there, or name another directory")) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) -> None:
+    """All of a model directory but the weights. Raises ConfigError."""
+    import transformers
+
+    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(model.path, **options)
+    except (OSError, ValueError) as error:
+        do = "name a directory in Hugging Face format, or a hub name that this machine can reach, with --model"
+        raise ConfigError(explain(f"the config of {model.path}", str(error), do)) from error
+    tokenizer = load_tokenizer(model)
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    try:
+        transformers.GenerationConfig.from_pretrained(model.path, revision=model.revision).save_pretrained(directory)
+    except OSError:
+        pass  # the file is optional
+    if model.trust_remote_code and Path(model.path).is_dir():
+        for file in Path(model.path).glob("*.py"):
+            shutil.copy(file, directory)
+
+
+def _write_weights(
+    found: FoundCheckpoint, model: ModelConfig, directory: Path, dtype: torch.dtype, max_shard_bytes: int
+) -> int:
+    """safetensors of at most `max_shard_bytes`, unless a single tensor is larger, and their index."""
+    import safetensors.torch
+
+    from asyncrl.trainer.fsdp.state import read_weights
+
+    shards: list[list[str]] = []
+    parameters = nbytes = 0
+    weights = read_weights(found.directory / "trainer", model.path)
+    for shard in _shards(((name, tensor.to(dtype)) for name, tensor in weights), max_shard_bytes):
+        safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
+        shards.append(list(shard))
+        parameters += sum(t.numel() for t in shard.values())
+        nbytes += sum(t.nbytes for t in shard.values())
+    for part in directory.glob("part-*"):
+        shutil.copymode(directory / "config.json", part)  # safetensors lets nobody else read them
+    if len(shards) == 1:
+        (directory / "part-0").rename(directory / "model.safetensors")
+        return parameters
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    for number, name in enumerate(names):
+        (directory / f"part-{number}").rename(directory / name)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": nbytes},
+        "weight_map": {key: name for name, keys in zip(names, shards, strict=True) for key in keys},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return parameters
+
+
+def _shards(weights: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in weights:
+        if shard and held + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = tensor.contiguous()
+        held += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _metadata(found: FoundCheckpoint) -> dict[str, str]:
+    return {"format": "pt", "global_steps": str(found.global_steps)}
+
+
+def _bytes(text: str) -> int:
+    """Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(explain(f"--max-shard-size {text}", "no size", "write for example 5GB or 500MB"))
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl-export",
+        description="Write a checkpoint of a run as a model in Hugging Face format.",
+        epilog="exit codes: 0 done, 1 program error, 2 bad input, 8 OUT cannot be written",
+    )
+    add = parser.add_argument
+    add("checkpoint", help="run directory (its newest checkpoint), or runs/NAME/checkpoints/step_N")
+    add("out", help="directory to write, which must not exist")
+    add("--dtype", choices=DTYPES, help="of the weights (default: that of the run's replicas, model.inference_dtype)")
+    add("--adapter", action="store_true", help="of a LoRA run: the adapter alone, for peft")
+    add("--model", metavar="DIR", help="where config, tokenizer and base weights are now (default: as in the recipe)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest file of weights (default %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

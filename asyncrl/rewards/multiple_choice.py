@@ -1,0 +1,52 @@
+r"""Reward 1 for the right letter of a multiple-choice question.
+
+The letter that the response commits to: that of the last complete `\boxed{}`; else after the last `Answer:`, `####` or
+`answer is`; else the last one in parentheses, as in (B); else one that stands alone on the last line.
+"""
+
+from __future__ import annotations
+
+import re
+
+from asyncrl.data.rows import PromptRow
+from asyncrl.errors import explain
+from asyncrl.rewards.math import final_answer
+from asyncrl.rewards.reward import RewardResult
+
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_LETTER = r"(?<![A-Za-z])\(?([A-Z])\)?(?![A-Za-z'])"
+_STATED = re.compile(rf"^[\s*$({{\[]*(?:(?:option|choice)\s*)?{_LETTER}", re.IGNORECASE)
+_PARENTHESES = re.compile(r"\(([A-Z])\)")
+_ALONE = re.compile(r"^[\s*(]*([A-Za-z])[\s*).:]*$")
+
+
+def multiple_choice_reward(response: str, row: PromptRow) -> RewardResult:
+    """1 when the chosen letter is the ground truth's, else 0. Parts: `correct`, and `answered` (one was chosen).
+
+    Raises ValueError: the ground truth names no letter.
+    """
+    truth = _stated(row.ground_truth)
+    if truth is None:
+        found = f"the ground truth {row.ground_truth[:60]!r} begins with no letter of a choice"
+        raise ValueError(explain(f"reward multiple_choice of {row.origin}", found, "write it as B or (B)"))
+    letter = chosen_letter(response)
+    correct = float(letter == truth)
+    return RewardResult(correct, (("correct", correct), ("answered", float(letter is not None))))
+
+
+def chosen_letter(response: str) -> str | None:
+    """The choice that the response commits to, in upper case; None when it states none."""
+    stated = final_answer(response)
+    if stated is not None and (letter := _stated(stated)):
+        return letter
+    if marked := _PARENTHESES.findall(response):
+        return marked[-1]
+    lines = response.strip().splitlines()
+    alone = _ALONE.match(lines[-1]) if lines else None
+    return alone[1].upper() if alone else None
+
+
+def _stated(text: str) -> str | None:
+    """The letter that a text begins with."""
+    match = _STATED.match(_TEXT.sub(r"\1", text))
+    return match[1].upper() if match else None

@@ -1,0 +1,31 @@
+"""Reward 1 for a response that a regular expression finds something in."""
+
+from __future__ import annotations
+
+import re
+
+from asyncrl.config.rewards import RewardConfig
+from asyncrl.data.rows import PromptRow
+from asyncrl.errors import ConfigError, explain
+from asyncrl.rewards.reward import RewardResult
+
+_TRUTH = "{truth}"
+
+
+class RegexReward:
+    """Searches for `reward.pattern`, in which `{truth}` stands for the ground truth, taken literally."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ConfigError: the pattern is none."""
+        self._pattern = config.pattern
+        try:
+            re.compile(config.pattern.replace(_TRUTH, "0"))
+        except re.error as error:
+            do = "write a Python regular expression; in YAML put it between single quotes"
+            raise ConfigError(explain(f"reward.pattern={config.pattern}", str(error), do)) from error
+
+    def __call__(self, response: str, row: PromptRow) -> RewardResult:
+        """1 when it is found, else 0. Part: `correct`."""
+        pattern = self._pattern.replace(_TRUTH, f"(?:{re.escape(row.ground_truth.strip())})")
+        correct = float(re.search(pattern, response) is not None)
+        return RewardResult(correct, (("correct", correct),))

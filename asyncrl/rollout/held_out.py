@@ -1,0 +1,85 @@
+"""Held-out sets: every prompt is answered a number of times, by the replicas that serve or by some that are lent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from asyncrl.data.tokenizer import RenderedPrompts
+from asyncrl.errors import DeadlineExceeded, GenerationError, explain
+from asyncrl.evaluation import Answer, EvalResult, summarise
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.types import Trajectory
+from asyncrl.waits import ROLLOUTER
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 256
+"""Responses that are under way at once."""
+
+Attempt = Callable[[int, int], Awaitable[Trajectory]]
+"""(index of the prompt, number of the response) -> what the environment made of it."""
+
+
+async def answer_held_out(
+    name: str,
+    prompts: RenderedPrompts,
+    attempt: Attempt,
+    *,
+    samples: int,
+    pass_at: list[int],
+    timeout_s: float,
+    lent: GenerationClient | None = None,
+) -> EvalResult:
+    """`samples` responses to every prompt. One that raises counts as not right, and as failed.
+
+    Args:
+        lent: the client of replicas that are there for this alone; without them there is no result.
+
+    Raises:
+        GenerationError: every response failed, or the last of the lent replicas was lost.
+        DeadlineExceeded: it took longer than `timeout_s`.
+    """
+    work = asyncio.create_task(_answers(name, prompts, attempt, samples))
+    lost = asyncio.create_task(lent.watch()) if lent is not None else None
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.wait([work, lost] if lost else [work], return_when=asyncio.FIRST_COMPLETED)
+            if lost is not None and lost.done():
+                await lost
+            answers = await work
+    except TimeoutError:
+        asked = f"the evaluation of {name} within {timeout_s:g} s"
+        found = f"{len(prompts.rows)} prompts with {samples} response(s) each were not all answered"
+        do = "raise eval.timeout_s, or lower eval.max_prompts or eval.samples"
+        raise DeadlineExceeded(explain(asked, found, do)).of(ROLLOUTER) from None
+    finally:
+        work.cancel()
+        if lost is not None:
+            lost.cancel()
+    if lent is not None and not lent.loads:
+        raise GenerationError(f"evaluation of {name}: the last of its replicas was lost")
+    return summarise(name, answers, pass_at)
+
+
+async def _answers(name: str, prompts: RenderedPrompts, attempt: Attempt, samples: int) -> list[list[Answer | None]]:
+    slots = asyncio.Semaphore(CONCURRENCY)
+    last: Exception | None = None
+
+    async def one(index: int, number: int) -> Answer | None:
+        nonlocal last
+        async with slots:
+            try:
+                return Answer.of(await attempt(index, number))
+            except Exception as e:  # noqa: BLE001 - task boundary: one response of an evaluation, counted as failed
+                logger.warning("evaluation of %s failed on %s: %r", name, prompts.rows[index].origin, e)
+                last = e
+                return None
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [[group.create_task(one(i, n)) for n in range(samples)] for i in range(len(prompts.rows))]
+    answers = [[task.result() for task in row] for row in tasks]
+    if not any(answer is not None for row in answers for answer in row):
+        raise GenerationError(f"evaluation of {name}: all {len(answers)} prompts failed; the last: {last!r}")
+    return answers

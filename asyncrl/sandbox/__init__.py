@@ -1,0 +1,273 @@
+"""Runs a Python program that nobody has read: `run_python`. docs/rewards.md says what each level guarantees.
+
+Blocking and of the standard library (but for psutil at the lowest level); one call is one program in processes of its
+own, all of which have ended when it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.errors import ProcessDied, explain
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_CHUNK_BYTES = 1 << 16
+_LEAVE_S = 2.0
+"""Longest that killed processes are waited for."""
+_TOLD_CHARS = 500
+_TOTAL_FILES = 16
+"""Files of the largest size that fit into the working directory, where it lies in memory."""
+
+Level = Literal["namespaces", "seccomp", "basic"]
+Limit = Literal["", "time", "cpu", "memory", "output", "file", "processes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """`timeout_s` is wall time; `cpu_s` and `memory_bytes` (address space) are of one process, `file_bytes` of one
+    file; `output_bytes` of standard output and of standard error each; `max_processes` counts threads too."""
+
+    timeout_s: float = 6.0
+    cpu_s: int = 5
+    memory_bytes: int = 1 << 29
+    file_bytes: int = 1 << 20
+    output_bytes: int = 1 << 18
+    max_processes: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """How a program ended.
+
+    `exit_code`: as of subprocess, minus the signal that killed it; None when it was killed for a limit from outside.
+    `limit`: the limit that it met, as far as that can be told: "memory", "file" and "processes" also stand for an
+    exception of that kind that ended the program. `held`: what confined it, of "namespaces", "landlock" (or "mounts"),
+    "seccomp"; ("basic" for no filter of system calls. `wall_s`: with the start of its processes.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    limit: Limit
+    held: tuple[str, ...]
+    wall_s: float
+
+    @property
+    def timed_out(self) -> bool:
+        return self.limit == "time"
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0 and not self.limit
+
+
+def run_python(
+    program: str, stdin: str = "", limits: SandboxLimits | None = None, *, level: Level = "namespaces"
+) -> SandboxResult:
+    """Runs a program and returns when it and everything that it started has ended.
+
+    Args:
+        stdin: what it reads from standard input, which then ends.
+        level: the strongest confinement to try; less where the kernel refuses it (`SandboxResult.held`).
+
+    Raises:
+        OSError: the system gives no process, pipe or directory.
+        ProcessDied: the program could not be started under confinement.
+    """
+    limits = limits or SandboxLimits()
+    started = time.monotonic()
+    directory = tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+    try:
+        Path(directory, "program.py").write_bytes(program.encode(errors="surrogatepass"))
+        report, reports = os.pipe()
+        os.set_blocking(report, False)
+        try:
+            process = _launch(directory, limits, level, reports)
+            os.close(reports)
+            reports = -1
+            with process:
+                try:
+                    streams, met = _communicate(process, stdin.encode(errors="replace"), limits, started)
+                finally:
+                    _end(process)
+            outcome: dict[str, Any] = {}
+            for line in _read_now(report).splitlines():
+                outcome |= json.loads(line)
+        finally:
+            os.close(report)
+            if reports >= 0:
+                os.close(reports)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return _result(streams, met, outcome, time.monotonic() - started)
+
+
+def protection(level: Level = "namespaces") -> tuple[str, ...]:
+    """What confines programs on this machine, as `SandboxResult.held`."""
+    return run_python("", level=level).held
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) -> subprocess.Popen[bytes]:
+    request = {
+        "directory": directory,
+        "readable": sorted({*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.executable)}),
+        "needed": [sys.executable, os.__file__, str(_LAUNCHER)],
+        "report": report,
+        "level": level,
+        "cpu_s": limits.cpu_s,
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.file_bytes,
+        "total_bytes": _TOTAL_FILES * limits.file_bytes,
+        "max_processes": limits.max_processes,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(request)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd="/",
+        env={
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": directory,
+            "TMPDIR": directory,
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        pass_fds=(report,),
+        start_new_session=True,
+    )
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits, started: float
+) -> tuple[tuple[bytes, bytes], Limit]:
+    """What it wrote, cut at the limit, and the limit that ends it from outside, if any."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    written: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    both = tuple(written.values())
+    feeding = process.stdin.fileno()
+    met: Limit = ""
+    left = memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for stream in (process.stdout, process.stderr):
+            selector.register(stream, selectors.EVENT_READ)
+        os.set_blocking(feeding, False)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while selector.get_map() and not met:
+            remaining = started + limits.timeout_s - time.monotonic()
+            if remaining <= 0:
+                met = "time"
+                break
+            for key, _ in selector.select(remaining):
+                if key.fd == feeding:
+                    left = _feed(key.fd, left)
+                    if len(left) == 0:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+                        feeding = -1
+                    continue
+                chunk = os.read(key.fd, _CHUNK_BYTES)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                written[key.fd] += chunk
+                if len(written[key.fd]) > limits.output_bytes:
+                    met = "output"
+    try:
+        process.wait(0 if met else max(0.0, started + limits.timeout_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        met = met or "time"
+    return (bytes(both[0][: limits.output_bytes]), bytes(both[1][: limits.output_bytes])), met
+
+
+def _feed(pipe: int, left: memoryview) -> memoryview:
+    """What is still to be written; nothing when nobody reads."""
+    try:
+        return left[os.write(pipe, left[:_CHUNK_BYTES]) :] if len(left) else left
+    except BlockingIOError:
+        return left
+    except OSError:
+        return left[len(left) :]
+
+
+def _read_now(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, _CHUNK_BYTES)
+    except BlockingIOError:
+        return b""  # whoever writes to it cannot be killed: the program has no outcome
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left. With namespaces that is the kernel's work; without, nothing could leave the group, but at
+    the lowest level, where what has left it is looked for."""
+    if process.poll() is None:
+        import psutil
+
+        try:
+            below = psutil.Process(process.pid).children(recursive=True)
+        except psutil.Error:
+            below = []
+        for child in below:
+            try:
+                child.kill()
+            except psutil.Error:
+                pass  # it has ended
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except OSError:
+        pass  # all of it has ended
+    try:
+        process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        pass  # in the kernel's hands: it ends when its system call does
+
+
+def _result(streams: tuple[bytes, bytes], met: Limit, outcome: dict[str, Any], wall_s: float) -> SandboxResult:
+    stdout, stderr = (stream.decode(errors="replace") for stream in streams)
+    status = outcome.get("status")
+    exit_code = None if met or status is None else os.waitstatus_to_exitcode(status)
+    limit = met or outcome.get("limit", "")
+    if not limit and status is None:
+        found = f"its processes ended before it did: {stderr[-_TOLD_CHARS:].strip() or 'no word of it'}"
+        raise ProcessDied(explain("a program in the sandbox", found, "free memory, or see the log of the kernel"))
+    if not limit and exit_code:
+        limit = _limit_of(exit_code, stderr)
+    return SandboxResult(stdout, stderr, exit_code, limit, tuple(outcome.get("held", ())), wall_s)
+
+
+_EXCEPTIONS: dict[str, Limit] = {
+    "MemoryError": "memory",
+    "numpy._core._exceptions._ArrayMemoryError": "memory",
+    "OSError: [Errno 27]": "file",
+    "OSError: [Errno 28]": "file",
+    "BlockingIOError: [Errno 11]": "processes",
+    "RuntimeError: can't start new thread": "processes",
+}
+
+
+def _limit_of(exit_code: int, stderr: str) -> Limit:
+    if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "cpu"
+    if exit_code == -signal.SIGXFSZ:
+        return "file"
+    last = stderr.rstrip().rpartition("\n")[2]
+    met: list[Limit] = [limit for start, limit in _EXCEPTIONS.items() if last.startswith(start)]
+    return met[0] if met else ""

@@ -1,0 +1,282 @@
+"""System calls that take rights away from the calling process: namespaces, Landlock, seccomp, resource limits.
+
+Standard library alone: the launcher imports it in an interpreter that knows no packages. Every function that may be
+refused by the kernel says so by its result, never by doing nothing unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
+_CLONE_THREAD = 0x00010000
+_CLONE_ANY_NAMESPACE = 0x7E020080
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x4000, 1 << 18
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+_CAPABILITY_VERSION_3, _LAST_CAPABILITY = 0x20080522, 63
+_MOUNT_SETATTR = 442
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_PATH = 1
+
+_NOBODY = 65534
+_DEVICES_READ, _DEVICES_WRITTEN = ("/dev/zero", "/dev/random", "/dev/urandom"), ("/dev/null",)
+
+
+def libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent ends. A change of user or of namespace undoes it: call it after."""
+    libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def leave_root(directory: str, needed: Iterable[str]) -> bool:
+    """Becomes the user nobody, who gets `directory`; False where `needed` files are closed to others, or not root.
+
+    Only for another user than root does the kernel count processes against a limit.
+    """
+    if os.geteuid() != 0 or not all(_open_to_others(path) for path in needed):
+        return False
+    try:
+        os.chown(directory, _NOBODY, _NOBODY)
+        for entry in os.scandir(directory):
+            os.chown(entry.path, _NOBODY, _NOBODY)
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    except OSError:
+        return False
+    libc().prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self stays root's
+    return True
+
+
+def _open_to_others(path: str) -> bool:
+    real = os.path.realpath(path)
+    while real != "/":
+        mode = os.stat(real).st_mode
+        if not mode & (0o001 if os.path.isdir(real) else 0o004):
+            return False
+        real = os.path.dirname(real)
+    return True
+
+
+def enter_namespaces() -> bool:
+    """User, network, process, mount and IPC namespaces of its own; children are in the process namespace.
+
+    False where the kernel refuses it; this process is then good for nothing: distributions refuse at either step.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC
+    if libc().unshare(flags) != 0:
+        return False
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        try:
+            with open(f"/proc/self/{file}", "w") as handle:
+                handle.write(text)
+        except OSError:
+            return False
+    return True
+
+
+def mount_own(directory: str, total_bytes: int) -> tuple[bool, bool]:
+    """Inside of namespaces: `directory` in memory, /proc of this namespace, everything else read-only.
+
+    Returns whether the files outside are read-only, and whether /proc is its own.
+    """
+    c = libc()
+    c.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    options = f"size={total_bytes},nr_inodes=4096,mode=700".encode()
+    c.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    own_proc = c.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None) == 0
+    read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    writable = struct.pack("QQQQ", 0, _MOUNT_ATTR_RDONLY, 0, 0)
+    held = c.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only)) == 0
+    c.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(directory), 0, writable, len(writable))
+    return held, own_proc
+
+
+def drop_capabilities() -> None:
+    """Takes all of them, for good: neither this process nor a program that it starts can get one back."""
+    c = libc()
+    c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(_LAST_CAPABILITY + 1):
+        c.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    c.capset(struct.pack("II", _CAPABILITY_VERSION_3, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))
+
+
+def restrict_files(readable: Iterable[str], directory: str) -> bool:
+    """Landlock: reads and runs files below `readable` alone, writes below `directory` alone, and signals nobody
+    outside where the kernel knows that (6.12). False where it has none."""
+    c = libc()
+    abi = c.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        return False
+    files = (1 << {1: 13, 2: 14}.get(abi, 15)) - 1
+    read = 0b1101  # execute, read a file, read a directory
+    attributes = struct.pack("QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = c.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
+    if ruleset < 0:
+        return False
+    rules = [(path, read) for path in readable] + [(path, 0b100) for path in _DEVICES_READ]
+    rules += [(path, 0b110) for path in _DEVICES_WRITTEN] + [(directory, files)]
+    for path, access in rules:
+        try:
+            handle = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+        except OSError:
+            continue  # what is not there needs no right
+        if not os.path.isdir(path):
+            access &= 0b111  # the others are rights on directories
+        c.syscall(_LANDLOCK_ADD, ruleset, _LANDLOCK_PATH, struct.pack("=Qi", access, handle), 0)
+        os.close(handle)
+    c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    restricted = c.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0
+    os.close(ruleset)
+    return restricted
+
+
+def limit_resources(limits: dict[str, int], num_processes: int | None) -> None:
+    """`num_processes`: at most so many of this user in this namespace; None where that would count those outside."""
+    wanted = [
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1),
+        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 64, 64),
+    ]
+    if num_processes is not None:
+        wanted.append((resource.RLIMIT_NPROC, num_processes, num_processes))
+    for kind, soft, hard in wanted:
+        most = resource.getrlimit(kind)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except (OSError, ValueError):
+            pass  # macOS refuses a limit of the address space: docs/rewards.md says what holds there
+
+
+# -- seccomp -----------------------------------------------------------------------------------------------------------
+
+# name -> number on (x86_64, aarch64); None: that machine does not have it
+_NEVER: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "io_uring_setup": (425, 425),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "kexec_load": (246, 104),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+}
+_PROCESSES: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
+# without a process namespace it may reach nobody outside
+_OTHERS: dict[str, tuple[int | None, int | None]] = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+}
+_CLONE, _CLONE3, _TGKILL, _PRLIMIT64 = (56, 220), (435, 435), (234, 131), (302, 261)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _filter(column: int, architecture: int, single: bool, alone: bool) -> bytes:
+    """The BPF program. Jumps count instructions to skip."""
+    refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    program = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_JUMP_EQUAL, architecture, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
+        _instruction(_JUMP_GREATER_EQUAL, 0x40000000, 0, 1),  # the second table of x86_64
+        _instruction(_RETURN, _KILL),
+    ]
+    never = [*_NEVER.values(), *(_PROCESSES.values() if single else ()), *(_OTHERS.values() if alone else ())]
+    for numbers in never:
+        if (number := numbers[column]) is not None:
+            program += [_instruction(_JUMP_EQUAL, number, 0, 1), _instruction(_RETURN, refuse)]
+    # its flags lie in memory, which a filter cannot read: the C library then takes clone
+    program += [_instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, absent)]
+    program += [_instruction(_JUMP_EQUAL, _CLONE[column], 0, 5 if single else 4), _instruction(_LOAD, _FIRST_ARGUMENT)]
+    program += [_instruction(_JUMP_ANY_BIT, _CLONE_ANY_NAMESPACE, 1 if single else 0, 0 if single else 1)]
+    if single:
+        program += [_instruction(_JUMP_ANY_BIT, _CLONE_THREAD, 1, 0)]
+    program += [_instruction(_RETURN, refuse), _instruction(_RETURN, _ALLOW)]
+    if alone:
+        for numbers, harmless in ((_TGKILL, (os.getpid(),)), (_PRLIMIT64, (0, os.getpid()))):
+            checks = [_instruction(_JUMP_EQUAL, pid, len(harmless) - i, 0) for i, pid in enumerate(harmless)]
+            program += [_instruction(_JUMP_EQUAL, numbers[column], 0, len(checks) + 3)]
+            program += [_instruction(_LOAD, _FIRST_ARGUMENT), *checks]
+            program += [_instruction(_RETURN, refuse), _instruction(_RETURN, _ALLOW)]
+    program.append(_instruction(_RETURN, _ALLOW))
+    return b"".join(program)
+
+
+def filter_calls(*, single: bool, alone: bool) -> bool:
+    """Refuses, for good, the calls that reach the network or the kernel's rarer parts.
+
+    Args:
+        single: refuse new processes too, not new threads.
+        alone: there is no process namespace around it: refuse signals to others as well. Call it in the process that
+            will be the program.
+
+    Returns False where this machine or its kernel has no such filter.
+    """
+    known = _ARCHITECTURES.get(os.uname().machine) if sys.platform == "linux" else None
+    if known is None:
+        return False
+    program = _filter(*known, single, alone)
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    head = Program(len(program) // 8, ctypes.cast(code, ctypes.c_void_p))
+    c = libc()
+    c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return c.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(head), 0, 0) == 0

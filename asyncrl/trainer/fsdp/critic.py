@@ -1,0 +1,34 @@
+"""The value model of advantage gae: the policy's architecture with one output in place of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from asyncrl.config.trainer import FsdpConfig
+from asyncrl.trainer.fsdp.batch import PackedTokens
+from asyncrl.trainer.fsdp.model import hidden_states, offload_policy, shard
+
+
+class Critic(nn.Module):
+    """`backbone` gives hidden states; `head` starts at zero, so that every value does, on every rank."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: PackedTokens) -> torch.Tensor:
+        """[n] float32: the value of the text before each predicted token."""
+        values = self.head(hidden_states(self.backbone, tokens).float())
+        return values.squeeze(-1).clone()  # FSDP hangs its hooks on what is returned; a view may lose them
+
+    def shard(self, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
+        """In place; the head computes in float32 whatever the rest does."""
+        fully_shard(self.head, mesh=mesh, offload_policy=offload_policy(mesh, fsdp))
+        shard(self, self.backbone, mesh, fsdp)

@@ -1,0 +1,91 @@
+"""The models that the algorithm asks for, sharded over the same ranks: policy, reference, critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.trainer.fsdp import lora
+from asyncrl.trainer.fsdp.critic import Critic
+from asyncrl.trainer.fsdp.model import compile_layers, load_model, shard
+from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.spec import TrainerSpec
+
+
+class Models:
+    """`critic` is None without advantage gae."""
+
+    def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, device: torch.device) -> None:
+        """Collective. Raises ConfigError: a model cannot be read or trained."""
+        self._spec, self._mesh, self._device = spec, mesh, device
+        self._reference: Policy | None = None
+        self.policy = self._policy()
+        self.critic = self._critic() if spec.algorithm.needs_critic else None
+        if spec.algorithm.needs_reference and not self._reference_is_the_base:
+            self._reference = self._frozen_reference()
+
+    def train(self, mode: bool) -> None:
+        """Whether dropout drops."""
+        self.policy.train(mode)
+        if self.critic is not None:
+            self.critic.train(mode)
+
+    @contextmanager
+    def reference(self) -> Iterator[Policy]:
+        """The reference model, inside; for passes without gradient."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        with lora.adapters_off(self.policy):
+            yield self.policy
+
+    def lora_facts(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of adapters says of the rest: their scale, and where the base weights are."""
+        if not self._spec.trainer.lora.rank:
+            return {}
+        path = self._spec.model.path
+        base = str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path
+        scale = torch.tensor(lora.scale_of(self._spec.trainer.lora), dtype=torch.float64)
+        return {lora.SCALE: scale, lora.BASE: torch.tensor(list(base.encode()), dtype=torch.uint8)}
+
+    @property
+    def _reference_is_the_base(self) -> bool:
+        """The policy without its adapters is the reference: no second model."""
+        path = self._spec.algorithm.kl.path
+        return bool(self._spec.trainer.lora.rank) and path in (None, self._spec.model.path)
+
+    def _policy(self) -> Policy:
+        spec = self._spec
+        model = load_model(spec.model, spec.trainer.fsdp, self._device)
+        if spec.trainer.lora.rank:
+            lora.add_adapters(model, spec.trainer.lora)
+        if spec.trainer.compile:
+            compile_layers(model)
+        policy = Policy(model)
+        shard(policy, model, self._mesh, spec.trainer.fsdp)
+        return policy
+
+    def _frozen_reference(self) -> Policy:
+        spec, path = self._spec, self._spec.algorithm.kl.path
+        named = spec.model if path is None else replace(spec.model, path=path, revision=None)
+        fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
+        model = load_model(named, fsdp, self._device, key="algorithm.kl.path" if path else "model.path")
+        reference = Policy(model.to(getattr(torch, fsdp.param_dtype)).requires_grad_(False).eval())
+        shard(reference, model, self._mesh, fsdp)
+        return reference
+
+    def _critic(self) -> Critic:
+        spec, path = self._spec, self._spec.algorithm.critic.path
+        named = spec.model if path is None else replace(spec.model, path=path, revision=None)
+        key = "algorithm.critic.path" if path else "model.path"
+        backbone = load_model(named, spec.trainer.fsdp, self._device, key=key, head=False)
+        if spec.trainer.compile:
+            compile_layers(backbone)
+        critic = Critic(backbone)
+        critic.shard(self._mesh, spec.trainer.fsdp)
+        return critic

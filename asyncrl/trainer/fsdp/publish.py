@@ -1,0 +1,44 @@
+"""What a publish sends: the whole policy in the replicas' dtype, each expert by itself as in a checkpoint, or its
+adapters alone.
+
+Adapters go in float32, since they are small, and as W = W_0 + B A needs them: `lora_B` comes multiplied by alpha over
+rank, so that a replica has nothing else to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.trainer.fsdp import lora, state
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import TensorSpec
+from asyncrl.weights.adapters import LORA_B
+from asyncrl.weights.experts import unfused
+
+
+class Publication:
+    def __init__(self, model: PreTrainedModel, spec: TrainerSpec, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._scale = lora.scale_of(spec.trainer.lora) if spec.trainer.lora.rank else None
+        self._dtype_name = spec.model.inference_dtype if self._scale is None else "float32"
+        self._dtype: torch.dtype = getattr(torch, self._dtype_name)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name, tuple(part.shape), self._dtype_name, part.numel() * self._dtype.itemsize)
+            for fused, tensor in state.published_tensors(self._model)
+            for name, part in unfused(fused, torch.empty(tensor.shape, device="meta"))
+        )
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective: every rank must walk all of it."""
+        for name, tensor in state.published_tensors(self._model):
+            # cast before gathering: half the bytes for 16-bit replicas
+            whole = state.full(tensor.detach().to(self._dtype)).to(self._device)
+            if self._scale is not None and name.endswith(LORA_B):
+                whole = whole * self._scale
+            yield from unfused(name, whole)

@@ -1,0 +1,47 @@
+"""What one step trains: from the rewards of a lease to the plan of every rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from asyncrl.algorithms import build_advantage, shaped_rewards
+from asyncrl.config.recipe import Recipe
+from asyncrl.trainer.backend import TrajectoryKey
+from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.types import GroupSummary, LeaseManifest, RankPlan
+
+TOKEN_ADVANTAGES = ("gae", "reinforce_plus_plus")
+"""Advantages that the trainer makes token by token, the divergence from the reference included."""
+
+
+class StepPlanner:
+    """rewards - soft penalty for length - divergence from the reference -> advantages -> micro-batches."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._algorithm = algorithm = recipe.algorithm
+        self._advantage = build_advantage(algorithm.advantage)
+        self._rules = PackingRules.of(recipe)
+        self._max_response_tokens = recipe.rollout.sampling.max_response_tokens
+        kl = algorithm.kl
+        self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and algorithm.advantage not in TOKEN_ADVANTAGES
+        """Whether `plan` wants the divergence of each trajectory."""
+
+    def plan(
+        self, manifest: LeaseManifest, divergence: Mapping[TrajectoryKey, float] | None = None
+    ) -> tuple[RankPlan, ...]:
+        """One plan per rank. The packing depends on the manifest alone.
+
+        Args:
+            divergence: of each trajectory from the reference model, summed over its trained tokens, nats.
+        """
+        return plan_step(manifest, [self._advantages(group, divergence) for group in manifest.groups], self._rules)
+
+    def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
+        lengths = [n.response for n in group.lengths]
+        rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._max_response_tokens)
+        if divergence is not None:
+            nats = [divergence[group.ordinal, i] for i in range(len(group.lengths))]
+            rewards = rewards - self._algorithm.kl.coefficient * np.asarray(nats)
+        return self._advantage(rewards)

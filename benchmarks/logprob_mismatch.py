@@ -1,0 +1,158 @@
+"""How far the log-probabilities of the engines are from the trainer's, by engine and dtype, with equal weights.
+
+    python benchmarks/logprob_mismatch.py                         # both engines, about 3 minutes on 2 cores
+    python benchmarks/logprob_mismatch.py --engines torch --model Qwen/Qwen2.5-0.5B
+
+Every engine loads the model's files and samples responses; the FSDP backend computes the log-probabilities of the same
+tokens from the same files. What differs is the arithmetic: kernels, the order of sums, the dtype. Writes
+benchmarks/results/logprob_mismatch.md. The model is the quickstart's unless one is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "benchmarks" / "results" / "logprob_mismatch.md"
+DTYPES = ("float32", "bfloat16")
+
+
+async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
+    """Prints one JSON object a response: prompt, tokens, log-probabilities."""
+    from asyncrl.config.model import ModelConfig
+    from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+    from asyncrl.data.dataset import load_rows
+    from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+    from asyncrl.inference import build_engine
+    from asyncrl.types import GenerationRequest, SamplingParams
+
+    config = ModelConfig(path=model, inference_dtype=dtype)  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(config)
+    renderer = PromptRenderer(tokenizer, config)
+    rows = load_rows(str(ROOT / "data" / "arithmetic_test.jsonl"))[:count]
+    rollout = RolloutConfig(
+        engine=engine_name,  # type: ignore[arg-type]
+        torch=TorchEngineConfig(num_slots=64, max_model_len=256),
+        vllm=VllmEngineConfig(max_model_len=256, max_num_seqs=64, enforce_eager=True, kv_cache_memory_bytes=1 << 26),
+    )
+    engine = build_engine(rollout, config, load_real_weights=True)
+    await engine.start()
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=stop_token_ids(tokenizer, config, ()))
+
+    async def one(number: int) -> None:
+        ids = renderer.prompt_ids(rows[number])
+        request = GenerationRequest(f"request-{number}", ids, sampling, seed=number)
+        chunks = [chunk async for chunk in engine.generate(request)]
+        tokens = [int(t) for c in chunks for t in c.token_ids]
+        logprobs = [float(x) for c in chunks for x in c.logprobs]
+        print(json.dumps({"prompt": ids.tolist(), "tokens": tokens, "logprobs": logprobs}), flush=True)
+
+    await asyncio.gather(*(one(number) for number in range(len(rows))))
+    await engine.stop()
+
+
+def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
+    """[T] float64 per response: the trainer's log-probabilities."""
+    import torch
+    import torch.distributed as dist
+
+    from asyncrl.config.algorithm import AlgorithmConfig
+    from asyncrl.config.model import ModelConfig
+    from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+    from asyncrl.trainer.fsdp.backend import FsdpBackend
+    from asyncrl.trainer.packing import PackingRules, plan_step
+    from asyncrl.trainer.spec import TrainerSpec
+    from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    trajectories, groups = {}, []
+    for number, r in enumerate(responses):
+        n = len(r["tokens"])
+        trajectories[number, 0] = Trajectory(
+            np.array(r["prompt"], np.int32),
+            np.array(r["tokens"], np.int32),
+            np.array(r["logprobs"], np.float32),
+            np.ones(n, bool),
+            (Segment(0, n, 0, 0),),
+            0.0,
+        )
+        groups.append(GroupSummary(number, 0, (Lengths(len(r["prompt"]), n, n),), (0.0,), 0, 0, 0, n, 1, 0))
+    trainer = TrainerConfig(fsdp=FsdpConfig(param_dtype=dtype))  # type: ignore[arg-type]
+    spec = TrainerSpec(model=ModelConfig(path=model), trainer=trainer, algorithm=AlgorithmConfig())
+    backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    rules = PackingRules(num_ranks=1, max_tokens_per_microbatch=4096)
+    (plan,) = plan_step(LeaseManifest(0, tuple(groups)), [np.zeros(1)] * len(groups), rules)
+    found = backend.logprobs(plan, trajectories)
+    dist.destroy_process_group()
+    return [found[number, 0].double().numpy() for number in range(len(responses))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engines", nargs="+", default=("torch", "vllm"), choices=("torch", "vllm"))
+    parser.add_argument("--model", default=str(ROOT / "runs" / "tiny-qwen3"))
+    parser.add_argument("--count", type=int, default=256, help="responses per engine and dtype")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--sample", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.sample:
+        asyncio.run(sample(*arguments.sample, arguments.model, arguments.count))
+        return
+    from asyncrl.checkpoint.run_directory import git_commit, package_versions
+    from asyncrl.config.load import engine_environment, environment_defaults
+
+    table = []
+    for engine in arguments.engines:
+        for dtype in DTYPES:
+            command = [sys.executable, __file__, "--sample", engine, dtype, "--model", arguments.model]
+            environment = {**os.environ, **environment_defaults(), **engine_environment(engine)}
+            done = subprocess.run(
+                [*command, "--count", str(arguments.count)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            responses = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"prompt"')]
+            reported = np.concatenate([r["logprobs"] for r in responses])
+            for other in DTYPES:
+                own = np.concatenate(trained(arguments.model, other, responses))
+                gap, ratio = np.abs(own - reported), np.exp(own - reported)
+                table.append(
+                    f"| {engine} | {dtype} | {other} | {len(gap)} | {gap.mean():.2e} | {np.quantile(gap, 0.99):.2e} | "
+                    f"{gap.max():.2e} | {np.mean(reported - own):+.1e} | {ratio.min():.4f} - {ratio.max():.4f} |"
+                )
+                print(table[-1], flush=True)
+    lines = [
+        "# Log-probabilities: engine against trainer",
+        "",
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
+        + ", ".join(f"{k} {v}" for k, v in package_versions().items())
+        + f"; commit {git_commit()}",
+        "",
+        f"Written by `python benchmarks/logprob_mismatch.py`: {arguments.count} sampled responses of "
+        f"{Path(arguments.model).name}, the same weights on both sides. Differences per token, in nats; `k1` is",
+        "the mean of engine minus trainer, an estimate of the divergence; the last column the range of the ratio of",
+        "trainer to engine, which corrections such as truncated importance sampling look at.",
+        "",
+        "| engine | its dtype | trainer's dtype | tokens | mean | p99 | max | k1 | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *table,
+    ]
+    arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

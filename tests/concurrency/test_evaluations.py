@@ -1,0 +1,342 @@
+"""Evaluations beside training: a real pool, checkpoint engine and coordinator over scripted processes."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from asyncrl import coordinator, evaluations
+from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.config.load import load_recipe
+from asyncrl.coordinator import Coordinator
+from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.evaluation import EvalResult
+from asyncrl.inference.pool import PoolSettings, ReplicaPool
+from asyncrl.observability.events import EventLog
+from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.progress import ProgressView
+from asyncrl.parts import Parts
+from asyncrl.testing.fake_fleet import FakeReplica, FakeTrainer
+from asyncrl.weights.checkpoint_engine import CheckpointEngine
+from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers
+
+pytestmark = pytest.mark.concurrency
+
+
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch):
+    for module in (coordinator, evaluations):
+        monkeypatch.setattr(module, "POLL_S", 0.005)
+
+
+async def until(condition):
+    async with asyncio.timeout(50):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Control(FakeReplica):
+    """A process of a replica: it answers until `dead`."""
+
+    dead = None
+
+    def __init__(self, may_start):
+        super().__init__()
+        self.may_start = may_start
+
+    async def start(self, timeout_s):
+        await asyncio.wait_for(self.may_start.wait(), timeout_s)
+
+    async def stats(self, timeout_s):
+        if self.dead:
+            raise self.dead
+        health = SimpleNamespace(busy_s=0.0, generated_tokens=0, version=0)
+        return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0)
+
+    async def reset(self, timeout_s):
+        self.calls.append(("reset",))
+        if self.dead:
+            raise self.dead
+
+    async def stop(self, timeout_s): ...
+
+    def kill(self): ...
+
+
+class Evaluating(Rollouter):
+    """`on_evaluate`: awaited with the lent controls, by turn; what it returns is the version of the tokens. `routed`
+    follows what the pool announces."""
+
+    def __init__(self):
+        super().__init__()
+        self.routed = ()
+        self.asked = []
+
+    async def evaluate(self, name, seed, timeout_s, replicas=None):
+        self.asked.append((name, None if replicas is None else sorted(replicas)))
+        version = await self.on_evaluate.pop(0)(replicas) if self.on_evaluate else None
+        return EvalResult(
+            name, 0.5, 0.5, 4.0, 10, 0, interval=(0.2, 0.8), versions=() if version is None else (version,)
+        )
+
+
+class Rig:
+    """A run of `num` replicas that evaluates on one of them after every second step."""
+
+    def __init__(self, tmp_path, *overrides, num=2, max_steps=6):
+        self.path = tmp_path
+        keys = ["eval.every_steps=2", "eval.leased_replicas=1", f"rollout.num_replicas={num}"]
+        keys += [f"run.max_steps={max_steps}", "ray.health_interval_s=0.005", *overrides]
+        self.recipe = load_recipe(QUICKSTART, keys)
+        self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Evaluating()
+        self.trainer, self.controls = FakeTrainer(), []
+        self.retired = []
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.events_log = EventLog(tmp_path / "events.jsonl")
+        self.pool = ReplicaPool(
+            self._spawn,
+            num,
+            PoolSettings(5, start_timeout_s=5, health_interval_s=0.005, health_timeout_s=1, restart_delay_s=0),
+            announce=self._announce,
+            retire=self._retire,
+            on_event=self.events_log.write,
+        )
+
+    def _spawn(self, replica_id):
+        self.controls.append(Control(self.may_start))
+        return self.controls[-1]
+
+    async def _announce(self, replica_id, control, version):
+        self.rollouter.routed = (*self.rollouter.routed, replica_id)
+
+    async def _retire(self, replica_id, *, lives=False):
+        self.retired.append((replica_id, lives))
+        self.rollouter.routed = tuple(i for i in self.rollouter.routed if i != replica_id)
+
+    async def start(self):
+        await self.pool.start()
+        parts = Parts(
+            queue=self.queue,
+            trainers=self.trainers,
+            rollouter=self.rollouter,
+            replicas=self.pool,
+            weights=CheckpointEngine(self.recipe.weights, self.trainer, self.pool, interrupt="abort_resume"),
+            checkpoints=CheckpointStore(self.path / "checkpoints", keep=2),
+            metrics=MetricsLog(self.path / "metrics.jsonl"),
+            events=self.events_log,
+            progress=ProgressView(Console(quiet=True), max_steps=9, live=False),
+            prompts_digest="digest",
+        )
+        self.coordinator = Coordinator(self.recipe, parts, None)
+        self.running = asyncio.create_task(asyncio.wait_for(self.coordinator.run(), 60))
+        return self
+
+    @property
+    def metrics(self):
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def evaluated(self):
+        """step -> (version, accuracy) of the lines that carry an evaluation."""
+        return {m["step"]: (m["eval/version"], m["eval/accuracy"]) for m in self.metrics if "eval/accuracy" in m}
+
+    def events(self, *kinds):
+        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
+        return [event for event in events if event["event"] in kinds]
+
+    async def stepped(self, step):
+        await until(lambda: self.coordinator.step >= step and len(self.metrics) >= step)
+
+
+class Held:
+    """An evaluation that goes on until `end` is set; then `raises`, or answers with `version`."""
+
+    def __init__(self, raises=None, version=None):
+        self.begun, self.end, self.raises, self.version, self.cancelled = (
+            asyncio.Event(),
+            asyncio.Event(),
+            raises,
+            version,
+            0,
+        )
+
+    async def __call__(self, replicas):
+        self.replicas = replicas
+        self.begun.set()
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.raises:
+            raise self.raises
+        return self.version
+
+
+async def first(replicas):
+    return 0
+
+
+async def test_steps_go_on_while_a_pinned_replica_answers_and_it_catches_up_afterwards(tmp_path):
+    rig, held = Rig(tmp_path), Held(version=2)
+    rig.rollouter.on_evaluate = [first, held]
+    rig.queue.hold(4)
+    await rig.start()
+    await rig.stepped(4)
+    assert held.begun.is_set(), "it began after step 2"
+    assert held.replicas == {1: rig.controls[1]}
+    assert [c.committed for c in rig.controls] == [[0, 1, 2, 3, 4], [0, 1, 2]], "no publish reaches the pinned one"
+    assert (rig.rollouter.routed, rig.retired) == ((0,), [(1, True)])
+    assert not rig.evaluated()
+    held.end.set()
+    await until(lambda: rig.controls[1].committed == [0, 1, 2, 4])
+    assert rig.rollouter.routed == (0, 1), "requests reach it again once it has the version of the others"
+    rig.queue.ready[4].set()
+    await rig.running
+    assert rig.evaluated() == {5: (2, 0.5), 6: (6, 0.5)}, "it is on the line of the step that found it done"
+    told = [(e["step"], e["version"], e["interval"]) for e in rig.events("evaluation")]
+    assert told == [(0, 0, [0.2, 0.8]), (2, 2, [0.2, 0.8]), (6, 6, [0.2, 0.8])]
+    assert [e["step"] for e in rig.events("evaluation_skipped")] == [4]
+    assert rig.queue.published_versions == list(range(7))
+
+
+async def test_the_last_step_waits_for_the_evaluation_under_way_then_all_replicas_answer(tmp_path):
+    rig, held = Rig(tmp_path, max_steps=3), Held(version=2)
+    rig.rollouter.on_evaluate = [first, held]
+    await rig.start()
+    await until(lambda: rig.coordinator.step == 3)
+    assert rig.rollouter.asked == [("held_out", None), ("held_out", [1])]
+    held.end.set()
+    await rig.running
+    assert rig.rollouter.asked[2:] == [("held_out", None)]
+    assert [e["version"] for e in rig.events("evaluation")] == [0, 2, 3]
+    assert rig.evaluated() == {3: (3, 0.5)}
+
+
+@pytest.mark.parametrize(
+    "error", [GenerationError("all lost"), ProcessDied("gone").of("replica 1"), DeadlineExceeded("")]
+)
+async def test_one_that_fails_is_tried_again_on_other_leases_with_the_version_of_then(tmp_path, error):
+    rig, held = Rig(tmp_path), Held(raises=error)
+    rig.rollouter.on_evaluate = [first, held]
+    rig.queue.hold(2)
+    rig.queue.hold(3)
+    await rig.start()
+    await held.begun.wait()
+    held.end.set()
+    await until(lambda: rig.rollouter.routed == (0, 1))
+    rig.queue.ready[2].set()
+    await rig.stepped(3)
+    rig.queue.ready[3].set()
+    await rig.running
+    assert [(e["step"], e["version"], e["tries"]) for e in rig.events("evaluation_failed")] == [(2, 2, 1)]
+    assert [(e["step"], e["version"]) for e in rig.events("evaluation_started")][:2] == [(2, 2), (3, 3)]
+    assert rig.evaluated()[4] == (3, 0.5)
+    assert not any("eval/failed" in m for m in rig.metrics)
+
+
+async def test_one_that_fails_twice_is_counted_and_training_goes_on(tmp_path):
+    rig = Rig(tmp_path, "eval.every_steps=4", max_steps=8)
+    pinned = []
+
+    async def fails(replicas):
+        pinned.append(rig.coordinator.step)
+        raise GenerationError("all prompts failed")
+
+    rig.rollouter.on_evaluate = [first, fails, fails]
+    await rig.start()
+    await rig.running
+    assert [e["tries"] for e in rig.events("evaluation_failed")] == [1, 2]
+    counted = [m["step"] for m in rig.metrics if "eval/failed" in m]
+    assert len(pinned) == 2
+    assert len(counted) == 1
+    assert 4 < counted[0] <= 8
+    assert rig.evaluated() == {8: (8, 0.5)}
+
+
+async def test_an_answer_by_another_version_than_the_pinned_one_is_no_result(tmp_path):
+    rig, held = Rig(tmp_path), Held(version=1)
+    held.end.set()
+    rig.rollouter.on_evaluate = [first, held]
+    await rig.start()
+    await rig.running
+    assert "version 2 was pinned" in rig.events("evaluation_failed")[0]["error"]
+
+
+async def test_a_leased_replica_that_dies_is_replaced_and_the_next_set_is_not_asked_of_it(tmp_path):
+    """Two replicas are leased; one dies in the first set, the other answers the second alone."""
+    rig = Rig(tmp_path, "eval.leased_replicas=2", "data.eval.second=data/arithmetic_test.jsonl", num=3, max_steps=4)
+    held = Held(version=2)
+    rig.rollouter.on_evaluate = [first, first, held]
+    await rig.start()
+    await held.begun.wait()
+    assert sorted(held.replicas) == [1, 2]
+    rig.controls[1].dead = ProcessDied("killed")
+    await until(lambda: len(rig.controls) == 4 and rig.controls[3].committed)
+    assert sorted(rig.pool.leased) == [2]
+    assert (1, False) in rig.retired, "the rollout side is told, which lets the evaluation go on elsewhere"
+    held.end.set()
+    await rig.running
+    assert [ids for _, ids in rig.rollouter.asked][2:4] == [[1, 2], [2]]
+    assert ("reset",) in rig.controls[2].calls
+    assert ("reset",) not in rig.controls[1].calls
+
+
+async def test_without_a_replica_to_spare_it_stays_due(tmp_path):
+    rig = Rig(tmp_path)
+    rig.rollouter.on_evaluate = [first]
+
+    async def one_dies():
+        rig.may_start.clear()
+        rig.controls[1].dead = ProcessDied("killed")
+        await until(lambda: len(rig.controls) == 3)
+
+    rig.trainers.on_step[1] = one_dies
+    rig.queue.hold(2)
+    await rig.start()
+    await rig.stepped(2)
+    assert not rig.events("evaluation_started"), "the only replica left generates"
+    rig.may_start.set()
+    await until(lambda: rig.controls[2].committed)
+    rig.queue.ready[2].set()
+    await rig.running
+    started = [(e["step"], e["version"], e["replicas"]) for e in rig.events("evaluation_started")]
+    assert started[0] == (3, 3, [1])
+
+
+@pytest.mark.parametrize("where", ["groups", "last step"])
+async def test_a_stop_waits_for_no_evaluation(tmp_path, where):
+    last = where == "last step"
+    rig, held = Rig(tmp_path, max_steps=3 if last else 6), Held()
+    rig.rollouter.on_evaluate = [first, held]
+    if not last:
+        rig.queue.hold(2)
+    await rig.start()
+    await held.begun.wait()
+    await until(lambda: rig.coordinator.step == (3 if last else 2))
+    rig.coordinator.stop()
+    await rig.running
+    assert held.cancelled == 1
+    assert rig.coordinator.step == (3 if last else 2)
+    assert len(rig.metrics) == rig.coordinator.step, "also the step in progress has its line"
+
+
+async def test_an_error_of_the_run_ends_the_evaluation_too(tmp_path):
+    rig, held = Rig(tmp_path), Held()
+    rig.rollouter.on_evaluate = [first, held]
+    rig.queue.hold(2)
+    await rig.start()
+    await held.begun.wait()
+
+    async def dead(timeout_s):
+        raise ProcessDied("queue is gone")
+
+    rig.queue.ping = dead
+    with pytest.raises(ProcessDied, match="queue"):
+        await rig.running
+    assert held.cancelled == 1
+    await rig.pool.fence()
+    assert (rig.pool.leased, sorted(rig.pool.newcomers)) == ({}, [0, 1]), "the next branch of the run has all of them"

@@ -1,0 +1,170 @@
+"""Held-out sets on replicas that are lent: what they say, what fails over, what ends; and groups beside them."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.errors import DeadlineExceeded, GenerationError
+from asyncrl.inference.replica import Replica
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.testing.fake_engine import FakeEngine, FakeScript
+from asyncrl.testing.local import LocalReplicaChannel, publish
+from asyncrl.types import SamplingParams, Ticket
+from tests.concurrency.test_generation import PROMPT, Fleet, check
+from tests.concurrency.test_rollouter import Queue, Rig, until
+from tests.concurrency.test_rollouter import tokenizer as tokenizer
+
+pytestmark = pytest.mark.concurrency
+
+
+class Judged(SingleTurn):
+    """Right in one response of prompt 0 and in all of prompt 1; prompt 2 raises."""
+
+    async def run(self, task, session):
+        trajectory = await super().run(task, session)
+        if task.ordinal == 2:
+            raise ValueError("no such prompt")
+        right = task.ordinal == 1 or (task.ordinal == 0 and task.index == 0)
+        return replace(trajectory, reward=2.0 * right - 0.5, reward_parts=(("correct", float(right)),))
+
+
+@asynccontextmanager
+async def evaluating(tmp_path, tokenizer, *overrides, lent=2, prompts=4, **script):
+    """A rollouter whose groups go to replica 0 of version 7, and channels of `lent` others, which serve version 3."""
+    keys = ["eval.samples=2", "eval.temperature=1", "eval.pass_at=[1,2]", *overrides]
+    rig = Rig(tmp_path, tokenizer, f"rollout.environment={__name__}:Judged", *keys, **script)
+    held_out = replace(
+        rig.spec.train, rows=rig.spec.train.rows[:prompts], prompt_ids=rig.spec.train.prompt_ids[:prompts]
+    )
+    rig.spec = replace(rig.spec, held_out={"held_out": held_out})
+    engines = [
+        FakeEngine(FakeScript(start_version=None, chunk_tokens=1, **{"tick_s": 0.0, **script})) for _ in range(lent)
+    ]
+    replicas = [Replica(i, lambda e=engine: e, gate_timeout_s=5) for i, engine in enumerate(engines, start=1)]
+    for one in replicas:
+        await one.start()
+        await publish(one, 1, 3)
+    queue = Queue()
+    async with rig.start(queue, version=7) as rollouter:
+        rollouter.channels = {i: LocalReplicaChannel(one) for i, one in enumerate(replicas, start=1)}
+        rollouter.engines, rollouter.queue, rollouter.rig = engines, queue, rig
+        yield rollouter
+    for one in replicas:
+        await one.stop()
+
+
+async def test_lent_replicas_answer_all_of_it_with_their_version(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer) as rollouter:
+        result = await rollouter.evaluate("held_out", 0, 20, rollouter.channels)
+        assert rollouter.rig.engine.health().generated_tokens == 0
+    assert (result.versions, result.num_prompts, result.samples, result.num_failed) == ((3,), 4, 2, 2)
+    assert result.pass_rates == (0.5, 1.0, 0.0, 0.0)
+    assert (result.accuracy, result.pass_at) == (3 / 8, ((1, 3 / 8), (2, 0.5)))
+    assert result.reward_mean == pytest.approx((3 * 1.5 - 3 * 0.5) / 6)
+
+
+async def test_without_a_lease_the_replicas_that_serve_answer(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer) as rollouter:
+        result = await rollouter.evaluate("held_out", 0, 20)
+        assert not any(engine.health().generated_tokens for engine in rollouter.engines)
+    assert result.versions == (7,)
+
+
+async def test_groups_never_go_to_a_lent_replica(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer, tick_s=0.002) as rollouter:
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        rollouter.queue.give(*(Ticket(i, 0, 7) for i in (0, 1, 3, 4)))
+        await rollouter.queue.ends(4)
+        assert (await evaluation).versions == (3,)
+        groups = rollouter.queue.put_groups.values()
+        assert {s.replica_id for g in groups for t in g.trajectories for s in t.segments} == {0}
+
+
+async def test_a_lent_replica_that_dies_leaves_its_requests_to_the_others(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer, tick_s=0.002) as rollouter:
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        await until(lambda: all(e.health().generated_tokens > 8 for e in rollouter.engines), "both at work")
+        rollouter.channels[1].die()
+        result = await evaluation
+    assert (result.num_failed, result.versions) == (2, (3,))
+
+
+@pytest.mark.parametrize("how", ["dies", "is taken out"])
+async def test_when_the_last_one_is_lost_there_is_no_result(tmp_path, tokenizer, how):
+    async with evaluating(tmp_path, tokenizer, lent=1, tick_s=0.002) as rollouter:
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        await until(lambda: rollouter.engines[0].health().generated_tokens > 8, "at work")
+        if how == "dies":
+            rollouter.channels[1].die()
+        else:
+            await rollouter.remove_replica(1)
+        with pytest.raises(GenerationError, match="last"):
+            await asyncio.wait_for(evaluation, 5)
+        rollouter.queue.give(Ticket(1, 0, 7))
+        await rollouter.queue.ends(1)
+
+
+async def test_an_evaluation_ends_at_its_deadline_and_leaves_nothing_on_the_replicas(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer, tick_s=0.02) as rollouter:
+        with pytest.raises(DeadlineExceeded, match=r"(?s)held_out within 0.2 s.*eval.timeout_s"):
+            await rollouter.evaluate("held_out", 0, 0.2, rollouter.channels)
+        await until(lambda: not any(e.health().running for e in rollouter.engines), "the replicas are idle")
+
+
+async def test_an_evaluation_of_which_nothing_came_is_no_result(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer) as rollouter:
+        rollouter._trajectory = _raises
+        with pytest.raises(GenerationError, match=r"all 4 prompts failed.*no such"):
+            await rollouter.evaluate("held_out", 0, 20, rollouter.channels)
+
+
+async def _raises(task, session):
+    raise ValueError("no such prompt")
+
+
+async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost():
+    async with Fleet(tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
+        await fleet.sampled(40)
+        before = fleet.replicas[0]._engine.health().generated_tokens
+        fleet.client.withdraw(0)
+        fleet.client.withdraw(0)
+        assert sorted(fleet.client.loads) == [1]
+        other = GenerationClient(
+            "other", {0: LocalReplicaChannel(fleet.replicas[0], "other")}, request_timeout_s=20, poll_interval_s=0.001
+        )
+        check(await other.generate(PROMPT, SamplingParams(max_tokens=5)))
+        generations = await asyncio.gather(*running)
+        for generation in generations:
+            check(generation)
+            assert len(generation.token_ids) == 60
+        assert {s.replica_id for g in generations for s in g.segments} == {0, 1}, "what it had sampled is kept"
+        assert fleet.engines[0].health().generated_tokens < before + 60, "its requests were aborted"
+        fleet.client.add_replica(0, fleet.channels[0], 0)
+        again = await asyncio.gather(*(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)) for _ in range(4)))
+        assert {s.replica_id for g in again for s in g.segments} == {0, 1}
+        await other.close()
+
+
+async def test_forgetting_a_client_forgets_its_evaluations():
+    engine = FakeEngine(FakeScript(start_version=None, tick_s=0.001))
+    served = Replica(0, lambda: engine, gate_timeout_s=5)
+    await served.start()
+    await publish(served, 1, 0)
+    channel = LocalReplicaChannel(served, "rollouter-1/evaluation-0")
+    client = GenerationClient("c", {0: channel}, request_timeout_s=20, poll_interval_s=0.001)
+    running = asyncio.create_task(client.generate(np.array([1], np.int32), SamplingParams(max_tokens=4000)))
+    await until(lambda: engine.health().generated_tokens, "at work")
+    await served.forget_client("rollouter-1")
+    await until(lambda: not engine.health().running, "idle")
+    with pytest.raises(GenerationError, match="forgotten"):
+        await served.collect("rollouter-1/evaluation-1", 0.1)
+    await served.collect("rollouter-10/evaluation-0", 0.01)
+    running.cancel()
+    await client.close()
+    await served.stop()

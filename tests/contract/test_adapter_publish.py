@@ -1,0 +1,84 @@
+"""Adapters published to every engine: what it samples then is of the weights with the adapters merged."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import TorchEngineConfig, VllmEngineConfig
+from asyncrl.errors import WeightTransferError
+from asyncrl.testing.engine_client import Client, make_request, within
+from asyncrl.testing.publishing import Publisher
+from asyncrl.testing.random_model import random_qwen3, write_random_qwen3
+from asyncrl.testing.weight_swap_suite import Part, check_recomputed
+from asyncrl.weights.adapters import merged
+from tests.make import require_vllm
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio]
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_random_qwen3(tmp_path_factory.mktemp("model")))
+
+
+def torch_engine(path):
+    from asyncrl.inference.torch_engine import TorchEngine
+
+    settings = TorchEngineConfig(num_slots=8, chunk_tokens=16, device="cpu")
+    return TorchEngine(ModelConfig(path=path), settings, load_real_weights=False)
+
+
+def vllm_engine(path):
+    require_vllm()
+    from asyncrl.inference.vllm import VllmEngine
+
+    settings = VllmEngineConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
+    return VllmEngine(ModelConfig(path=path), settings, load_real_weights=False)
+
+
+def adapters(seed):
+    """Of two layers of `random_qwen3`, in the form of a publish: something with `named_parameters`."""
+    draw = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, rows, columns in (
+        ("self_attn.q_proj", 128, 128),
+        ("self_attn.k_proj", 64, 128),
+        ("mlp.up_proj", 384, 128),
+    ):
+        for layer in (0, 2):
+            found[f"model.layers.{layer}.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=draw) * 0.1
+            found[f"model.layers.{layer}.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=draw) * 0.3
+    return SimpleNamespace(named_parameters=found.items, tensors=found)
+
+
+def with_adapters(tensors):
+    """Hugging Face's own model with them merged."""
+    model = random_qwen3()
+    for name, parameter in model.named_parameters():
+        parameter.data = merged(name, parameter.data, tensors)
+    return model
+
+
+@pytest.mark.parametrize("make_engine", [torch_engine, vllm_engine])
+async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, make_engine):
+    engine = make_engine(path)
+    await within(engine.start(), 180.0)
+    publisher = Publisher(engine)
+    try:
+        for seed in range(3):  # the first over dummy weights, the others over what the one before left
+            sent = adapters(seed)
+            await publisher.publish(sent, publisher.next_version(), "abort")
+            client = Client(engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
+            await client.done()
+            parts = [Part(with_adapters(sent.tensors), 0, 24)]
+            check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, parts)
+        strange = SimpleNamespace(named_parameters={"absent.lora_A.weight": torch.zeros(RANK, 8)}.items)
+        with pytest.raises((WeightTransferError, ExceptionGroup), match="absent"):
+            await publisher.publish(strange, publisher.next_version(), "abort")
+    finally:
+        await publisher.close()
+        await within(engine.stop(), 60.0)

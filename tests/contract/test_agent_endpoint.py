@@ -1,0 +1,234 @@
+"""Agents written against the real OpenAI client, in front of a scripted policy."""
+
+import asyncio
+import json
+
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+
+from asyncrl.environments import build_environment
+from asyncrl.errors import GenerationError
+from tests.contract.test_tool_use import recipe_with, text_of
+from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
+
+pytestmark = pytest.mark.contract
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def client_of(base_url, api_key):
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+
+
+async def ask(client, messages, **options):
+    answer = await client.chat.completions.create(model="any", messages=messages, **options)
+    return answer.choices[0].message.content
+
+
+async def calls_a_tool(base_url, api_key, task):
+    client = client_of(base_url, api_key)
+    messages = [{"role": "user", "content": task.row.messages[-1].content}]
+    while True:
+        answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0.3)
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return message.content
+        assert answer.choices[0].finish_reason == "tool_calls"
+        for call in message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            result = str(arguments["a"] + arguments["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+async def streams(base_url, api_key, task):
+    client = client_of(base_url, api_key)
+    messages = [{"role": "user", "content": "one"}]
+    text = ""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 30}
+    async for piece in await client.chat.completions.create(model="any", messages=messages, **options):
+        if piece.choices:
+            text += piece.choices[0].delta.content or ""
+        else:
+            assert piece.usage.completion_tokens == len(text) + 1
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "two"}]
+    await ask(client, messages)
+
+
+async def rewrites_history(base_url, api_key, task):
+    client = client_of(base_url, api_key)
+    first = [{"role": "user", "content": "draft"}]
+    draft = await ask(client, first)
+    await ask(client, [*first, {"role": "assistant", "content": draft}, {"role": "user", "content": "dead end"}])
+    await ask(client, [*first, {"role": "assistant", "content": draft}, {"role": "user", "content": "better"}])
+    await ask(client, [{"role": "user", "content": "anew"}])
+    await ask(client, [*first, {"role": "assistant", "content": draft}, {"role": "user", "content": "at last"}])
+
+
+async def goes_on_for_ever(base_url, api_key, task):
+    client = client_of(base_url, api_key)
+    messages = [{"role": "user", "content": "go"}]
+    while True:
+        messages += [{"role": "assistant", "content": await ask(client, messages)}, {"role": "user", "content": "more"}]
+
+
+async def raises(base_url, api_key, task):
+    await ask(client_of(base_url, api_key), [{"role": "user", "content": "go"}])
+    raise LookupError("the agent lost its way")
+
+
+async def asks_nothing(base_url, api_key, task):
+    return "42"
+
+
+async def swallows(base_url, api_key, task):
+    try:
+        await ask(client_of(base_url, api_key), [{"role": "user", "content": "go"}])
+    except openai.OpenAIError:
+        return "all is well"
+
+
+async def asks_what_is_not_served(base_url, api_key, task):
+    client, found = client_of(base_url, api_key), []
+    messages = [{"role": "user", "content": "go"}]
+    for options in ({"n": 2}, {"stop": "x"}, {"tool_choice": "required", "tools": TOOLS}, {"max_tokens": 0}):
+        with pytest.raises(openai.BadRequestError) as error:
+            await ask(client, messages, **options)
+        found.append(error.value.param)
+    with pytest.raises(openai.BadRequestError):
+        await ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    with pytest.raises(openai.AuthenticationError):
+        await ask(client_of(base_url, "another key"), messages)
+    assert found == ["n", "stop", "tool_choice", "max_tokens"]
+    assert [m.id for m in (await client.models.list()).data] == ["policy"]
+    return await ask(client, messages)
+
+
+@pytest_asyncio.fixture
+async def run():
+    """run(agent, *replies) -> (trajectory, session)."""
+    started = []
+
+    async def call(agent, *replies, overrides=(), **script):
+        chat = chat_with()
+        name = f"rollout.agent.function={__name__}:{agent.__name__}"
+        environment = build_environment(recipe_with("rollout.environment=agent", name, *overrides), chat)
+        started.append(environment)
+        await environment.start()
+        session = ScriptedSession(chat, *replies, **script)
+        async with asyncio.timeout(30):
+            return await environment.run(task_of([1, 2, 3], "2+3?"), session), session
+
+    yield call
+    for environment in started:
+        await environment.close()
+
+
+async def test_an_agent_with_tools_is_recorded_token_by_token(run):
+    call = call_text("add", a=2, b=3)
+    trajectory, session = await run(calls_a_tool, f"let me see {call}", "It is 5.")
+    assert_exact(trajectory, session)
+    assert session.rewarded == ["It is 5."]
+    assert (trajectory.turns, trajectory.finish_reason) == (2, "stop")
+    assert dict(trajectory.reward_parts) == {"correct": 1, "agent_requests": 2, "agent_branches": 1}
+    prompt = text_of(session, trajectory.prompt_ids)
+    assert '"name": "add"' in prompt
+    assert prompt.endswith("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
+    assert text_of(session, trajectory.response_ids) == (
+        f"let me see {call}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nIt is 5.<|im_end|>"
+    )
+    assert len(session.chat.encode(text_of(session, trajectory.response_ids))) < len(trajectory.response_ids)
+
+
+async def test_a_streamed_answer_and_the_text_of_the_last_reply(run):
+    trajectory, session = await run(streams, "first", "second")
+    assert_exact(trajectory, session)
+    assert session.rewarded == ["second"]
+    assert session.budgets[0] == 30
+
+
+async def test_thoughts_of_earlier_turns_are_kept_as_they_were_sampled(run):
+    trajectory, session = await run(streams, "<think>hm</think>one", "two")
+    assert_exact(trajectory, session)
+    assert "<think>hm</think>one<|im_end|>\n<|im_start|>user\ntwo" in text_of(session, trajectory.response_ids)
+
+
+async def test_rewritten_history_forks_and_the_last_branch_is_the_trajectory(run):
+    trajectory, session = await run(rewrites_history, "draft", "bad", "good", "new", "final")
+    trajectory.validate()
+    assert dict(trajectory.reward_parts)["agent_branches"] == 4
+    assert trajectory.turns == 2
+    text = text_of(session, trajectory.response_ids)
+    assert text == "draft<|im_end|>\n<|im_start|>user\nat last<|im_end|>\n<|im_start|>assistant\nfinal<|im_end|>"
+    first = len(session.prompts[0]) + len("draft") + 1
+    whole = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+    for prompt in (session.prompts[1], session.prompts[2], session.prompts[4]):
+        assert np.array_equal(prompt[:first], whole[:first]), "the draft's tokens are kept in every branch"
+    assert np.array_equal(whole[: len(session.prompts[4])], session.prompts[4])
+    assert {s.version for s in trajectory.segments} == {1, 2, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "turns"),
+    [(["rollout.agent.max_turns=3"], 3), (["rollout.tool_use.max_trajectory_tokens=60"], 2)],
+    ids=["turns", "length"],
+)
+async def test_an_agent_that_goes_on_for_ever_is_cut_off(run, overrides, turns):
+    trajectory, session = await run(goes_on_for_ever, *["I go on"] * 9, overrides=overrides)
+    assert_exact(trajectory, session)
+    assert (trajectory.turns, trajectory.finish_reason) == (turns, "length")
+    assert session.rewarded == ["I go on"]
+
+
+async def test_an_agent_that_raises_or_asks_nothing_fails_the_attempt(run):
+    with pytest.raises(LookupError, match="lost its way"):
+        await run(raises, "hello")
+    with pytest.raises(ValueError, match="no request"):
+        await run(asks_nothing)
+
+
+async def test_a_failed_generation_fails_the_attempt_whatever_the_agent_makes_of_it(run):
+    with pytest.raises(GenerationError, match="no replica"):
+        await run(swallows, GenerationError("no replica"), "never asked for again")
+    with pytest.raises(ZeroDivisionError):
+        await run(swallows, ZeroDivisionError())
+
+
+async def test_what_is_not_served_is_refused_by_name_and_costs_no_turn(run):
+    trajectory, _ = await run(asks_what_is_not_served, "fine", overrides=["rollout.agent.max_turns=1"])
+    assert dict(trajectory.reward_parts)["agent_requests"] == 1
+
+
+async def test_the_key_dies_with_its_trajectory_and_the_server_with_its_environment(run):
+    kept = []
+
+    async def agent(base_url, api_key, task):
+        kept.append((base_url, api_key))
+        return await ask(client_of(base_url, api_key), [{"role": "user", "content": "go"}])
+
+    environment = build_environment(
+        recipe_with("rollout.environment=agent", f"rollout.agent.function={__name__}:raises"), chat_with()
+    )
+    environment._agent = agent
+    await environment.start()
+    await environment.run(task_of([1]), ScriptedSession(chat_with(), "hi"))
+    client = client_of(*kept[0])
+    with pytest.raises(openai.AuthenticationError):
+        await ask(client, [{"role": "user", "content": "again"}])
+    await environment.close()
+    with pytest.raises(openai.APIConnectionError):
+        await ask(
+            openai.AsyncOpenAI(base_url=kept[0][0], api_key="x", max_retries=0), [{"role": "user", "content": "a"}]
+        )

@@ -1,0 +1,177 @@
+"""Checkpoints of any number of ranks as model directories: bit by bit, in shards, adapters merged or alone."""
+
+import json
+import multiprocessing
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from asyncrl.checkpoint.digests import seal
+from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.checkpoint.store import RunState
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.export import export, main
+from asyncrl.testing.random_model import random_qwen3
+from asyncrl.trainer.fsdp.lora import BASE, SCALE
+from asyncrl.trainer.fsdp.state import save
+from tests.contract.export_ranks import RANKS, rank_main
+
+pytestmark = pytest.mark.contract
+
+
+def trained():
+    """The weights that a trainer would have made: other ones than those of the model directory."""
+    return random_qwen3(seed=7, hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=50).state_dict()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A run with a checkpoint of two ranks, and its model, whose weights are others."""
+    root = tmp_path_factory.mktemp("export")
+    model = random_qwen3(seed=1, hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=50)
+    model.save_pretrained(root / "model")
+    write_tokenizer(root / "model")
+    spawn = multiprocessing.get_context("spawn")
+    whole = {f"model.{name}": tensor for name, tensor in trained().items() if name != "lm_head.weight"}
+    torch.save(whole | {"optimizer.model.norm.weight.exp_avg": torch.ones(64)}, root / "weights.pt")
+    directory = root / "run/checkpoints/step_3/trainer"
+    ranks = [spawn.Process(target=rank_main, args=(rank, root, directory)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(240)  # two imports of torch
+        assert process.exitcode == 0
+    complete(root, "step_3", 3)
+    return root
+
+
+def write_tokenizer(directory):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="a"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = "{{ messages[0].content }}"
+    fast.save_pretrained(directory)
+
+
+def complete(root, name, step):
+    """Makes what a trainer wrote below `name` a checkpoint of a run."""
+    checkpoint = root / "run/checkpoints" / name
+    (checkpoint / "state.json").write_text(json.dumps(asdict(RunState(step, 1.0, 1, 2, 1, 0, True, "digest"))))
+    seal(checkpoint)
+    recipe = {"model": asdict(ModelConfig(path=str(root / "model"), inference_dtype="bfloat16"))}
+    (root / "run/config.json").write_text(json.dumps({"recipe": recipe}))
+
+
+def test_float32_is_the_trainers_weights_bit_by_bit_and_transformers_loads_it(root, tmp_path):
+    out = tmp_path / "out"
+    assert main([str(root / "run"), str(out), "--dtype", "float32"]) == 0
+    written, expected = load_file(out / "model.safetensors"), trained()
+    assert set(written) == set(expected) - {"lm_head.weight"}, "a tied tensor is there once"
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.float32
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    assert PreTrainedTokenizerFast.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+    assert not list(tmp_path.glob(".*")), "nothing else is left"
+
+
+def test_shards_have_an_index_and_the_dtype_of_the_replicas(root, tmp_path):
+    out = tmp_path / "out"
+    assert main([str(root / "run/checkpoints/step_3"), str(out), "--max-shard-size", "20KB"]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == sorted(set(index["weight_map"].values()))
+    assert len(files) > 3
+    for file in files:
+        tensors = load_file(out / file)
+        assert {k for k, v in index["weight_map"].items() if v == file} == set(tensors)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
+        assert (out / file).stat().st_mode == (out / "config.json").stat().st_mode
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16, "config.json says so"
+    assert all(torch.equal(t, trained()[name].bfloat16()) for name, t in loaded.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def adapted(root):
+    """Another run, with adapters on the query projections, written by one rank."""
+    pytest.importorskip("peft")
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        SCALE: torch.tensor(2.0, dtype=torch.float64),
+        BASE: torch.tensor(list(str(root / "model").encode()), dtype=torch.uint8),
+    }
+    for layer in range(2):
+        name = f"model.model.layers.{layer}.self_attn.q_proj.lora"
+        weights[f"{name}_A.weight"] = torch.randn(4, 64, generator=generator) * 0.1
+        weights[f"{name}_B.weight"] = torch.randn(128, 4, generator=generator) * 0.1
+    save(root / "lora/run/checkpoints/step_5/trainer", weights, None)
+    (root / "lora/model").symlink_to(root / "model")
+    complete(root / "lora", "step_5", 5)
+    return root / "lora/run"
+
+
+def test_the_adapter_alone_and_merged_are_the_same_model(adapted, tmp_path):
+    import peft
+
+    assert main([str(adapted), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert main([str(adapted), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(adapted.parent / "model")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = base(ids).logits
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert model.peft_config["default"].lora_alpha == 8
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    torch.testing.assert_close(model(ids).logits, merged, atol=1e-4, rtol=1e-4)
+    assert (before - merged).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{run}", "{run}"], "it exists"),
+        (["{root}/model", "{tmp}/new"], "no run and no checkpoint"),
+        (["{run}", "{tmp}/new", "--adapter"], "trained all weights"),
+        (["{run}", "{tmp}/new", "--max-shard-size", "many"], "no size"),
+        (["{run}", "{tmp}/new", "--model", "{tmp}/nowhere"], "the config of"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(root, tmp_path, capfd, words, message):
+    places = {"run": root / "run", "root": root, "tmp": tmp_path}
+    assert main([word.format(**places) for word in words]) == 2
+    assert message in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_a_storage_error(root, tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    assert main([str(root / "run"), str(tmp_path / "file/out")]) == 8
+    assert "file" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_and_a_run_without_one_are_refused(root, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"recipe": {"model": {"path": "m"}}}))
+    with pytest.raises(ConfigError, match="it has none"):
+        find_checkpoint(str(run))
+    damaged = run / "checkpoints/step_1"
+    damaged.mkdir()
+    (damaged / "state.json").write_text("{}")
+    seal(damaged)
+    (damaged / "state.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not intact"):
+        find_checkpoint(str(damaged))
+    assert find_checkpoint(str(root / "model")) is None
+    assert find_checkpoint("Qwen/Qwen3-0.6B") is None
+
+
+def test_without_its_run_directory_the_model_has_to_be_named(root, tmp_path):
+    found = FoundCheckpoint(root / "run/checkpoints/step_3", 3, None)
+    export(found, ModelConfig(path=str(root / "model")), tmp_path / "out", dtype="float32")
+    assert (tmp_path / "out/model.safetensors").exists()

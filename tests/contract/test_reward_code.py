@@ -1,0 +1,92 @@
+"""Reward code against programs of every kind, in the real sandbox."""
+
+import json
+
+import pytest
+
+from asyncrl.config.rewards import CodeRewardConfig, RewardConfig
+from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.rewards import build_reward
+from asyncrl.rewards.code import last_program
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
+
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}
+
+
+def judge(program: str, tests: object, **extra: str):
+    text = tests if isinstance(tests, str) else json.dumps(tests)
+    row = PromptRow((ChatMessage("user", "?"),), "-", "code", (("tests", text), *extra.items()), "f:1")
+    reward = build_reward(RewardConfig(function="code", code=CodeRewardConfig(timeout_s=10.0, cpu_s=2)))
+    result = reward(f"Well:\n```python\n{program}\n```\n", row)
+    assert result.reward == dict(result.parts)["correct"]
+    return dict(result.parts)
+
+
+def test_programs_that_read_and_print() -> None:
+    right = judge("a, b = map(int, input().split())\nprint(a + b, '')", SUMS)
+    assert right == {"correct": 1.0, "answered": 1.0, "passed": 1.0, "out_of_limits": 0.0}
+    half = judge("input(); print(3)", SUMS)
+    assert (half["correct"], half["passed"]) == (0.0, 0.5)
+    assert judge("print(3.0000000001)", {"inputs": [""], "outputs": ["3.0"]})["correct"] == 1.0
+    assert judge("print(1000000001)", {"inputs": [""], "outputs": ["1000000002"]})["correct"] == 0.0
+    assert judge("print('a b')", {"inputs": [""], "outputs": ["a\nb"]})["correct"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(a, b):\n    print('noise')\n    return a + b",
+        "class Solution:\n    def add(self, a, b):\n        return a + b",
+    ],
+)
+def test_functions_that_are_called(program: str) -> None:
+    assert judge(program, CALLS)["correct"] == 1.0
+    assert judge(program.replace("a + b", "a - b"), CALLS)["correct"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert add(1, 2) == 3",
+        json.dumps("assert add(1, 2) == 3"),
+        "def test_it():\n    assert add(1, 2) == 3",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)",
+        "def check(candidate):\n    assert candidate(1, 2) == 3",
+    ],
+)
+def test_statements(tests: str) -> None:
+    assert judge("def add(a, b):\n    return a + b", tests, entry_point="add")["correct"] == 1.0
+    assert judge("def add(a, b):\n    return a - b", tests, entry_point="add")["correct"] == 0.0
+
+
+@pytest.mark.parametrize("program", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"])
+def test_ending_before_the_tests_does_not_pass_them(program: str) -> None:
+    assert judge(program, "assert add(1, 2) == 3")["correct"] == 0.0
+
+
+def test_a_limit_is_reported() -> None:
+    assert judge("while True: pass", SUMS) == {"correct": 0.0, "answered": 1.0, "passed": 0.0, "out_of_limits": 1.0}
+
+
+def test_the_program_is_the_last_block() -> None:
+    assert last_program("```python\na\n```\n```py\nb\n```\n```\nc\n```") == "b\n"
+    assert last_program("```python\nnever closed") is None
+    row = PromptRow((ChatMessage("user", "?"),), json.dumps(SUMS), "code", (), "f:1")
+    silent = build_reward(RewardConfig(function="code"))("print(3)", row)
+    assert silent.parts[:2] == (("correct", 0.0), ("answered", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("tests", "found"),
+    [
+        ("{}", "neither inputs nor statements"),
+        ("42", "neither inputs nor statements"),
+        ('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"),
+        ('{"inputs": [], "outputs": []}', "0 inputs and 0 outputs"),
+    ],
+)
+def test_tests_that_are_none_name_the_row(tests: str, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)tests of f:1.*{found}"):
+        judge("pass", tests)

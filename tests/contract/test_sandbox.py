@@ -1,0 +1,162 @@
+"""The sandbox, with programs that try what they must not. Each ends within its deadline and leaves nothing behind."""
+
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.sandbox import SandboxLimits, protection, run_python
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's"),
+]
+
+LIMITS = SandboxLimits(timeout_s=8.0, cpu_s=1, memory_bytes=1 << 28, file_bytes=1 << 16, output_bytes=1 << 16)
+LEVELS = ["namespaces", "seccomp", "basic"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    place = Path(tempfile.gettempdir())
+    before = set(place.glob("asyncrl-sandbox-*"))
+    yield
+    assert set(place.glob("asyncrl-sandbox-*")) <= before
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_program_reads_and_prints(level):
+    program = "import sys\nprint(input()[::-1])\nprint('to err', file=sys.stderr)"
+    result = run_python(program, "abc\n", LIMITS, level=level)
+    assert (result.stdout, result.stderr, result.exit_code, result.limit) == ("cba\n", "to err\n", 0, "")
+    assert result.succeeded
+    assert not result.timed_out
+
+
+def test_what_it_does_not_read_does_not_block():
+    assert run_python("print(1)", "x" * (1 << 22), LIMITS).stdout == "1\n"
+    echoed = run_python("import sys; sys.stdout.write(sys.stdin.read()[-3:])", "x" * (1 << 22) + "end", LIMITS)
+    assert echoed.stdout == "end"
+
+
+def test_failures_are_told_apart():
+    assert run_python("raise SystemExit(3)", limits=LIMITS).exit_code == 3
+    failed = run_python("1/0", limits=LIMITS)
+    assert (failed.exit_code, failed.limit) == (1, "")
+    assert "ZeroDivisionError" in failed.stderr
+    assert run_python("import os; os.abort()", limits=LIMITS).exit_code == -6
+    assert "SyntaxError" in run_python("def", limits=LIMITS).stderr
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("program", "limit"),
+    [
+        ("while True: pass", "cpu"),
+        ("x = bytearray(1 << 30)", "memory"),
+        ("while True: print('x' * 10000)", "output"),
+        ("open('x', 'wb').write(b'x' * (1 << 20))", "file"),
+    ],
+)
+def test_a_limit_ends_it_and_is_named(program, limit, level):
+    result = run_python(program, limits=LIMITS, level=level)
+    assert result.limit == limit
+    assert not result.succeeded
+    assert result.wall_s < LIMITS.timeout_s
+    assert len(result.stdout) <= LIMITS.output_bytes
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_deadline_is_wall_time(level):
+    started = time.monotonic()
+    limits = SandboxLimits(timeout_s=0.5)
+    result = run_python("import time; print('begun', flush=True); time.sleep(1000)", limits=limits, level=level)
+    assert result.timed_out
+    assert result.exit_code is None
+    assert time.monotonic() - started < 5.0
+
+
+NETWORK = """
+import socket
+with socket.socket() as s:
+    s.settimeout(2)
+    s.connect(("127.0.0.1", {port}))
+print("connected")
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_reaches_no_network(level):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = run_python(NETWORK.format(port=server.getsockname()[1]), limits=LIMITS, level=level)
+    assert "connected" not in result.stdout
+    assert "PermissionError" in result.stderr
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_files_outside_cannot_be_written(level, tmp_path):
+    tmp_path.chmod(0o777)
+    result = run_python(f"open({str(tmp_path / 'x')!r}, 'w').write('x')", limits=LIMITS, level=level)
+    assert result.exit_code == 1
+    assert not list(tmp_path.iterdir())
+    assert run_python("open('x', 'w').write('ok'); print(open('x').read())", limits=LIMITS, level=level).succeeded
+
+
+def test_files_outside_cannot_be_read_with_landlock(tmp_path):
+    if "landlock" not in protection():
+        pytest.skip("this kernel has no Landlock")
+    (tmp_path / "answers").write_text("42")
+    (tmp_path / "answers").chmod(0o644)
+    result = run_python(f"print(open({str(tmp_path / 'answers')!r}).read())", limits=LIMITS)
+    assert result.stdout == ""
+    assert "PermissionError" in result.stderr
+
+
+def test_the_environment_is_scrubbed(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    result = run_python("import os; print(sorted(os.environ))", limits=LIMITS)
+    assert result.exit_code == 0
+    assert "SECRET_TOKEN" not in result.stdout
+
+
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("program", [BOMB, DAEMON], ids=["bomb", "daemon"])
+def test_processes_end_with_it(program, level):
+    """The fixture sees that none is left, whether the level lets it have any or not."""
+    started = time.monotonic()
+    run_python(program, limits=SandboxLimits(timeout_s=2.0, cpu_s=1), level=level)
+    assert time.monotonic() - started < 15.0
+    mine = [p for p in psutil.process_iter(["cmdline"]) if "program.py" in (p.info["cmdline"] or [])]
+    assert not mine
+
+
+@pytest.mark.parametrize("level", ["namespaces", "seccomp"])
+def test_it_signals_nobody(level):
+    program = "import os\nfor pid in (os.getppid(), -1, %d):\n  try: os.kill(pid, 9)\n  except OSError: print('no')"
+    result = run_python(program % psutil.Process().pid, limits=LIMITS, level=level)
+    assert result.stdout == "no\nno\nno\n"

@@ -1,0 +1,78 @@
+"""A real run evaluates on a leased replica while it trains; `asyncrl-eval` evaluates its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.audit import audit_run
+from asyncrl.data.dataset import load_rows
+from tests.e2e.conftest import ROOT
+
+pytestmark = pytest.mark.e2e
+
+KEYS = (
+    "batch.groups_per_step=4",
+    "batch.group_size=4",
+    "rollout.sampling.max_response_tokens=32",
+    "eval.every_steps=2",
+    "eval.leased_replicas=1",
+    "eval.samples=2",
+    "eval.temperature=1",
+    "eval.pass_at=[1,2]",
+    "eval.max_prompts=64",
+    "rollout.torch.num_slots=16",
+    "run.max_steps=6",
+    "checkpoint.every_steps=0",
+)
+
+
+def test_steps_go_on_while_one_leased_replica_answers_with_one_version(start):
+    run = start(*KEYS)
+    assert run.wait() == 0, run.log
+    assert not audit_run(run.directory).findings
+    metrics, events = run.metrics, run.events
+    assert [m["step"] for m in metrics] == list(range(1, 7))
+    assert all(m["staleness/lag_max"] <= 2 for m in metrics)
+
+    begun = [e for e in events if e["event"] == "evaluation_started"]
+    told = [e for e in events if e["event"] == "evaluation"]
+    assert begun
+    assert not [e for e in events if e["event"] in ("evaluation_failed", "replica_failed")]
+    beside = [e for e in told if 0 < e["step"] < 6]
+    assert [e["version"] for e in beside] == [e["version"] for e in begun], (
+        "every one was answered by its version alone"
+    )
+    assert told[0]["version"] == 0
+    assert told[-1]["version"] == 6
+    place = {id(e): i for i, e in enumerate(events)}
+    first, ended = place[id(begun[0])], place[id(beside[0])]
+    between = [e for e in events[first:ended] if e["event"] == "publish"]
+    assert between, "training goes on beside an evaluation"
+    assert between[0]["replicas"] == 1, "no publish reaches the pinned replica"
+    returned = [i for i, e in enumerate(events) if e["event"] == "replica_returned"]
+    assert len(returned) == len(begun)
+    assert any(e["event"] == "replica_serving" for e in events[returned[0] :]), "it serves groups again"
+
+    lines = [m for m in metrics if "eval/accuracy" in m]
+    assert lines[-1]["eval/version"] == 6
+    for line in lines:
+        assert line["eval/mean@2/held_out"] == line["eval/accuracy/held_out"] == line["eval/accuracy"]
+        assert line["eval/pass@1/held_out"] == pytest.approx(line["eval/accuracy"])
+        assert line["eval/pass@2/held_out"] >= line["eval/accuracy"]
+    for e in told:
+        assert e["interval"][0] <= e["accuracy"] <= e["interval"][1]
+
+    rows = run.directory / "rows.jsonl"
+    words = [str(run.directory), "data/arithmetic_test.jsonl", "--max-prompts", "16", "--rows", str(rows), "--json"]
+    command = [sys.executable, "-m", "asyncrl.evaluate", *words, "--log-file", str(run.directory / "eval.txt")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["version"], report["num_prompts"], report["samples"], report["num_failed"]) == (6, 16, 2, 0)
+    assert report["pass_at"].keys() == {"1", "2"}, "as the run evaluates"
+    rates = [float(dict(row.extra)["pass_rate"]) for row in load_rows(str(rows))]
+    assert sum(rates) / len(rates) == pytest.approx(report["accuracy"])

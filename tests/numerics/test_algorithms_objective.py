@@ -1,0 +1,251 @@
+"""The objective against its formula in float64 numpy, and that no order, packing or split of its tokens matters."""
+
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms import ADVANTAGES, build_advantage, build_objective
+from asyncrl.algorithms.loss import LossInputs
+from asyncrl.algorithms.shelf import CORRECTIONS, LOSSES
+from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionConfig, CorrectionName, KlConfig
+from asyncrl.config.load import load_recipe, presets
+from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from tests.numerics.losses import Tokens, draw, slopes
+
+pytestmark = pytest.mark.numerics
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+
+
+WEIGHING = ("truncated_is", "sequence_truncated_is", "masked_is", "icepop")
+"""Corrections of which a recipe names one: each makes the ratio a whole importance weight."""
+BOUNDS = {"icepop": (0.5, 1.8), "geometric_rejection": (0.8, 1.2), "off_policy_mask": (0.0, 0.1)}
+
+
+def everything(loss: str, weighing: str = "truncated_is", **changes) -> AlgorithmConfig:
+    """A recipe with all that can stand in an objective at once."""
+    names = [weighing, *(name for name in CORRECTIONS if name not in WEIGHING)]
+    bounds = [(name, *BOUNDS.get(name, (0.0, 1.5))) for name in names]
+    return AlgorithmConfig(
+        loss=loss,
+        ratio="proximal",
+        corrections=[CorrectionConfig(name=name, low=low, high=high) for name, low, high in bounds],
+        kl=KlConfig(coefficient=0.1, estimator="k3"),
+        entropy_coefficient=0.02,
+        **changes,
+    )
+
+
+def gradients(objective, tokens: Tokens) -> tuple[float, np.ndarray, np.ndarray, dict[str, float]]:
+    """The scalar, its gradients with respect to log-probabilities and entropies, and the statistics."""
+    inputs = tokens.torch()
+    total, seen = objective(inputs)
+    total.backward()
+    assert not any(value.requires_grad for _, value in seen.sums)
+    assert inputs.logprobs.grad is not None
+    entropy = inputs.entropy.grad if inputs.entropy.grad is not None else torch.zeros_like(inputs.entropy)
+    values = {name: value.item() for name, value in seen.sums} | {"ratio_max": seen.ratio_max.item()}
+    return total.item(), inputs.logprobs.grad.numpy(), entropy.numpy(), values
+
+
+def test_the_composition_is_its_formula():
+    t = draw(0)
+    config = AlgorithmConfig(
+        clip_low=0.2,
+        clip_high=0.28,
+        ratio="proximal",
+        corrections=[
+            CorrectionConfig(name="truncated_is", high=1.2),
+            CorrectionConfig(name="geometric_rejection", low=0.9, high=1.1),
+        ],
+        kl=KlConfig(coefficient=0.3, estimator="k2"),
+        entropy_coefficient=0.05,
+    )
+    m = np.exp(t.old_logprobs - t.behavior_logprobs)
+    weight = np.minimum(m, 1.2)
+    for tokens in t.trajectories():
+        mean = np.log(m[tokens])[t.mask[tokens]].mean() if t.mask[tokens].any() else 0.0
+        weight[tokens] *= 0.9 <= np.exp(mean) <= 1.1
+    assert 0 < (weight == 0).sum() < len(weight)
+
+    def paper(logprobs):
+        r = np.exp(logprobs - t.old_logprobs)
+        loss = -np.minimum(r * t.advantages, r.clip(0.8, 1.28) * t.advantages)
+        kl = (logprobs - t.reference) ** 2 / 2
+        return (t.weights * (weight * loss + 0.3 * kl - 0.05 * t.entropy))[t.mask].sum()
+
+    total, slope, entropy, _ = gradients(build_objective(config), t)
+    assert total == pytest.approx(paper(t.logprobs), rel=1e-12)
+    np.testing.assert_allclose(slope, slopes(paper, t.logprobs), atol=2e-7)
+    np.testing.assert_allclose(entropy, np.where(t.mask, -0.05 * t.weights, 0))
+
+
+def test_kl_in_the_reward_and_no_coefficient_leave_the_loss_alone():
+    t = draw(1)
+    plain = gradients(build_objective(AlgorithmConfig()), t)
+    for kl in (KlConfig(coefficient=0.5, place="reward"), KlConfig(coefficient=0.0)):
+        found = gradients(build_objective(AlgorithmConfig(kl=kl)), t)
+        assert found[0] == plain[0]
+        np.testing.assert_array_equal(found[1], plain[1])
+
+
+def test_statistics_against_numpy():
+    t = draw(2)
+    _, _, _, seen = gradients(build_objective(everything("clipped_surrogate")), t)
+    log_ratio = (t.logprobs - t.behavior_logprobs)[t.mask]
+    clip = np.exp(t.logprobs - t.old_logprobs)
+    cut = ((t.advantages > 0) & (clip > 1.28)) | ((t.advantages < 0) & (clip < 0.8))
+    d = (t.logprobs - t.reference)[t.mask]
+    assert seen["train/clip_fraction"] == (cut & t.mask).sum()
+    assert seen["train/ratio_mean"] == pytest.approx(np.exp(log_ratio).sum())
+    assert seen["train/kl_behavior"] == pytest.approx(-log_ratio.sum())
+    assert seen["train/entropy"] == pytest.approx(t.entropy[t.mask].sum())
+    assert seen["train/kl_reference"] == pytest.approx((np.exp(-d) - 1 + d).sum())
+    assert seen["ratio_max"] == pytest.approx(np.exp(log_ratio).max())
+    over = t.mask & (np.exp(t.old_logprobs - t.behavior_logprobs) > 1.5)
+    assert seen["train/touched_fraction/truncated_is"] == over.sum() > 0
+    assert {name for name in seen if name.startswith("train/touched_fraction/")} == {
+        f"train/touched_fraction/{name}" for name in ("truncated_is", *(set(CORRECTIONS) - set(WEIGHING)))
+    }
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("seed", "weighing"), list(enumerate(WEIGHING)))
+def test_neither_order_nor_split_of_the_trajectories_matters(loss, seed, weighing):
+    t = draw(seed)
+    objective = build_objective(everything(loss, weighing))
+    total, slope, entropy, seen = gradients(objective, t)
+    rng = np.random.default_rng(seed)
+    for cuts in ([], [3], [1, 2, 5], [1, 2, 3, 4, 5, 6]):
+        order = rng.permutation(len(t.trajectories()))
+        found_total, found_seen = 0.0, dict.fromkeys(seen, 0.0)
+        found_slope, found_entropy = np.zeros_like(slope), np.zeros_like(entropy)
+        for part in np.split(order, cuts):
+            index = np.concatenate([t.trajectories()[i] for i in part])
+            value, found_slope[index], found_entropy[index], statistics = gradients(objective, t.pick(index))
+            found_total += value
+            for name, number in statistics.items():
+                found_seen[name] = max(found_seen[name], number) if name == "ratio_max" else found_seen[name] + number
+        assert found_total == pytest.approx(total, rel=1e-12)
+        np.testing.assert_allclose(found_slope, slope, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(found_entropy, entropy, rtol=1e-12)
+        assert found_seen == pytest.approx(seen, rel=1e-12)
+
+
+def plan_total(config: AlgorithmConfig, groups: list[int], rules: PackingRules) -> tuple[float, dict]:
+    """The objective of one step over `groups` as `plan_step` cuts it, and each trajectory's gradient."""
+    size, tokens = 4, {ordinal: draw(ordinal, sizes=(5, 1, 9, 14), masked=0.2) for ordinal in range(6)}
+    rewards = {ordinal: np.random.default_rng(ordinal).integers(0, 2, size).astype(float) for ordinal in tokens}
+    summaries = []
+    for ordinal in groups:
+        t = tokens[ordinal]
+        lengths = tuple(Lengths(3, len(i), int(t.mask[i].sum())) for i in t.trajectories())
+        summaries.append(GroupSummary(ordinal, 0, lengths, tuple(rewards[ordinal]), 0, 0, 0, 0, 0, 0))
+    manifest = LeaseManifest(0, tuple(summaries))
+    advantages = [build_advantage(config.advantage)(rewards[ordinal]) for ordinal in groups]
+    objective, total, found = build_objective(config), 0.0, {}
+    for plan in plan_step(manifest, advantages, rules):
+        for microbatch in plan.microbatches:
+            parts = []
+            for s in microbatch:
+                index = tokens[s.ordinal].trajectories()[s.index]
+                part = tokens[s.ordinal].pick(index)
+                full = {"advantages": s.advantage, "weights": s.token_weight}
+                parts.append(part.with_(**{name: np.full(len(index), x) for name, x in full.items()}))
+            if not parts:
+                continue
+            value, slope, _, _ = gradients(objective, joined(parts))
+            total += value
+            ends = np.cumsum([len(p.logprobs) for p in parts])[:-1]
+            found |= {(s.ordinal, s.index): g for s, g in zip(microbatch, np.split(slope, ends), strict=True)}
+    return total, found
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    fields = {name: np.concatenate([getattr(p, name) for p in parts]) for name in Tokens.__dataclass_fields__}
+    sizes = [len(p.logprobs) for p in parts]
+    return Tokens(**fields | {"sequences": np.repeat(np.arange(len(parts)), sizes)})
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed"])
+@pytest.mark.parametrize(("loss", "advantage"), [("clipped_surrogate", "grpo"), ("gspo", "rloo"), ("sapo", "maxrl")])
+def test_neither_ranks_nor_micro_batches_nor_group_order_matter(aggregation, loss, advantage):
+    config = everything(loss, aggregation=aggregation, advantage=advantage)
+    one = PackingRules(num_ranks=1, max_tokens_per_microbatch=10_000, aggregation=aggregation, fixed_tokens=16)
+    total, slopes_of = plan_total(config, list(range(6)), one)
+    assert total != 0
+    for ranks, budget, groups in ((1, 17, range(6)), (3, 40, (5, 4, 3, 2, 1, 0)), (2, 10_000, (2, 0, 5, 1, 4, 3))):
+        rules = PackingRules(
+            num_ranks=ranks, max_tokens_per_microbatch=budget, aggregation=aggregation, fixed_tokens=16
+        )
+        found, slopes_found = plan_total(config, list(groups), rules)
+        assert found == pytest.approx(total, rel=1e-12)
+        assert slopes_found.keys() == slopes_of.keys()
+        for key, slope in slopes_found.items():
+            np.testing.assert_allclose(slope, slopes_of[key], rtol=1e-10, atol=1e-15)
+
+
+def test_junk_under_the_mask_reaches_neither_value_nor_gradient_nor_statistics():
+    t = draw(3)
+    clean = gradients(build_objective(everything("gspo")), t)
+    junk = {
+        name: np.where(t.mask, getattr(t, name), np.nan)
+        for name in Tokens.__dataclass_fields__
+        if name not in ("mask", "sequences")
+    }
+    dirty = gradients(build_objective(everything("gspo")), t.with_(**junk))
+    assert dirty[0] == clean[0]
+    np.testing.assert_array_equal(dirty[1], clean[1])
+    np.testing.assert_array_equal(dirty[2], clean[2])
+    assert dirty[3] == clean[3]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_micro_batch_without_a_trained_token_is_zero_and_can_be_differentiated(loss):
+    """The placeholder by which a rank with nothing to train takes part in collectives."""
+    place = Tokens(**{name: np.zeros(1) for name in Tokens.__dataclass_fields__})
+    place = place.with_(mask=np.zeros(1, bool), sequences=np.zeros(1, np.int64), behavior_logprobs=np.array([np.nan]))
+    total, slope, entropy, seen = gradients(build_objective(everything(loss)), place)
+    assert total == 0
+    assert not slope.any()
+    assert not entropy.any()
+    assert not any(seen.values())
+
+
+def test_a_dropped_token_keeps_its_share_and_its_regulariser():
+    t = draw(4)
+    far = t.with_(behavior_logprobs=t.old_logprobs - 5.0)
+    config = AlgorithmConfig(
+        ratio="proximal", corrections=[CorrectionConfig(name="masked_is")], kl=KlConfig(coefficient=0.1)
+    )
+    total, _, _, seen = gradients(build_objective(config), far)
+    d = t.logprobs - t.reference
+    assert total == pytest.approx((t.weights * 0.1 * (np.exp(-d) - 1 + d))[t.mask].sum(), rel=1e-9)
+    assert seen["train/touched_fraction/masked_is"] == t.mask.sum()
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_composes_an_objective(preset):
+    config = load_recipe(QUICKSTART, [f"algorithm.preset={preset}", "algorithm.overlong.buffer_tokens=16"]).algorithm
+    objective = build_objective(config)
+    assert objective.loss == LOSSES[config.loss](config)
+    assert [name for name, _ in objective.corrections] == [c.name for c in config.corrections]
+    total, slope, _, _ = gradients(objective, draw(5))
+    assert np.isfinite(total)
+    assert slope.any()
+
+
+def test_the_shelf_has_what_the_recipe_may_name():
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
+    assert set(get_args(CorrectionName)) == set(CORRECTIONS)
+    assert set(get_args(get_type_hints(AlgorithmConfig)["loss"])) == set(LOSSES)
+
+
+def test_the_inputs_document_every_field():
+    assert LossInputs.__doc__ is not None
+    missing = [name for name in LossInputs.__dataclass_fields__ if f"{name}" not in LossInputs.__doc__]
+    assert not missing

@@ -1,0 +1,117 @@
+"""GSPO, CISPO and SAPO against their papers' formulas in float64 numpy, gradients by finite differences."""
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.cispo import Cispo
+from asyncrl.algorithms.gspo import Gspo
+from asyncrl.algorithms.sapo import Sapo
+from tests.numerics.losses import draw, slopes
+
+pytestmark = pytest.mark.numerics
+
+
+def clip(r, low, high):
+    return np.minimum(np.maximum(r, 1 - low), 1 + high)
+
+
+def sequence_ratios(t, logprobs):
+    """GSPO eq. 7: exp of the mean log ratio over the trained tokens, one per trajectory."""
+    ratios = []
+    for tokens in t.trajectories():
+        trained = tokens[t.mask[tokens]]
+        ratios.append(np.exp((logprobs - t.old_logprobs)[trained].mean()) if len(trained) else 1.0)
+    return np.array(ratios)
+
+
+def gspo(t, logprobs, low, high):
+    """GSPO-token, eq. 13 and 14; what stands under sg is taken at `t.logprobs`."""
+    ratio = sequence_ratios(t, t.logprobs)[t.sequences] * np.exp(logprobs - t.logprobs)
+    return np.where(t.mask, -np.minimum(ratio * t.advantages, clip(ratio, low, high) * t.advantages), 0)
+
+
+def cispo(t, logprobs, low, high):
+    """MiniMax-M1 eq. 4 and 5; the weight stands under sg."""
+    weight = clip(np.exp(t.logprobs - t.old_logprobs), low, high)
+    return np.where(t.mask, -weight * t.advantages * logprobs, 0)
+
+
+def sapo(t, logprobs, positive, negative):
+    ratio = np.exp(logprobs - t.old_logprobs)
+    tau = np.where(t.advantages > 0, positive, negative)
+    return np.where(t.mask, -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * t.advantages, 0)
+
+
+CASES = [
+    pytest.param(Gspo, gspo, (0.1, 0.15), id="gspo"),
+    pytest.param(Gspo, gspo, (3e-4, 4e-4), id="gspo-tight"),
+    pytest.param(Cispo, cispo, (0.2, 0.28), id="cispo"),
+    pytest.param(Cispo, cispo, (1.0, 4.0), id="cispo-wide"),
+    pytest.param(Sapo, sapo, (1.0, 1.05), id="sapo"),
+    pytest.param(Sapo, sapo, (5.0, 0.5), id="sapo-far"),
+]
+
+
+@pytest.mark.parametrize(("loss", "paper", "settings"), CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_value_and_gradient_are_the_papers(loss, paper, settings, seed):
+    t = draw(seed)
+    inputs = t.torch()
+    tokens = loss(*settings)(inputs)
+    np.testing.assert_allclose(tokens.detach().numpy(), paper(t, t.logprobs, *settings), rtol=1e-11, atol=1e-15)
+    (tokens * inputs.weights).sum().backward()
+    expected = slopes(lambda x: (paper(t, x, *settings) * t.weights).sum(), t.logprobs)
+    np.testing.assert_allclose(inputs.logprobs.grad.numpy(), expected, atol=2e-7)
+
+
+def test_gspo_summed_over_a_trajectory_has_the_gradient_of_the_sequence_form():
+    """Eq. 5: min(s A, clip(s) A) of each trajectory, through the mean of its log ratios."""
+    t, low, high = draw(3), 0.1, 0.15
+    advantages = np.array([t.advantages[tokens[0]] for tokens in t.trajectories()])
+
+    def sequence_form(logprobs):
+        s = sequence_ratios(t, logprobs)
+        return -np.minimum(s * advantages, clip(s, low, high) * advantages).sum()
+
+    sizes = np.array([t.mask[tokens].sum() for tokens in t.trajectories()])
+    s = sequence_ratios(t, t.logprobs)
+    cut = ((advantages > 0) & (s > 1 + high)) | ((advantages < 0) & (s < 1 - low))
+    assert cut[sizes > 0].any()
+    assert not cut[sizes > 0].all()
+    inputs = t.torch()
+    (Gspo(low, high)(inputs) / torch.tensor(sizes.clip(1))[inputs.sequences]).sum().backward()
+    np.testing.assert_allclose(inputs.logprobs.grad.numpy(), slopes(sequence_form, t.logprobs), atol=1e-8)
+
+
+def test_gspo_counts_the_tokens_of_clipped_trajectories():
+    t = draw(3)
+    s = sequence_ratios(t, t.logprobs)[t.sequences]
+    cut = t.mask & (((t.advantages > 0) & (s > 1.15)) | ((t.advantages < 0) & (s < 0.9)))
+    assert cut.any()
+    assert (cut != t.mask).any()
+    np.testing.assert_array_equal(Gspo(0.1, 0.15).clipped(t.torch()).numpy(), cut)
+
+
+def test_cispo_counts_weights_at_a_bound_and_leaves_no_token_without_gradient():
+    t = draw(4)
+    ratio = np.exp(t.logprobs - t.old_logprobs)
+    bound = t.mask & ((ratio > 1.28) | (ratio < 0.8))
+    assert bound.any()
+    inputs = t.torch()
+    loss = Cispo(0.2, 0.28)
+    np.testing.assert_array_equal(loss.clipped(inputs).numpy(), bound)
+    loss(inputs).sum().backward()
+    assert (inputs.logprobs.grad.numpy()[t.mask] != 0).all()
+
+
+def test_sapo_counts_gradients_below_half_of_the_plain_ratios():
+    t = draw(5, spread=0.6)
+    inputs = t.torch()
+    loss = Sapo(2.0, 3.0)
+    loss(inputs).sum().backward()
+    plain = -np.exp(t.logprobs - t.old_logprobs) * t.advantages
+    halved = t.mask & (np.abs(inputs.logprobs.grad.numpy()) < np.abs(plain) / 2)
+    assert halved.any()
+    assert (halved != t.mask).any()
+    np.testing.assert_array_equal(loss.clipped(inputs).numpy(), halved)

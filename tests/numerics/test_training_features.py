@@ -1,0 +1,483 @@
+"""What the FSDP backend adds to a plain step, on one rank, against what it is to be equal to."""
+
+import datetime
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, GaeConfig, KlConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
+from asyncrl.errors import ConfigError, WeightTransferError
+from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
+from asyncrl.testing.random_model import random_qwen3
+from asyncrl.trainer.fsdp import state
+from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.fsdp.batch import pack
+from asyncrl.trainer.fsdp.model import compile_layers
+from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.types import LeaseManifest
+from asyncrl.weights.adapters import BaseWeights
+from asyncrl.weights.packing import spec_of
+
+pytestmark = pytest.mark.numerics
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+KL = KlConfig(coefficient=0.3)
+LORA = LoraConfig(rank=4, alpha=6.0)
+PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2), gae=GaeConfig(gamma=0.97, lam=0.9))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    random_qwen3(**SIZES).save_pretrained(root)
+    return str(root)
+
+
+def build(path, algorithm=None, *, total_steps=1, temperature=1.0, **trainer):
+    spec = TrainerSpec(
+        model=ModelConfig(path=path),
+        trainer=TrainerConfig(**{"lr": 1e-3, **trainer}),
+        algorithm=algorithm or AlgorithmConfig(),
+        temperature=temperature,
+        total_steps=total_steps,
+    )
+    return FsdpBackend(spec, rank=0, world_size=1, device=CPU)
+
+
+def plan_of(lease, *, budget=64, **rules):
+    """The plan of one rank."""
+    rules = PackingRules(num_ranks=1, max_tokens_per_microbatch=budget, **rules)
+    return plan_step(lease.manifest, lease.advantages, rules)[0]
+
+
+def assert_close_weights(a, b, atol=1e-5):
+    assert list(a) == list(b)
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=atol, err_msg=name)
+
+
+# -- entropy, schedule, minibatches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 100])
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_the_gradient_of_entropy_is_that_of_float64(chunk_rows, with_logprobs):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=g) for s in ((11, 8), (17, 8), (17,)))
+    targets, up, up_entropy = torch.randint(0, 17, (11,), generator=g), *torch.randn(2, 11, generator=g)
+    found = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    logprobs, entropy = token_logprobs(*found, targets, temperature=0.7, logits_per_chunk=chunk_rows * 17)
+    logp = ((exact[0] @ exact[1].T + exact[2]) / 0.7).log_softmax(-1)
+    total, expected = (entropy * up_entropy).sum(), (-(logp.exp() * logp).sum(-1) * up_entropy.double()).sum()
+    if with_logprobs:
+        total = total + (logprobs * up).sum()
+        expected = expected + (logp.gather(-1, targets[:, None])[:, 0] * up.double()).sum()
+    total.backward()
+    expected.backward()
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, atol=2e-5, rtol=1e-5)
+
+
+def test_an_entropy_bonus_alone_raises_entropy(path):
+    lease = random_lease(1)
+    lease = replace(lease, advantages=tuple(np.zeros_like(a) for a in lease.advantages))
+    backend = build(path, AlgorithmConfig(entropy_coefficient=0.1), lr=1e-2)
+    seen = [backend.train_step(plan_of(lease), lease.trajectories).mean("train/entropy") for _ in range(4)]
+    assert seen[-1] > seen[0] + 0.05
+
+
+def test_the_rate_falls_over_the_run(path):
+    backend = build(path, total_steps=4, schedule="cosine", min_lr_fraction=0.1)
+    rates = [
+        backend.train_step(plan_of(lease), lease.trajectories).lr
+        for lease in (random_lease(2, step=s) for s in (0, 2, 4))
+    ]
+    assert rates == pytest.approx([1e-3, 0.55e-3, 1e-4])
+
+
+def test_two_minibatches_are_two_steps_of_half_the_groups(path):
+    lease = random_lease(3)
+    halves = [
+        replace(
+            lease,
+            manifest=LeaseManifest(0, lease.manifest.groups[part]),
+            groups=lease.groups[part],
+            advantages=lease.advantages[part],
+        )
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    whole, apart = build(path), build(path)
+    metrics = whole.train_step(plan_of(lease, num_minibatches=2), lease.trajectories)
+    single = [apart.train_step(plan_of(half), lease.trajectories) for half in halves]
+    assert_same_weights(weights_of(whole), weights_of(apart))
+    assert metrics.trained_tokens == sum(m.trained_tokens for m in single)
+    assert metrics.packed_tokens == sum(m.packed_tokens for m in single)
+    assert metrics.loss == pytest.approx(np.mean([m.loss for m in single]))
+    assert metrics.grad_norm == pytest.approx(np.mean([m.grad_norm for m in single]))
+    assert metrics.ratio_max == max(m.ratio_max for m in single)
+    for name, value in metrics.means:
+        expected = sum(m.mean(name) * m.trained_tokens for m in single) / metrics.trained_tokens
+        assert value == pytest.approx(expected), name
+
+
+# -- reference and proximal policy -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_reference_kl_is_the_estimate_summed_over_trained_tokens(path, estimator):
+    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator=estimator, place="reward"))
+    backend, lease = build(path, algorithm), random_lease(4)
+    own = backend.logprobs(plan_of(lease), lease.trajectories)
+    for _ in range(2):
+        backend.train_step(plan_of(lease), lease.trajectories)  # the reference stays what the policy was
+    found = backend.reference_kl(plan_of(lease, num_minibatches=2, num_epochs=2), lease.trajectories)
+    assert set(found) == set(lease.trajectories)
+    for key, t in lease.trajectories.items():
+        d = (t.logprobs.astype(np.float64) - own[key].double().numpy())[t.loss_mask]
+        tokens = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator]
+        assert found[key] == pytest.approx(tokens.sum(), rel=1e-4, abs=1e-5)
+
+
+def test_a_step_after_reference_kl_is_the_same_without_asking_again(path):
+    algorithm, lease = AlgorithmConfig(kl=KL), random_lease(5)
+    fresh, told = build(path, algorithm), build(path, algorithm)
+    passes = []
+    told._models._reference.register_forward_pre_hook(lambda *_: passes.append(1))
+    told.reference_kl(plan_of(lease), lease.trajectories)
+    asked = len(passes)
+    for number in range(2):
+        assert fresh.train_step(plan_of(lease), lease.trajectories) == told.train_step(
+            plan_of(lease), lease.trajectories
+        )
+        assert (len(passes) > asked) == (number > 0)
+    assert_same_weights(weights_of(fresh), weights_of(told))
+
+
+def test_kl_in_the_loss_pulls_the_policy_back(path):
+    lease = random_lease(6)
+    free, held = build(path, lr=1e-2), build(path, AlgorithmConfig(kl=KlConfig(coefficient=20.0)), lr=1e-2)
+    first = held.train_step(plan_of(lease), lease.trajectories)
+    assert first.mean("train/kl_reference") == pytest.approx(0, abs=1e-6)
+    free.train_step(plan_of(lease), lease.trajectories)
+    for _ in range(5):
+        free.train_step(plan_of(lease), lease.trajectories)
+        last = held.train_step(plan_of(lease), lease.trajectories)
+    start = build(path).logprobs(plan_of(lease), lease.trajectories)
+
+    def moved(backend):
+        now = backend.logprobs(plan_of(lease), lease.trajectories)
+        return np.mean([float((now[k] - start[k]).abs().mean()) for k in now if len(now[k])])
+
+    assert moved(held) < 0.6 * moved(free)
+    assert last.mean("train/kl_reference") > 0
+
+
+def test_reference_kl_without_a_reference_is_refused(path):
+    lease = random_lease(5)
+    with pytest.raises(ValueError, match="coefficient"):
+        build(path).reference_kl(plan_of(lease), lease.trajectories)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_proximal_policy_is_that_before_the_step(path, temperature):
+    """Two updates on the ratio to the proximal policy are two on the ratio to a behaviour policy that is the same."""
+    lease = random_lease(7)
+    proximal = build(path, AlgorithmConfig(ratio="proximal"), temperature=temperature)
+    behavior = build(path, AlgorithmConfig(), temperature=temperature)
+    own = proximal._policy_logprobs
+    plan = plan_of(lease, num_epochs=2, budget=1000)
+    (microbatch,) = plan.updates[0]
+    batch = pack(microbatch, lease.trajectories, predict="trained", device=CPU)
+    with torch.no_grad():
+        parts = own(batch.tokens).split([s.lengths.trained for s in microbatch])
+    replayed = dict(lease.trajectories)
+    for s, part in zip(microbatch, parts, strict=True):
+        t = replayed[s.ordinal, s.index]
+        logprobs = t.logprobs.copy()
+        logprobs[t.loss_mask] = part.numpy()
+        replayed[s.ordinal, s.index] = replace(t, logprobs=logprobs)
+    a, b = proximal.train_step(plan, lease.trajectories), behavior.train_step(plan, replayed)
+    assert a.loss == pytest.approx(b.loss, abs=1e-6)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    assert a.mean("train/clip_fraction") == b.mean("train/clip_fraction")
+    assert_same_weights(weights_of(proximal), weights_of(behavior))
+
+
+def test_one_update_needs_no_pass_for_the_proximal_policy(path):
+    lease = random_lease(8)
+    (plan,) = lease.plans(budget=64)
+    backend = build(path, AlgorithmConfig(ratio="proximal"))
+    passes = []
+    backend._policy.register_forward_pre_hook(lambda *_: passes.append(1))
+    metrics = backend.train_step(plan, lease.trajectories)
+    assert len(passes) == len(plan.microbatches)
+    assert metrics.mean("train/clip_fraction") == 0
+    log_linear = build(path, AlgorithmConfig(ratio="proximal", proximal="log_linear"))
+    moved = log_linear.train_step(plan_of(lease, num_epochs=2), lease.trajectories)  # lag 0: the policy itself
+    assert moved.mean("train/clip_fraction") == 0
+
+
+# -- token advantages and critic ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_advantages_are_whitened_over_the_update(path, name):
+    """Shifting and scaling every reward of the update changes nothing."""
+    lease = random_lease(9)
+    scaled = replace(lease, advantages=tuple(3 * a + 2 for a in lease.advantages))
+    algorithm = AlgorithmConfig(advantage=name)
+    a, b = build(path, algorithm), build(path, algorithm)
+    first = a.train_step(plan_of(lease), lease.trajectories)
+    second = b.train_step(plan_of(scaled), scaled.trajectories)
+    assert first.loss == pytest.approx(second.loss, abs=1e-5)
+    assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
+    counts = [t.num_trained_tokens for t in lease.trajectories.values()]
+    rewards = np.repeat(np.concatenate(lease.advantages), counts)
+    if name == "reinforce_plus_plus":
+        assert first.mean("train/advantage_mean") == pytest.approx(rewards.mean(), rel=1e-5)
+    plain = build(path)  # the same advantages, whitened by hand
+    white = [(a - rewards.mean()) / rewards.std() for a in lease.advantages]
+    third = plain.train_step(plan_of(replace(lease, advantages=tuple(white))), lease.trajectories)
+    assert third.loss == pytest.approx(first.loss, abs=1e-5)
+
+
+def test_a_kl_penalty_lowers_the_returns_of_the_tokens_before_it(path):
+    lease, coefficient = random_lease(10), 0.5
+    kl = KlConfig(coefficient=coefficient, estimator="k1", place="reward")
+    algorithm = AlgorithmConfig(advantage="reinforce_plus_plus", kl=kl, gae=GaeConfig(whiten=False))
+    backend = build(path, algorithm)
+    own = backend.logprobs(plan_of(lease), lease.trajectories)
+    found = backend.train_step(plan_of(lease), lease.trajectories).mean("train/advantage_mean")
+    returns = []
+    for (ordinal, index), t in lease.trajectories.items():
+        d = (t.logprobs - own[ordinal, index].numpy())[t.loss_mask].astype(np.float64)
+        returns += list(lease.advantages[ordinal][index] - coefficient * np.cumsum(d[::-1])[::-1])
+    assert found == pytest.approx(np.mean(returns), rel=1e-4)
+
+
+def test_the_critic_learns_the_returns_and_the_policy_waits_for_it(path):
+    lease = random_lease(11)
+    backend = build(path, replace(PPO, critic=CriticConfig(lr=1e-2, warmup_steps=25, clip=0.0)))
+    start, seen = weights_of(backend), []
+    for step in range(26):
+        plan = replace(plan_of(lease), step=step)
+        if step == 25:
+            assert_same_weights(start, weights_of(backend))
+        seen.append(backend.train_step(plan, lease.trajectories))
+    assert any(not np.array_equal(start[name], w) for name, w in weights_of(backend).items())
+    assert seen[0].mean("critic/value_mean") == 0
+    assert seen[0].mean("critic/explained_variance") == pytest.approx(0, abs=1e-6)
+    assert seen[0].mean("critic/grad_norm") > 0
+    assert seen[0].grad_norm == 0
+    assert seen[25].grad_norm > 0
+    assert seen[25].mean("critic/loss") < 0.3 * seen[0].mean("critic/loss")
+    assert seen[25].mean("critic/explained_variance") > 0.5
+    assert all(m.mean("train/clip_fraction") >= 0 for m in seen)
+
+
+def test_the_critics_value_is_clipped_around_that_before_the_step(path):
+    lease = random_lease(12)
+    algorithm = replace(PPO, critic=CriticConfig(lr=1e-2, clip=1e-4))
+    metrics = build(path, algorithm).train_step(plan_of(lease, num_epochs=3), lease.trajectories)
+    assert 0.3 < metrics.mean("critic/clip_fraction") < 1
+    once = build(path, algorithm).train_step(plan_of(lease), lease.trajectories)
+    assert once.mean("critic/clip_fraction") == 0
+
+
+def test_a_critic_is_no_part_of_a_publish_and_part_of_a_checkpoint(path, tmp_path):
+    backend = build(path, PPO)
+    assert {s.name for s in backend.weight_specs()} == {s.name for s in build(path).weight_specs()}
+    backend.capture()
+    backend.save(tmp_path / "trainer")
+    without = build(path)
+    without.capture()
+    without.save(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="critic"):
+        backend.load(tmp_path / "plain")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------
+
+
+def trained_lora(path, algorithm=None, **trainer):
+    backend, lease = build(path, algorithm, lora=LORA, lr=1e-2, **trainer), random_lease(13)
+    for _ in range(3):
+        metrics = backend.train_step(plan_of(lease), lease.trajectories)
+    return backend, lease, metrics
+
+
+def merged_by_peft(backend, path):
+    """What merge_and_unload gives, from the adapters as they are in training."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear")
+    wrapped = peft.get_peft_model(model, config)
+    tensors = {f"base_model.model.{name}": t.detach() for name, t in state.published_tensors(backend._policy.causal_lm)}
+    with torch.no_grad():
+        own = dict(wrapped.named_parameters())
+        for name, tensor in tensors.items():
+            own[name.replace(".weight", ".default.weight")].copy_(state.full(tensor))
+    return wrapped.merge_and_unload()
+
+
+def test_a_replica_merges_what_peft_would(path):
+    backend, lease, _ = trained_lora(path)
+    published = {name: t.clone() for name, t in backend.named_weights()}
+    whole = sum(s.nbytes for s in build(path).weight_specs())
+    sent = sum(s.nbytes for s in backend.weight_specs())
+    assert sent == sum(t.numel() * 4 for t in published.values()) < whole
+    assert all(".lora_" in name for name in published)
+    expected = merged_by_peft(backend, path)
+    found = dict(BaseWeights(path).merged(published))
+    wanted = {n: t for n, t in expected.state_dict().items() if n != "lm_head.weight"}
+    assert set(found) == set(wanted)
+    changed = 0
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
+        changed += not torch.equal(found[name], dict(BaseWeights(path).merged({}))[name])
+    assert changed == 2 * 7
+    logprobs = backend.logprobs(plan_of(lease), lease.trajectories)
+    key, t = next((k, t) for k, t in lease.trajectories.items() if len(t.response_ids) > 5)
+    ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
+    logp = expected(input_ids=ids[None]).logits[0].log_softmax(-1)
+    at = torch.arange(len(t.prompt_ids), len(ids))
+    torch.testing.assert_close(logprobs[key], logp[at - 1, ids[at]], atol=1e-4, rtol=0)
+
+
+def test_merging_starts_from_the_files_every_time(path):
+    backend, _, _ = trained_lora(path)
+    published = {name: t.clone() for name, t in backend.named_weights()}
+    base = BaseWeights(path)
+    target = random_qwen3(seed=9, **SIZES)
+    for _ in range(2):
+        sink = ParameterSink(target.state_dict())
+        for name, tensor in base.merged(published):
+            sink.write(spec_of(name, tensor), 0, tensor.contiguous().view(-1).view(torch.uint8))
+        sink.finish()
+    for name, tensor in base.merged(published):
+        assert torch.equal(target.state_dict()[name], tensor), name
+    assert {n for n, _ in base.merged(published, only_adapted=True)} == {
+        name.replace(".lora_A", "") for name in published if ".lora_A" in name
+    }
+
+
+def test_adapters_of_another_model_are_refused(path):
+    base = BaseWeights(path)
+    a = torch.zeros(4, 32)
+    with pytest.raises(WeightTransferError, match="absent"):
+        next(base.merged({"absent.lora_A.weight": a, "absent.lora_B.weight": a}))
+    name = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(WeightTransferError, match="lora_B"):
+        next(base.merged({f"{name}.lora_A.weight": a}))
+
+
+def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(path):
+    backend, lease, metrics = trained_lora(path, AlgorithmConfig(kl=KL))
+    assert backend._models._reference is None
+    assert metrics.mean("train/kl_reference") > 1e-4
+    frozen = [n for n, p in backend._policy.named_parameters() if not p.requires_grad]
+    assert frozen
+    assert not any(".lora_" in name for name in frozen)
+    plain = build(path, AlgorithmConfig(kl=KL))
+    with_adapters = backend.reference_kl(plan_of(lease), lease.trajectories)
+    assert with_adapters == pytest.approx(plain.reference_kl(plan_of(lease), lease.trajectories), abs=1e-4)
+    backend.train_step(plan_of(lease), lease.trajectories)  # adapters are on again, and have gradients
+    assert all(p.requires_grad for n, p in backend._policy.named_parameters() if ".lora_" in n)
+
+
+def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_path):
+    backend, _, _ = trained_lora(path)
+    backend.capture()
+    backend.save(tmp_path / "lora")
+    weights = dict(state.read_weights(tmp_path / "lora"))
+    for name, tensor in merged_by_peft(backend, path).state_dict().items():
+        if name != "lm_head.weight":
+            torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
+    full = build(path)
+    full.capture()
+    full.save(tmp_path / "full")
+    size = [sum(f.stat().st_size for f in (tmp_path / kind).iterdir()) for kind in ("lora", "full")]
+    assert size[0] < size[1]
+    plain = dict(state.read_weights(tmp_path / "full"))
+    assert_same_weights({n: t.numpy() for n, t in plain.items()}, {n: plain[n].numpy() for n in plain})
+    assert_close_weights({n: plain[n].numpy() for n in weights_of(full)}, weights_of(full), atol=0)
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        next(state.read_weights(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("names", [["absent"], ["embed_tokens"], ["q_proj", "lm_head"]])
+def test_modules_that_cannot_be_adapted_are_refused(path, names):
+    with pytest.raises(ConfigError, match="target_modules"):
+        build(path, lora=LoraConfig(rank=2, target_modules=names))
+
+
+# -- memory and speed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        FsdpConfig(offload_parameters=True),
+        FsdpConfig(offload_optimizer=True),
+        FsdpConfig(activation_checkpointing=True),
+    ],
+    ids=["parameters", "optimizer", "activations"],
+)
+@pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])
+def test_what_saves_memory_changes_nothing(path, fsdp, lora):
+    lease = random_lease(14)
+    a, b = build(path, PPO, lora=lora), build(path, PPO, lora=lora, fsdp=fsdp)
+    for _ in range(2):
+        torch.manual_seed(0)
+        first = a.train_step(plan_of(lease), lease.trajectories)
+        torch.manual_seed(0)
+        second = b.train_step(plan_of(lease), lease.trajectories)
+        assert first.loss == pytest.approx(second.loss, abs=1e-6)
+    if not lora.rank:  # adapters begin with random matrices of their own
+        assert_same_weights(weights_of(a), weights_of(b))
+
+
+def test_compiled_layers_compute_the_same_for_rows_of_any_length(path):
+    """Captured and run as they are: generating code takes a minute, and is the compiler's business."""
+    plain, compiled = build(path), build(path)
+    compile_layers(compiled._policy.causal_lm, backend="eager")
+    for seed, budget in ((15, 64), (16, 90)):
+        lease = random_lease(seed)
+        a = plain.train_step(plan_of(lease, budget=budget), lease.trajectories)
+        b = compiled.train_step(plan_of(lease, budget=budget), lease.trajectories)
+        assert a.loss == pytest.approx(b.loss, abs=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+    assert [s.name for s in plain.weight_specs()] == [s.name for s in compiled.weight_specs()]

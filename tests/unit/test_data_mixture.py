@@ -1,0 +1,133 @@
+"""Mixtures and curricula: pure functions from an ordinal to a row."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.data import CurriculumConfig, DataConfig, SourceConfig
+from asyncrl.data.prompt_stream import MixedStream, PromptStream, SourceRows, build_stream
+from asyncrl.data.training_set import training_prompts
+from asyncrl.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+RENDERER = SimpleNamespace(prompt_ids=lambda row: np.frombuffer(row.messages[0].content.encode(), np.uint8))
+
+
+def mixed(weights: list[float], sizes: list[int], seed: int = 3) -> MixedStream:
+    sources, start = [], 0
+    for number, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        sources.append(SourceRows(f"s{number}", weight, start, start + size))
+        start += size
+    return MixedStream(sources, [PromptStream(size, seed + number) for number, size in enumerate(sizes)])
+
+
+def write(path: Path, *ease: float | None) -> str:
+    rows = [
+        {"prompt": f"{path.stem} {n}", "answer": n} | ({} if e is None else {"pass_rate": e})
+        for n, e in enumerate(ease)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(0.05, 20), min_size=1, max_size=4),
+    st.integers(0, 30_000),
+    st.integers(1, 2_000),
+)
+def test_every_window_has_the_shares_of_the_weights(weights, start, length) -> None:
+    stream = mixed(weights, [7] * len(weights))
+    counts = Counter(stream.source(ordinal)[0] for ordinal in range(start, start + length))
+    for number, weight in enumerate(weights):
+        share = weight / sum(weights)
+        assert abs(counts[number] - share * length) <= len(weights) + 2e-4 * length
+
+
+def test_each_source_goes_through_its_own_epochs() -> None:
+    stream = mixed([3, 1], [6, 5])
+    rows = [stream.row_index(ordinal) for ordinal in range(4 * 60)]
+    first, second = [r for r in rows if r < 6], [r for r in rows if r >= 6]
+    assert (len(first), len(second)) == (180, 60)
+    for of, size in ((first, 6), (second, 5)):
+        assert all(len(set(of[i : i + size])) == size for i in range(0, len(of) - size + 1, size))
+    assert first[:6] != first[6:12]
+    assert [mixed([3, 1], [6, 5]).row_index(o) for o in (200, 3, 77)] == [rows[o] for o in (200, 3, 77)]
+    with pytest.raises(ValueError, match="ordinal=-1"):
+        stream.row_index(-1)
+
+
+def test_a_plain_run_keeps_its_order(tmp_path: Path) -> None:
+    data = DataConfig(train=write(tmp_path / "a.jsonl", *[None] * 9))
+    prompts = training_prompts(data, RENDERER, lambda source: True)
+    stream = build_stream(prompts, 5, True)
+    assert [stream.row_index(o) for o in range(40)] == [PromptStream(9, 5).row_index(o) for o in range(40)]
+    # as of the first release: checkpoints of it must find their rows
+    assert [PromptStream(9, 5).row_index(o) for o in range(9)] == GOLDEN
+
+
+GOLDEN = [1, 5, 3, 4, 2, 0, 7, 8, 6]
+
+
+def test_a_mixture_is_read_from_its_files(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one.jsonl", *[None] * 4), write(tmp_path / "two.jsonl", *[None] * 4)
+    mixture = {"one": SourceConfig(path=one, weight=2.0), "two": SourceConfig(path=two)}
+    data = DataConfig(mixture=mixture)
+    prompts = training_prompts(data, RENDERER, lambda source: True)
+    stream = build_stream(prompts, 0, True)
+    names = [prompts.rows[stream.row_index(o)].messages[0].content.split()[0] for o in range(3000)]
+    assert Counter(names) == {"one": 2000, "two": 1000}
+    other = DataConfig(mixture=mixture | {"one": SourceConfig(path=one, weight=3.0)})
+    assert training_prompts(other, RENDERER, lambda source: True).digest() != prompts.digest()
+    assert training_prompts(data, RENDERER, lambda source: source != two) is None
+    assert training_prompts(data, None, lambda source: True) is None
+
+
+def test_a_curriculum_goes_from_easy_to_hard_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    ease = [0.0, 0.1, 0.9, 0.5, 1.0, 0.3, 0.7]
+    curriculum = CurriculumConfig(key="pass_rate", epochs=2, jitter=0.0, min=0.05, max=0.95)
+    data = DataConfig(train=write(tmp_path / "a.jsonl", *ease), curriculum=curriculum)
+    prompts = training_prompts(data, RENDERER, lambda source: True)
+    assert (len(prompts.rows), prompts.num_filtered) == (5, 2)
+    stream = build_stream(prompts, 0, True)
+    visited = [float(prompts.ease[stream.row_index(o)]) for o in range(15)]
+    assert visited[:5] == visited[5:10] == [0.9, 0.7, 0.5, 0.3, 0.1]
+    assert sorted(visited[10:]) == sorted(visited[:5])
+    for change in ({"jitter": 0.5}, {"epochs": 3}, {"max": 0.6}):
+        changed = replace(data, curriculum=replace(curriculum, **change))
+        assert training_prompts(changed, RENDERER, lambda source: True).digest() != prompts.digest()
+
+
+def test_jitter_changes_the_order_from_epoch_to_epoch_only_so_far() -> None:
+    ease = np.linspace(0, 1, 200)
+    curriculum = CurriculumConfig(key="k", epochs=3, jitter=0.1)
+    stream = PromptStream(200, 1, ease=ease, curriculum=curriculum)
+    epochs = [[stream.row_index(e * 200 + o) for o in range(200)] for e in range(4)]
+    assert all(sorted(epoch) == list(range(200)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    for epoch in epochs[:3]:
+        visited = ease[epoch]
+        assert all(visited[i] + 0.2 >= visited[i:].max() for i in range(200))
+    assert ease[epochs[3]][:20].min() < 0.5, "the fourth is shuffled"
+
+
+@pytest.mark.parametrize(
+    ("ease", "found"),
+    [
+        ((0.5, None), r"a\.jsonl:2\nfound: its extra_info has nothing"),
+        ((0.5, "many"), r"a\.jsonl:2\nfound: 'many', no finite number"),
+        ((2.0, 3.0), r"no row has pass_rate between 0 and 1"),
+    ],
+)
+def test_rows_that_a_curriculum_cannot_use(tmp_path: Path, ease, found) -> None:
+    data = DataConfig(train=write(tmp_path / "a.jsonl", *ease), curriculum=CurriculumConfig(key="pass_rate"))
+    with pytest.raises(DataError, match=found):
+        training_prompts(data, RENDERER, lambda source: True)

@@ -1,0 +1,101 @@
+"""pass@k and the intervals against brute force, and what single responses add up to."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.evaluation import Answer, mean_interval, pass_at_k, summarise, wilson_interval
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(number):
+    for correct, k in itertools.product(range(number + 1), range(1, number + 1)):
+        draws = list(itertools.combinations([True] * correct + [False] * (number - correct), k))
+        assert pass_at_k(number, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_pass_at_k_grows_with_k_from_the_mean_to_one(number, data):
+    correct = data.draw(st.integers(0, number))
+    k = data.draw(st.integers(1, number))
+    assert pass_at_k(number, correct, 1) == pytest.approx(correct / number)
+    assert pass_at_k(number, correct, number) == (correct > 0)
+    assert pass_at_k(number, correct, k) >= pass_at_k(number, correct, max(1, k - 1)) - 1e-12
+    exact = 1 - math.comb(number - correct, k) / math.comb(number, k)
+    assert pass_at_k(number, correct, k) == pytest.approx(exact, abs=1e-9)
+
+
+@pytest.mark.parametrize(("number", "correct", "k"), [(4, 2, 0), (4, 2, 5), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_refuses_what_cannot_be(number, correct, k):
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at_k(number, correct, k)
+
+
+def test_pass_at_k_is_unbiased():
+    rng = np.random.default_rng(0)
+    counts = rng.binomial(10, 0.2, 20_000)
+    assert np.mean([pass_at_k(10, int(c), 4) for c in counts]) == pytest.approx(1 - 0.8**4, abs=0.006)
+
+
+@pytest.mark.parametrize(("rate", "number"), [(0.0, 10), (0.3, 10), (1.0, 40), (0.5, 1)])
+def test_wilson_bounds_are_the_rates_that_the_score_test_just_accepts(rate, number):
+    for bound in wilson_interval(rate, number):
+        distance = abs(rate - bound) / math.sqrt(max(bound * (1 - bound), 1e-300) / number)
+        assert bound == rate or distance == pytest.approx(1.959964, rel=1e-5)
+    low, high = wilson_interval(rate, number)
+    assert 0 <= low <= rate <= high <= 1
+    assert low < high
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_the_interval_holds_the_truth_as_often_as_it_says(samples):
+    """Prompts differ, responses to one prompt are alike: an interval over all responses would be far too narrow."""
+    rng, hits, runs = np.random.default_rng(1), 0, 2000
+    for _ in range(runs):
+        difficulty = rng.beta(0.5, 0.5, 100)
+        low, high = mean_interval([int(c) for c in rng.binomial(samples, difficulty)], samples)
+        hits += low <= 0.5 <= high
+    assert 0.925 <= hits / runs <= 0.97
+
+
+def test_the_interval_of_prompts_that_do_equally_well_is_no_point():
+    assert mean_interval([4] * 10, 4) == wilson_interval(1.0, 10)
+    assert mean_interval([2] * 10, 4) == wilson_interval(0.5, 10)
+    assert mean_interval([3], 4) == wilson_interval(0.75, 1)
+
+
+def test_the_clustered_interval_is_that_of_the_prompt_means():
+    counts = [0, 4, 2, 3, 1, 4]
+    rates = np.array(counts) / 4
+    half = 1.959964 * rates.std(ddof=1) / math.sqrt(6)
+    assert mean_interval(counts, 4) == pytest.approx((rates.mean() - half, rates.mean() + half), rel=1e-6)
+
+
+def _answer(correct, version=3, tokens=10):
+    return Answer(correct, 1.0 if correct else -1.0, tokens, frozenset({version}))
+
+
+def test_a_result_counts_what_failed_as_not_right_but_not_in_the_means_of_what_came():
+    answers = [[_answer(True), _answer(False, tokens=30)], [_answer(True, version=4), None]]
+    result = summarise("held_out", answers, (1, 2))
+    assert (result.accuracy, result.samples, result.num_prompts, result.num_failed) == (0.5, 2, 2, 1)
+    assert result.pass_at == ((1, 0.5), (2, 1.0))
+    assert result.reward_mean == pytest.approx(1 / 3)
+    assert result.response_tokens_mean == pytest.approx(50 / 3)
+    assert (result.pass_rates, result.versions) == ((0.5, 0.5), (3, 4))
+    assert result.metrics() == {
+        "eval/accuracy/held_out": 0.5,
+        "eval/mean@2/held_out": 0.5,
+        "eval/pass@1/held_out": 0.5,
+        "eval/pass@2/held_out": 1.0,
+    }
+
+
+def test_one_response_to_each_prompt_has_no_mean_at_k():
+    assert summarise("gsm8k", [[_answer(True)], [_answer(False)]]).metrics() == {"eval/accuracy/gsm8k": 0.5}

@@ -1,0 +1,79 @@
+"""The presets of configs/algorithms: each is a few lines, loads below a recipe, and says which paper it is."""
+
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+
+from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionName
+from asyncrl.config.load import load_recipe, presets
+from asyncrl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+FILES = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
+EXTRA = {"dapo": ["algorithm.overlong.buffer_tokens=16"]}
+"""What a recipe of 64 response tokens has to say beside the preset's name."""
+
+every_preset = pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+
+
+def test_all_of_them_are_there():
+    found = {"dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "maxrl", "ppo", "decoupled_ppo"}
+    assert set(presets()) == found | {"reinforce_plus_plus"}
+
+
+@every_preset
+def test_it_loads_over_the_quickstart(file):
+    recipe = load_recipe(QUICKSTART, [f"algorithm.preset={file.stem}", *EXTRA.get(file.stem, [])])
+    assert recipe.algorithm.preset == file.stem
+
+
+@every_preset
+def test_its_values_arrive_and_a_recipes_own_keys_stand_above_it(file, tmp_path):
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(
+        "model: {path: m}\ndata: {train: t}\n"
+        "rollout: {sampling: {max_response_tokens: 20480}, torch: {max_model_len: 24000}}\n"
+        "trainer: {max_tokens_per_microbatch: 24000}\n"
+        f"algorithm: {{preset: {file.stem}, max_filtered_fraction: 0.5}}\n"
+    )
+    algorithm = load_recipe(plain, []).algorithm
+    assert algorithm.max_filtered_fraction == 0.5
+    written = yaml.safe_load(file.read_text())["algorithm"]
+    for key, value in written.items():
+        found = getattr(algorithm, key)
+        if isinstance(value, dict):
+            assert {name: getattr(found, name) for name in value} == value
+        elif isinstance(value, list):
+            assert [{name: getattr(f, name) for name in v} for f, v in zip(found, value, strict=True)] == value
+        else:
+            assert found == value
+    own = load_recipe(plain, ["algorithm.clip_high=0.123"]).algorithm
+    assert own.clip_high == 0.123
+
+
+@every_preset
+def test_it_is_a_few_lines_and_names_its_paper(file):
+    text = file.read_text()
+    assert text.startswith("# ")
+    assert re.search(r"arXiv:\d{4}\.\d{5}", text)
+    content = yaml.safe_load(text)
+    assert list(content) == ["algorithm"]
+    assert len(text.splitlines()) <= 16
+
+
+def test_a_misspelt_preset_gets_a_suggestion():
+    with pytest.raises(ConfigError, match=r"did you mean dr_grpo\?"):
+        load_recipe(QUICKSTART, ["algorithm.preset=dr_grop"])
+
+
+def test_the_document_names_every_part_and_preset():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    losses = get_args(get_type_hints(AlgorithmConfig)["loss"])
+    names = [*get_args(AdvantageName), *get_args(CorrectionName), *losses, *presets()]
+    assert not [name for name in names if f"`{name}`" not in text]
