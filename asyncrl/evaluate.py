@@ -34,6 +34,7 @@ from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.evaluation import EvalResult
 from asyncrl.preflight import check_packages, check_recipe
+from asyncrl.types import Admission, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
     from asyncrl.inference.channel import ReplicaControl
@@ -283,10 +284,14 @@ async def _started(rollouter: Any) -> None:
 class _NoTickets:
     """The queue of a rollouter that has no groups to generate."""
 
-    async def admit(self, limit: int, wait_s: float) -> Any:
-        raise NotImplementedError("an evaluation admits no groups")
+    async def admit(self, limit: int, wait_s: float) -> Admission:
+        raise AssertionError("an evaluation admits no groups")
 
-    put = nack = admit
+    async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
+        raise AssertionError("an evaluation has no ticket")
+
+    async def nack(self, ticket: Ticket, reason: str) -> bool:
+        raise AssertionError("an evaluation has no ticket")
 
 
 def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None:

@@ -75,7 +75,8 @@ class Evaluations:
             return {}
         if last:
             await self._end_beside()
-            return self._take() | await self._by_all(step)
+            found = self._take()
+            return found if self._stop.is_set() else found | await self._by_all(step)
         found = self._take()
         if step % self._config.every_steps == 0:
             if not self._config.leased_replicas:

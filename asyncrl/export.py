@@ -175,7 +175,8 @@ def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) 
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     try:
-        transformers.GenerationConfig.from_pretrained(model.path, revision=model.revision).save_pretrained(directory)
+        revision = model.revision or "main"
+        transformers.GenerationConfig.from_pretrained(model.path, revision=revision).save_pretrained(directory)
     except OSError:
         pass  # the file is optional
     if model.trust_remote_code and Path(model.path).is_dir():
