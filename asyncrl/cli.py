@@ -30,6 +30,7 @@ from asyncrl.checkpoint.store import check_resumable
 from asyncrl.config.load import environment_defaults, load_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.preflight import check_packages, check_recipe, describe
+from asyncrl.registry import make_importable
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=False)
     for name, value in environment_defaults().items():
         os.environ.setdefault(name, value)
+    make_importable()
     try:
         return _train(arguments.recipe, arguments.overrides, dry_run=arguments.dry_run, console=console)
     except (ConfigError, StorageError) as e:

@@ -34,6 +34,7 @@ from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.evaluation import EvalResult
 from asyncrl.preflight import check_packages, check_recipe
+from asyncrl.registry import make_importable
 from asyncrl.types import Admission, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     console = Console(stderr=arguments.json)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    make_importable()
     try:
         with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as scratch:
             return _evaluate(arguments, Path(scratch), console)

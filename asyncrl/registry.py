@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -10,6 +12,13 @@ from typing import Any, TypeVar
 from asyncrl.errors import ConfigError, explain
 
 T = TypeVar("T")
+
+
+def make_importable() -> None:
+    """Makes modules below the working directory importable, as `python -m` does: the user's rewards and environments.
+    For programs, before they read a recipe."""
+    if (directory := os.getcwd()) not in sys.path:
+        sys.path.insert(0, directory)
 
 
 def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:

@@ -21,7 +21,8 @@ def tool_task():
 def test_calls_are_made_and_their_results_are_not_trained(tool_task, start, recipe):
     if recipe == "agent":
         pytest.importorskip("openai")
-    run = start("run.max_steps=3", "eval.every_steps=0", "observability.samples_per_step=256", recipe=recipe)
+    small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
+    run = start(*small, "observability.samples_per_step=192", recipe=recipe)
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=3)
     samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
