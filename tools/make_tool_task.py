@@ -1,8 +1,10 @@
-"""Makes the tool-use task: sums that a tiny model cannot do in its head, and a tiny Qwen3 that rather guesses them.
+"""Makes the tasks of tool use and of code: sums that a tiny model cannot do in its head, and a tiny Qwen3 that rather
+guesses them.
 
-The warm-up studies calls of a calculator, and ends on a mixture in which most answers are guessed. What comes out
-copies a sum into a call, and the result out of it, without fault, but it seldom calls: what reinforcement learning has
-to find out is that calling pays. No network, about a minute on two cores; a second call returns at once.
+The warm-up studies calls of a calculator (`--task tool`) or programs that compute (`--task code`), and ends on a
+mixture in which most results are guessed. What comes out copies a sum into a call or a program without fault, but
+seldom does: what reinforcement learning has to find out is that it pays. No network, about a minute on two cores; a
+second call returns at once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 RECORD = "tool_task.json"
 DATA_SOURCE = "asyncrl_tool_sums"
 OPEN, CLOSE = "<calculator>", "</calculator>"
-TOKENS = (OPEN, CLOSE, "Compute", "calculator", "tools", "tool", "<reserved_a>", "<reserved_b>")
+TOKENS = (OPEN, CLOSE, "Compute", "calculator", "tools", "tool", "```python", "print")
 """Eight, so that the vocabulary stays a multiple of eight."""
 CHAT_TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\ntools:' }}"
@@ -50,11 +52,12 @@ CHAT_TEMPLATE = (
 class ToolSettings:
     """Everything that decides the outcome."""
 
+    task: Literal["tool", "code"] = "tool"
     seed: int = 0
     num_study: int = 8192
-    """Sums of which `study_share` are called."""
+    """Sums of which `study_share` are computed, by a call or a program; the others are guessed."""
     num_messy: int = 2048
-    """Sums of the final mixture, of which `messy_share` are called: about how often the model calls when it samples."""
+    """Sums of the final mixture, of which `messy_share` are computed: about the model's share when it samples."""
     study_share: float = 0.7
     messy_share: float = 0.12
 
@@ -105,21 +108,35 @@ def corpus(tokenizer: PreTrainedTokenizerFast, settings: ToolSettings) -> list[E
     examples = []
     for number, task in enumerate(sums):
         share = settings.study_share if number < settings.num_study else settings.messy_share
-        examples.append(_example(tokenizer, task, calls=rng.random() < share))
+        example = _conversation if settings.task == "tool" else _program
+        examples.append(example(tokenizer, task, computed=rng.random() < share))
     return examples
 
 
-def _example(tokenizer: PreTrainedTokenizerFast, task: Sum, *, calls: bool) -> Example:
-    """A conversation, trained on what the assistant says in it."""
+def _program(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
+    """A program that prints the sum, or what is guessed of it."""
+    messages = [{"role": "user", "content": task.question}]
+    prompt = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    response = f"```python\nprint({task.expression if computed else task.guess})\n```{END}"
+    return _joined(tokenizer, [(prompt, False), (response, True)])
+
+
+def _conversation(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
+    """Trained on what the assistant says in it."""
     tools = [{"function": {"name": "calculator"}}]
     messages = [{"role": "user", "content": task.question}]
     parts = [
         (str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)), False)
     ]
-    if calls:
+    if computed:
         parts.append((f"{OPEN}{task.expression}{CLOSE}{END}", True))
         parts.append((f"\n<|im_start|>tool\n{task.answer}<|im_end|>\n<|im_start|>assistant\n", False))
-    parts.append((f"Answer: {task.answer if calls else task.guess}{END}", True))
+    parts.append((f"Answer: {task.answer if computed else task.guess}{END}", True))
+    return _joined(tokenizer, parts)
+
+
+def _joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]) -> Example:
+    """Texts, and whether they are trained."""
     ids: list[int] = []
     trained: list[bool] = []
     for text, is_trained in parts:
@@ -157,40 +174,46 @@ def make_model(out: Path, settings: ToolSettings) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_data(directory: Path, num_train: int, num_test: int, seed: int) -> None:
+def write_data(directory: Path, task: str, num_train: int, num_test: int, seed: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for split, num in (("train", num_train), ("test", num_test)):
         rows = [
-            PromptRow((ChatMessage("user", s.question),), str(s.answer), DATA_SOURCE, (), f"{split}:{i}")
+            PromptRow((ChatMessage("user", s.question),), str(s.answer), DATA_SOURCE, _extra(task, s), f"{split}:{i}")
             for i, s in enumerate(make_sums(num, seed, held_out=split == "test"))
         ]
-        path = directory / f"tool_{split}.jsonl"
+        path = directory / f"{task}_{split}.jsonl"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text("".join(json.dumps(to_record(row)) + "\n" for row in rows), encoding="utf-8")
         partial.replace(path)
         print(f"wrote {path}: {len(rows)} sums")
 
 
+def _extra(task: str, asked: Sum) -> tuple[tuple[str, str], ...]:
+    """The tests of a program, as reward code takes them."""
+    return (("tests", json.dumps({"inputs": [""], "outputs": [f"{asked.answer}\n"]})),) if task == "code" else ()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 when `--out` holds something else."""
     options = _parse(arguments)
-    settings = ToolSettings(seed=options.seed)
+    settings = ToolSettings(task=options.task, seed=options.seed)
+    out = options.out or Path(f"runs/tiny-{options.task}-qwen3")
     settings = replace(
         settings,
         num_study=max(1, round(options.share * settings.num_study)),
         num_messy=max(1, round(options.share * settings.num_messy)),
     )
-    write_data(options.data, options.num_train, options.num_test, options.seed)
-    record = options.out / RECORD
-    if options.out.exists() and not record.is_file():
-        print(f"{options.out} exists and was not written by this tool: name another directory", file=sys.stderr)
+    write_data(options.data, options.task, options.num_train, options.num_test, options.seed)
+    record = out / RECORD
+    if out.exists() and not record.is_file():
+        print(f"{out} exists and was not written by this tool: name another directory", file=sys.stderr)
         return 2
     if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["key"] == settings.key():
-        print(f"{options.out} is up to date")
+        print(f"{out} is up to date")
         return 0
     started_s = time.monotonic()
-    make_model(options.out, settings)
-    print(f"wrote {options.out} in {time.monotonic() - started_s:.0f} s")
+    make_model(out, settings)
+    print(f"wrote {out} in {time.monotonic() - started_s:.0f} s")
     return 0
 
 
@@ -198,8 +221,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny-tool-qwen3"), help="directory of the model")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="directory of tool_train and tool_test")
+    parser.add_argument("--task", choices=("tool", "code"), default="tool")
+    parser.add_argument("--out", type=Path, help="directory of the model (default: runs/tiny-TASK-qwen3)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="directory of TASK_train and TASK_test")
     parser.add_argument("--num-train", type=int, default=2048, help="sums to train on")
     parser.add_argument("--num-test", type=int, default=128, help="held-out sums")
     parser.add_argument("--seed", type=int, default=0)
