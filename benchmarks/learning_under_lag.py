@@ -18,6 +18,7 @@ import datetime
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -348,7 +349,7 @@ def main() -> None:
         known = {(r["algorithm"], r["lag"], r["seed"]) for r in records("steps")}
         wanted = itertools.product(range(arguments.seeds), arguments.lags, arguments.algorithms)
         jobs = [(a, lag, seed) for seed, lag, a in wanted if (a, lag, seed) not in known]
-        with ProcessPoolExecutor(arguments.workers, max_tasks_per_child=8) as pool:
+        with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
             for future in as_completed([pool.submit(one_run, *job, arguments.steps) for job in jobs]):
                 keep(future.result())
     elif arguments.part == "wall":

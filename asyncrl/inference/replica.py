@@ -54,7 +54,8 @@ class _Outbox:
 
     async def take(self, wait_s: float) -> list[TokenChunk]:
         try:
-            await asyncio.wait_for(self.arrived.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self.arrived.wait()
         except TimeoutError:
             return []
         taken, self.chunks = self.chunks, []
@@ -293,7 +294,8 @@ class Replica:
         if self._gate.is_set():
             return
         try:
-            await asyncio.wait_for(self._gate.wait(), self._gate_timeout_s)
+            async with asyncio.timeout(self._gate_timeout_s):
+                await self._gate.wait()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"replica {self._id} did not serve within {self._gate_timeout_s} s: {self._closed_because}"

@@ -142,7 +142,8 @@ class RolloutSupervisor:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                await asyncio.wait_for(self._ready.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._ready.wait()
             except TimeoutError:
                 found = f"none was up when the {timeout_s:g} s were over"
                 do = "see the log of the run, or raise eval.timeout_s"

@@ -35,7 +35,8 @@ def make_request(
 
 async def within(wait: Awaitable[T], timeout_s: float = 60.0) -> T:
     """The wait of a test: it fails with TimeoutError instead of hanging."""
-    return await asyncio.wait_for(wait, timeout_s)
+    async with asyncio.timeout(timeout_s):
+        return await wait
 
 
 class Client:

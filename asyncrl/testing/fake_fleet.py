@@ -45,7 +45,8 @@ class FakeTrainer:
         self.sent.append(manifest)
         if self.waits:
             self.waits = False
-            await asyncio.wait_for(self.interrupted.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.interrupted.wait()
             raise WeightTransferError("the sender was closed meanwhile")
         outcome = self.outcomes.pop(0) if self.outcomes else GOOD
         if isinstance(outcome, BaseException):

@@ -427,3 +427,19 @@ async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
             check(generation)
             assert len(generation.token_ids) == 60
         assert fleet.client.loads == {1: 0}
+
+
+async def test_close_returns_when_a_chunk_arrives_in_the_very_turn_of_it():
+    """A collector that lost its cancellation to the chunk would go on, and `close` would wait for it forever."""
+    async with Fleet(1, tick_s=0.001) as fleet:
+        await fleet.publish(0)
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
+        await fleet.sampled(3)
+        outbox = fleet.replicas[0]._outboxes["test"]
+        async with asyncio.timeout(5):
+            while outbox.arrived.is_set() or not outbox.arrived._waiters:
+                await asyncio.sleep(0)
+            outbox.arrived.set()  # wakes the collection, whose cancellation comes in the same turn
+            await fleet.client.close()
+        with pytest.raises(GenerationError, match="closed"):
+            await running

@@ -170,6 +170,13 @@ def test_every_wait_on_another_process_has_a_deadline_and_a_name():
                 assert not {k.arg for k in node.keywords} & {"name", "lifetime"}, f"{where} names or detaches an actor"
 
 
+def test_no_wait_swallows_its_cancellation():
+    """`asyncio.wait_for` of Python 3.11 returns instead of raising CancelledError when what it waits for is done in the
+    turn in which it is cancelled: whoever cancelled then waits forever."""
+    users = {str(p.relative_to(PACKAGE)) for p in FILES if "asyncio.wait_for(" in p.read_text()}
+    assert not users, f"use `async with asyncio.timeout(...)` instead: {sorted(users)}"
+
+
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "cli.py", "cluster.py", "observability/logs.py"}
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
