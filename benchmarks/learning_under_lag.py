@@ -42,7 +42,8 @@ EVAL_STEPS = (25, 50)
 PROXIMAL = ["algorithm.ratio=proximal"]
 ALGORITHMS: dict[str, list[str]] = {
     "uncorrected": PROXIMAL,
-    "grpo_clip": ["algorithm.preset=grpo"],
+    "grpo_clip": ["algorithm.preset=grpo", "algorithm.kl.coefficient=0", "algorithm.aggregation=token_mean"],
+    "grpo_clip_kl": ["algorithm.preset=grpo", "algorithm.aggregation=token_mean"],
     "decoupled_ppo": ["algorithm.preset=decoupled_ppo", "algorithm.proximal=log_linear"],
     "tis": [*PROXIMAL, "algorithm.corrections=[{name: truncated_is, high: 2.0}]"],
     "cispo": ["algorithm.preset=cispo"],

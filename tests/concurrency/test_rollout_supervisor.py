@@ -56,7 +56,7 @@ class Scripted:
         self.calls.append("evaluate")
         gate = asyncio.ensure_future(self.gate.wait())
         await asyncio.wait([gate, self.ended_with], return_when=asyncio.FIRST_COMPLETED)
-        if not gate.done():
+        if self.ended_with.done():
             await asyncio.shield(self.ended_with)
         return EvalResult(name, 0.5, 0.5, 4.0, self.number, 0)
 
