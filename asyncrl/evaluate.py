@@ -96,6 +96,9 @@ def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) ->
     rows = arguments.rows
     if rows is not None and rows.exists():
         raise ConfigError(explain(f"--rows {rows}", "it exists", "name a file that does not exist yet"))
+    if rows is not None and not os.access(rows.absolute().parent, os.W_OK):
+        found = f"{rows.absolute().parent} is no directory that can be written"
+        raise ConfigError(explain(f"--rows {rows}", found, "make the directory, or name another file"))
     found = find_checkpoint(arguments.checkpoint)
     recipe = load_evaluation(arguments, found, scratch)
     check_packages(recipe)
@@ -182,7 +185,8 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
 def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[str, Any]:
     """The section eval: of the run's, only how it samples."""
     held = sections.get("eval", {})
-    asked: dict[str, Any] = {"every_steps": 0, "leased_replicas": 0, "max_prompts": arguments.max_prompts or ALL_ROWS}
+    asked: dict[str, Any] = {"every_steps": 0, "leased_replicas": 0, "timeout_s": arguments.timeout}
+    asked["max_prompts"] = ALL_ROWS if arguments.max_prompts is None else arguments.max_prompts
     samples = held.get("samples", 1) if arguments.samples is None else arguments.samples
     temperature = arguments.temperature
     if temperature is None:
@@ -344,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: as the run evaluates; 1 for samples > 1)")
     add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
     add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
+    add("--timeout", type=float, default=86400.0, metavar="S", help="give up after this many seconds (default a day)")
     add("--engine", choices=["torch", "vllm"], help="default: that of the run, else torch")
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")

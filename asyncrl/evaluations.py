@@ -4,8 +4,8 @@ Consumes: the ends of optimizer steps.   Produces: metrics, events, and newcomer
 Waits for: an evaluation before the first step and after the last one, which all replicas answer (`eval.timeout_s` for
 each held-out set). With `eval.leased_replicas` those in between run beside training, on replicas of their own that stay
 at the version they have; what came of it is told at the end of the first step that finds it done.
-Stops when: `close` is called. An evaluation beside training that fails is tried once more, on other leases, and then
-counted: it never ends the run.
+Stops when: `close` is called. An evaluation beside training that fails with a named error is tried once more, on other
+leases, and then counted: it does not end the run, as any other error does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Evaluations:
             return {}
         if last:
             await self._end_beside()
-            found = self._take()
+            found = self._take(last=True)
             return found if self._stop.is_set() else found | await self._by_all(step)
         found = self._take()
         if step % self._config.every_steps == 0:
@@ -164,8 +164,9 @@ class Evaluations:
         if self._beside is not None:
             await self._unless_stopped(self._beside.work)
 
-    def _take(self) -> dict[str, float]:
-        """The metrics of the evaluation that has ended since. One that failed for the first time is due again."""
+    def _take(self, *, last: bool = False) -> dict[str, float]:
+        """The metrics of the evaluation that has ended since. One that failed for the first time is due again, unless
+        this was the last step."""
         beside = self._beside
         if beside is None or not beside.work.done():
             return {}
@@ -177,7 +178,7 @@ class Evaluations:
             self._parts.events.write(
                 "evaluation_failed", step=beside.step, version=beside.version, tries=beside.tries, error=str(error)
             )
-            if beside.tries == 1:
+            if beside.tries == 1 and not last:
                 self._due = 1
                 return {}
             return {"eval/failed": 1}

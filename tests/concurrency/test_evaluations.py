@@ -257,6 +257,17 @@ async def test_one_that_fails_twice_is_counted_and_training_goes_on(tmp_path):
     assert rig.evaluated() == {8: (8, 0.5)}
 
 
+async def test_one_that_fails_in_the_last_step_is_not_due_again_but_counted(tmp_path):
+    rig, held = Rig(tmp_path, max_steps=3), Held(raises=GenerationError("all lost"))
+    rig.rollouter.on_evaluate = [first, held]
+    await rig.start()
+    await until(lambda: rig.coordinator.step == 3)
+    held.end.set()
+    await rig.running
+    assert [m["step"] for m in rig.metrics if "eval/failed" in m] == [3]
+    assert rig.evaluated() == {3: (3, 0.5)}
+
+
 async def test_an_answer_by_another_version_than_the_pinned_one_is_no_result(tmp_path):
     rig, held = Rig(tmp_path), Held(version=1)
     held.end.set()
