@@ -1,13 +1,14 @@
 """What learning costs when every token is trained with the same lag: algorithms x lags x seeds, and the real system.
 
     python benchmarks/learning_under_lag.py steps --workers 2     # an hour on 2 cores; goes on where it stopped
-    python benchmarks/learning_under_lag.py wall --seeds 3        # the real system, one run at a time
+    python benchmarks/learning_under_lag.py wall                  # the real system, one run at a time: two hours
     python benchmarks/learning_under_lag.py report                # table and picture from what has been measured
 
 `steps` holds the lag exactly: in one process the embedded engine generates the groups of step g + lag under version g,
 and the FSDP backend trains them when their turn has come, through the queue's own accounting, the planner and the
 objective of a real run. `wall` runs `asyncrl-train` with `staleness.max_lag` as a limit, where the lag is what the
-machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them).
+machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them). Both add to
+benchmarks/results/learning_under_lag.jsonl and go on where they stopped.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ LAGS = (0, 1, 2, 4, 8, 16)
 SEEDS = 5
 STEPS = 50
 EVAL_STEPS = (25, 50)
+WALL_STEPS = 60
+WALL_MARKS_S = (5, 10, 15, 20, 30)
 PROXIMAL = ["algorithm.ratio=proximal"]
 ALGORITHMS: dict[str, list[str]] = {
     "uncorrected": PROXIMAL,
@@ -189,26 +192,29 @@ class Sampler:
 # -- the real system ---------------------------------------------------------------------------------------------
 
 
-def wall_run(lag: int, seed: int, steps: int) -> dict[str, Any]:
+def wall_run(algorithm: str, lag: int, seed: int, steps: int) -> dict[str, Any]:
     """One `asyncrl-train` of the quickstart with this lag limit: accuracy over wall time."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) / "run"
         words = [f"staleness.max_lag={lag}", f"run.seed={seed}", f"run.dir={directory}", f"run.max_steps={steps}"]
+        words += [*SMALL, *ALGORITHMS[algorithm], "eval.every_steps=5", "checkpoint.every_steps=0"]
         words += ["mode=sync"] if lag == 0 else []
-        command = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml", *words, "eval.every_steps=5"]
+        command = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
         if done.returncode:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
         metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     # evaluations stand still for training: their time is not the algorithm's
     evaluating = itertools.accumulate(r.get("eval/time_s", 0.0) for r in metrics)
-    curve = [
+    curve = [(0.0, metrics[0]["eval/initial_accuracy"])]
+    curve += [
         (r["time_s"] - spent, r["eval/accuracy"])
         for r, spent in zip(metrics, evaluating, strict=True)
         if "eval/accuracy" in r
     ]
     return {
         "part": "wall",
+        "algorithm": algorithm,
         "lag": lag,
         "seed": seed,
         "curve": curve,
@@ -278,32 +284,45 @@ def report() -> str:
     if steps:
         lines += ["", f"{len(steps)} runs; before the first step {cell([r['accuracy']['0'] for r in steps])}."]
         lines += ["", "![accuracy over lag](learning_under_lag.png)"]
-    wall = records("wall")
-    if wall:
-        lines += [
-            "",
-            "## The real system: after a fixed wall time",
-            "",
-            "The quickstart as it stands, with this `staleness.max_lag` (0: mode sync). Time since training began,",
-            "evaluations left out; one run at a time. The last column is the lag that the run really had.",
-            "",
-        ]
-        marks = [t for t in (10, 20, 30, 40, 60) if t <= max(r["curve"][-1][0] for r in wall)]
-        lines.append("| max_lag | " + " | ".join(f"after {t} s" for t in marks) + " | s for all steps | mean lag |")
-        lines.append("|---" * (len(marks) + 3) + "|")
-        for lag in LAGS:
-            runs = [r for r in wall if r["lag"] == lag]
-            if runs:
-                cells = [cell([_at(r["curve"], t) for r in runs]) for t in marks]
-                cells.append(f"{np.mean([r['seconds'] for r in runs]):.0f}")
-                cells.append(f"{np.mean([r['lag_mean'] for r in runs]):.2f}")
-                lines.append(f"| {lag} | " + " | ".join(cells) + " |")
+    if wall := records("wall"):
+        lines += wall_tables(wall)
     return "\n".join(lines) + "\n"
 
 
+def wall_tables(wall: list[dict[str, Any]]) -> list[str]:
+    """Accuracy by algorithm and lag at each of WALL_MARKS_S; then what the lag limit does to speed and to the lag."""
+    lines = [
+        "",
+        "## The real system: after a fixed wall time",
+        "",
+        "`asyncrl-train` with this `staleness.max_lag` (0: mode sync), the same batch. Seconds since training began,",
+        "evaluations left out; one run at a time. The last accuracy that was measured by then, every 5 steps.",
+    ]
+    names = [name for name in ALGORITHMS if any(r["algorithm"] == name for r in wall)]
+
+    def of(name: str, lag: int) -> list[dict[str, Any]]:
+        return [r for r in wall if r["algorithm"] == name and r["lag"] == lag]
+
+    for mark in WALL_MARKS_S:
+        lines += ["", f"### After {mark} s", "", "| algorithm | " + " | ".join(f"max_lag {lag}" for lag in LAGS) + " |"]
+        lines.append("|---" * (len(LAGS) + 1) + "|")
+        for name in names:
+            cells = [cell([_at(r["curve"], mark) for r in of(name, lag)]) for lag in LAGS]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "### Speed and lag", "", "| max_lag | s a step | of sync | mean lag of trained tokens | runs |"]
+    lines.append("|---|---|---|---|---|")
+    speed = {lag: [r["seconds"] / r["steps"] for r in wall if r["lag"] == lag] for lag in LAGS}
+    for lag in LAGS:
+        if speed[lag]:
+            of_sync = f"{np.mean(speed[lag]) / np.mean(speed[0]):.2f}" if speed[0] else "-"
+            mean_lag = np.mean([r["lag_mean"] for r in wall if r["lag"] == lag])
+            lines.append(f"| {lag} | {cell(speed[lag])} | {of_sync} | {mean_lag:.2f} | {len(speed[lag])} |")
+    return lines
+
+
 def _at(curve: list[tuple[float, float]], seconds: float) -> float:
-    """The last accuracy measured by then; the first one if none was."""
-    return next((value for t, value in reversed(curve) if t <= seconds), curve[0][1])
+    """The last accuracy measured by then."""
+    return next(value for t, value in reversed(curve) if t <= seconds)
 
 
 def picture() -> None:
@@ -343,7 +362,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=tuple(ALGORITHMS), choices=tuple(ALGORITHMS))
     parser.add_argument("--lags", nargs="+", type=int, default=LAGS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help=f"default {STEPS}, and {WALL_STEPS} for wall")
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.part == "steps":
@@ -351,13 +370,13 @@ def main() -> None:
         wanted = itertools.product(range(arguments.seeds), arguments.lags, arguments.algorithms)
         jobs = [(a, lag, seed) for seed, lag, a in wanted if (a, lag, seed) not in known]
         with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-            for future in as_completed([pool.submit(one_run, *job, arguments.steps) for job in jobs]):
+            for future in as_completed([pool.submit(one_run, *job, arguments.steps or STEPS) for job in jobs]):
                 keep(future.result())
     elif arguments.part == "wall":
-        known = {(r["lag"], r["seed"]) for r in records("wall")}
-        for seed, lag in itertools.product(range(arguments.seeds), arguments.lags):
-            if (lag, seed) not in known:
-                keep(wall_run(lag, seed, arguments.steps))
+        known = {(r["algorithm"], r["lag"], r["seed"]) for r in records("wall")}
+        for seed, lag, name in itertools.product(range(arguments.seeds), arguments.lags, arguments.algorithms):
+            if (name, lag, seed) not in known:
+                keep(wall_run(name, lag, seed, arguments.steps or WALL_STEPS))
     text = report()
     (RESULTS / "learning_under_lag.md").write_text(text)
     picture()
