@@ -203,15 +203,16 @@ def wall_run(algorithm: str, lag: int, seed: int, steps: int) -> dict[str, Any]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
         if done.returncode:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    # evaluations stand still for training: their time is not the algorithm's
-    evaluating = itertools.accumulate(r.get("eval/time_s", 0.0) for r in metrics)
-    curve = [(0.0, metrics[0]["eval/initial_accuracy"])]
-    curve += [
-        (r["time_s"] - spent, r["eval/accuracy"])
-        for r, spent in zip(metrics, evaluating, strict=True)
-        if "eval/accuracy" in r
-    ]
+        metrics, events = (
+            [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("metrics", "events")
+        )
+    ended = {e["step"]: e["monotonic_s"] for e in events if e["event"] == "evaluation"}
+    curve, evaluating_s = [(0.0, metrics[0]["eval/initial_accuracy"])], 0.0
+    for r in metrics:
+        if "eval/accuracy" in r:  # training stands still for evaluations: their time is not the algorithm's
+            evaluating_s += r["eval/time_s"]
+            curve.append((ended[r["step"]] - ended[0] - evaluating_s, r["eval/accuracy"]))
     return {
         "part": "wall",
         "algorithm": algorithm,
