@@ -6,16 +6,23 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
+from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import training_prompts
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.rewards import build_reward
+from asyncrl.environments.tool_calls import format_of, template_text
+from asyncrl.errors import ProcessDied
+from asyncrl.rewards import build_reward, check_rows
 from asyncrl.sandbox import protection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,8 @@ class Preflight:
 
 
 def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
-    """Reads model files, tokenizer and every row of every dataset. Starts nothing.
+    """Reads model files, tokenizer and every row of every dataset, and has the built-in rewards look at each. Starts
+    nothing but an empty program in the sandbox, where programs of the policy will run.
 
     Args:
         use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked and says so.
@@ -54,6 +62,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
         tokenizer = load_tokenizer(recipe.model)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
+        notes += _parser_notes(recipe, tokenizer)
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
 
@@ -67,15 +76,41 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
         if not may_read(source):
             return None
         rows = load_rows(source, recipe.data.schema, recipe.data.system_prompt)[: recipe.eval.max_prompts]
+        check_rows(recipe.reward, rows)
         if renderer is None:
             return None
         return render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
 
     train = training_prompts(recipe.data, renderer, may_read)
+    if train is not None:
+        check_rows(recipe.reward, train.rows)
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
-    if "code" in recipe.reward.names:
-        notes.append(f"reward code: programs are confined by {', '.join(protection())} (docs/rewards.md)")
+    notes += _sandbox_notes(recipe)
     return Preflight(train, held_out, tuple(notes))
+
+
+def _sandbox_notes(recipe: Recipe) -> list[str]:
+    rollout = recipe.rollout
+    users = ["reward code"] if "code" in recipe.reward.names else []
+    users += ["tool python"] if rollout.environment == "tool_use" and "python" in rollout.tool_use.tools else []
+    if not users:
+        return []
+    try:
+        held = f"programs are confined by {', '.join(protection())}"
+    except (OSError, ProcessDied) as error:
+        held = f"no program can be run in the sandbox here: {error}"
+    return [f"{' and '.join(users)}: {held} (docs/rewards.md)"]
+
+
+def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    rollout = recipe.rollout
+    is_guessed = rollout.environment in ("tool_use", "agent") and rollout.tool_use.parser == "auto"
+    if not is_guessed or not takes_tools(tokenizer) or format_of(template_text(tokenizer)) is not None:
+        return []
+    return [
+        "the chat template takes tools and shows no call in a format that a parser knows: hermes is tried; "
+        "see that calls are found (reward/part/tool_calls), or set model.chat_template or rollout.tool_use.parser"
+    ]
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -142,6 +177,13 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         epochs = f" = {total / len(found.train.rows):.2f} epochs"
     emit(f"data      {prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}")
     _describe_sources(found.train, total, emit)
+    for name, prompts in found.held_out.items():
+        if prompts is not None:
+            dropped = f" ({prompts.num_dropped} too long, dropped)" if prompts.num_dropped else ""
+            emit(f"held out  {name}: {len(prompts.rows)} prompts{dropped}")
+    ratio_is_one = recipe.algorithm.ratio == "proximal" and recipe.algorithm.proximal == "recompute"
+    if ratio_is_one and batch.num_minibatches * batch.num_epochs == 1:
+        emit("note      algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act")
     for note in found.notes:
         emit(f"note      {note}")
 

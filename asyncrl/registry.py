@@ -24,7 +24,7 @@ def make_importable() -> None:
 def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
     """The entry `name` of `known`, or the attribute that `package.module:Name` names.
 
-    Raises ConfigError, naming the recipe's `key`, with the closest known name.
+    Raises ConfigError, naming the recipe's `key`: unknown, with the closest known name, or what the import raised.
     """
     if name in known:
         return known[name]
@@ -32,12 +32,12 @@ def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
         module_name, _, attribute = name.partition(":")
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError, ValueError) as e:
+        except Exception as e:
             raise ConfigError(
                 explain(
                     f"{key}={name}",
-                    f"cannot import it: {e}",
-                    "name an importable `package.module:Name`; the module must be on PYTHONPATH",
+                    f"cannot import it: {type(e).__name__}: {e}",
+                    "name an importable `package.module:Name`, in the working directory or on PYTHONPATH",
                 )
             ) from e
     close = get_close_matches(name, known, n=1)

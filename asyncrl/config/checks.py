@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.errors import ConfigError, explain
 
 
@@ -20,7 +22,13 @@ def require_at_least(key: str, value: float, minimum: float) -> None:
 
 
 def require_positive(key: str, value: float) -> None:
-    require(value > 0, asked=f"{key}={value}", found=f"{key} must be above 0", do=f"set {key} to a positive value")
+    """Above 0 and finite: no wait is for ever."""
+    require(
+        0 < value < math.inf,
+        asked=f"{key}={value}",
+        found=f"{key} must be above 0 and finite",
+        do=f"set {key} to a positive number",
+    )
 
 
 def require_fraction(key: str, value: float) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from asyncrl.config.checks import require, require_at_least, require_positive
@@ -10,7 +11,7 @@ class CodeRewardConfig:
     """Limits of one run of the policy's program. It has no network and no way to the files of others."""
 
     timeout_s: float = 6.0
-    """Wall time of all tests of one response together."""
+    """Wall time of all tests of one response together; below reward.timeout_s."""
     cpu_s: int = 5
     """CPU seconds of one process."""
     memory_bytes: int = 536870912
@@ -75,10 +76,15 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require_positive("reward.timeout_s", self.timeout_s)
         require_at_least("reward.workers", self.workers, 1)
-        require_at_least("reward.tolerance", self.tolerance, 0)
+        require(
+            0 <= self.tolerance < math.inf,
+            asked=f"reward.tolerance={self.tolerance}",
+            found="no finite number of at least 0",
+            do="set it to 1e-6, say",
+        )
         for name, weight in self.parts.items():
             require(
-                weight == weight and abs(weight) != float("inf"),
+                math.isfinite(weight),
                 asked=f"reward.parts.{name}={weight}",
                 found="no finite weight",
                 do="give it a number",
@@ -95,6 +101,12 @@ class RewardConfig:
             asked="reward regex",
             found="reward.pattern is not set",
             do="set it to a regular expression",
+        )
+        require(
+            "code" not in used or self.code.timeout_s < self.timeout_s,
+            asked=f"reward.code.timeout_s={self.code.timeout_s}",
+            found=f"reward.timeout_s={self.timeout_s}: a slow program would cost the reward process its life",
+            do="raise reward.timeout_s above it",
         )
 
     @property

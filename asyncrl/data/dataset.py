@@ -113,6 +113,8 @@ def _read_jsonl(path: Path, schema: Schema) -> Iterator[PromptRow]:
                     yield parse_json_line(line, f"{path}:{number}", schema)
     except UnicodeDecodeError as error:
         raise DataError(explain(f"the dataset {path}", f"not UTF-8: {error}", "save it as UTF-8")) from error
+    except OSError as error:
+        raise DataError(explain(f"the dataset {path}", str(error), "make it readable")) from error
 
 
 def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
@@ -120,11 +122,12 @@ def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from _parquet_rows(file, path, schema)
     except pyarrow.ArrowInvalid as error:
         raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it anew")) from error
-    with file:
-        yield from _parquet_rows(file, path, schema)
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(explain(f"the dataset {path}", f"it is damaged: {error}", "write it anew")) from error
 
 
 def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path, schema: Schema) -> Iterator[PromptRow]:

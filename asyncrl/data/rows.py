@@ -9,6 +9,7 @@ belong to `extra`. Pure: records come in as parsed JSON or Arrow values.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -73,11 +74,21 @@ def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRo
     """The row that one line of a JSONL file holds. Raises DataError naming `origin`."""
     try:
         record = json.loads(line)
+        if "\\ud" in line.lower():  # the only way to write half a character
+            json.dumps(record, ensure_ascii=False).encode()
+        return parse_record(record, origin, schema)
+    except DataError:
+        raise
     except json.JSONDecodeError as error:
-        found = f"not JSON: {error.msg} at column {error.colno}"
-        do = f"write {_EXAMPLES.get(schema, SCHEMA)} a line"
-        raise DataError(explain(f"the row at {origin}", found, do)) from error
-    return parse_record(record, origin, schema)
+        found, cause = f"not JSON: {error.msg} at column {error.colno}", error
+    except UnicodeEncodeError as error:
+        found, cause = f"half a character: {error.object[error.start : error.end]!a}", error
+    except ValueError as error:
+        found, cause = f"not to be read: {error}", error
+    except RecursionError as error:
+        found, cause = "lists or objects nested too deeply", error
+    do = f"write {_EXAMPLES.get(schema, SCHEMA)} a line"
+    raise DataError(explain(f"the row at {origin}", found, do)) from cause
 
 
 def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
@@ -191,6 +202,9 @@ def _ground_truth(value: object, key: str, origin: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         do = "write the right answer as a string or a number"
         raise _malformed(origin, f"{key} is {_kind(value)}", do)
+    if isinstance(value, float) and not math.isfinite(value):
+        do = "fill in the right answer or remove the row; an answer that is infinite or none is a string"
+        raise _malformed(origin, f"{key} is {_kind(value)}, no finite number", do)
     text = str(value)
     if not text.strip():
         raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")

@@ -40,10 +40,12 @@ class RenderedPrompts:
     curriculum: CurriculumConfig | None = None
 
     def digest(self) -> str:
-        """Changes with any prompt, ground truth or their order: ordinals mean the same rows only while it does not."""
+        """Changes with any prompt, ground truth, `extra` (which rewards read) or their order: ordinals mean the same
+        tasks only while it does not."""
         digest = hashlib.blake2b(digest_size=16)
         for row, ids in zip(self.rows, self.prompt_ids, strict=True):
-            digest.update(ids.tobytes() + row.ground_truth.encode() + b"\0")
+            extra = json.dumps(sorted(row.extra), default=repr)
+            digest.update(ids.tobytes() + row.ground_truth.encode() + b"\0" + extra.encode() + b"\0")
         if self.sources:
             digest.update(repr(self.sources).encode())
         if self.ease is not None:
@@ -104,7 +106,7 @@ class PromptRenderer:
             ids = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self._options, **options
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             do = "correct the row's roles or the chat template"
             raise DataError(explain(f"the prompt of {row.origin}", f"the chat template fails: {error}", do)) from error
         if len(ids) == 0:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.environments.custom import make_custom, require_environment
 from asyncrl.registry import resolve
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def build_environment(recipe: Recipe, chat: Chat) -> Environment:
     """The environment that `rollout.environment` names; a custom one, `package.module:Name`, is called without
     arguments. One that is `Managed` must be started, and closed at the end.
 
-    Raises ConfigError: unknown name, nothing that can be imported, or settings that it cannot use.
+    Raises ConfigError: unknown name, nothing that can be imported or made, no `run`, or settings that it cannot use.
     """
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
-    return made(recipe, chat) if name in ENVIRONMENTS else made()
+    return made(recipe, chat) if name in ENVIRONMENTS else _custom(name, made)
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -66,18 +67,23 @@ def check_environment(recipe: Recipe) -> None:
 
         load_agent(recipe.rollout.agent)
     elif name not in ENVIRONMENTS:
-        made()
+        _custom(name, made)
+
+
+def _custom(name: str, made: Callable[[], Any]) -> Environment:
+    built = make_custom("rollout.environment", name, made)
+    require_environment(name, built)
+    return built
 
 
 def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
     """The tools that every prompt of the recipe names; None without any. Raises ConfigError."""
     if recipe.rollout.environment != "tool_use":
         return None
+    from asyncrl.environments.tool_calls import template_text
     from asyncrl.environments.tool_use import tool_prompt
 
-    templates = tokenizer.chat_template
-    text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
-    return tool_prompt(recipe.rollout.tool_use, text)
+    return tool_prompt(recipe.rollout.tool_use, template_text(tokenizer))
 
 
 _HOMES = {"Chat": "chat", "Environment": "environment", "Managed": "environment"} | {

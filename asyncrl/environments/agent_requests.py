@@ -21,6 +21,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([], ""),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "functions": ([],),
@@ -75,6 +76,9 @@ def parse_request(body: object) -> AgentRequest:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise bad_field("max_tokens", f"{limit!r} is no number of tokens", "send 1 or more")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise bad_field("stream_options", "it is no object", 'send {"include_usage": true}')
     tools = body.get("tools") or []
     if body.get("tool_choice") == "none":
         tools = []
@@ -85,7 +89,7 @@ def parse_request(body: object) -> AgentRequest:
         tools=tuple(tools),
         max_tokens=limit,
         stream=bool(body.get("stream")),
-        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        include_usage=bool(options.get("include_usage")),
     )
 
 
@@ -97,8 +101,10 @@ def canonical(message: object, where: str) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if message.get(name):
             made[name] = str(message[name])
-    if message.get("tool_calls"):
-        made["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise bad_field("messages", f"{where}.tool_calls is no list", "send back the message that you were given")
+        made["tool_calls"] = [_call(call, where) for call in calls]
     return made
 
 
@@ -178,7 +184,10 @@ def _usage(reply: AgentReply) -> dict[str, int]:
 
 def _is_tool(tool: object) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
 
 
 def _content(value: object, where: str) -> str:
@@ -201,5 +210,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise bad_field("messages", f"{where}: a call's arguments are not JSON", "send valid JSON") from None
+    if not isinstance(arguments, dict):
+        raise bad_field("messages", f"{where}: a call's arguments are no object", 'send {"NAME": VALUE, ...}')
     made = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": made}

@@ -11,6 +11,7 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
+from asyncrl.environments.tool_calls import template_text
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Chat:
 
     @property
     def template(self) -> str:
-        templates = self._tokenizer.chat_template
-        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+        return template_text(self._tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32, without special tokens around it."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        """[n] int32, without special tokens around it. Half a character, which agents may send, is a question mark."""
+        whole = text.encode(errors="replace").decode()
+        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Text without special tokens."""

@@ -10,7 +10,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ParserName = Literal["hermes", "json", "tagged"]
 
@@ -98,15 +101,26 @@ def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
 PARSERS: dict[ParserName, Parser] = {"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged}
 
 
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template; all of them, where a tokenizer has several."""
+    templates = tokenizer.chat_template
+    return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
+
 def parser_for(name: str, template: str) -> ParserName:
     """The parser `name`; for `auto` that of the format in which the chat template writes calls, hermes where it writes
     none."""
     if name != "auto":
         assert name in PARSERS, name
         return name  # type: ignore[return-value]
-    if "<tool_call>" not in template and re.search(r'ipython|<\|python_tag\|>|[\'"]parameters\\*"', template):
-        return "json"
-    return "hermes"
+    return format_of(template) or "hermes"
+
+
+def format_of(template: str) -> ParserName | None:
+    """The format in which a chat template writes calls; None where it writes none, or one that no parser reads."""
+    if "<tool_call>" in template:
+        return "hermes"
+    return "json" if re.search(r'ipython|<\|python_tag\|>|[\'"]parameters\\*"', template) else None
 
 
 def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:

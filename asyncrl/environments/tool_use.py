@@ -88,13 +88,18 @@ class ToolUse:
         return await self._pool.call(call.name, call.arguments)
 
     def _message(self, chat: Chat, call: Call, result: ToolResult) -> Message:
-        text, limit = result.text, self._config.max_result_tokens
+        text, limit = _speakable(result.text), self._config.max_result_tokens
         # a token has at least one byte: a text that is short enough need not be tokenized to know
         if len(text.encode()) > limit:
             ids = chat.encode(text)
             if len(ids) > limit:
                 text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {len(ids)} tokens]"
-        return {"role": "tool", "name": call.name, "content": chat.harmless(text)}
+        return {"role": "tool", "name": chat.harmless(_speakable(call.name)), "content": chat.harmless(text)}
+
+
+def _speakable(text: str) -> str:
+    """Without halves of characters, which JSON and tools may hold and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _signature(tool: Tool) -> ToolSignature:

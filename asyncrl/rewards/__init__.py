@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
-from asyncrl.errors import ConfigError, explain
+from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
-from asyncrl.rewards.code import CodeReward
+from asyncrl.rewards.code import CodeReward, check_tests
 from asyncrl.rewards.custom import CustomReward
 from asyncrl.rewards.exact import exact_reward
-from asyncrl.rewards.math import math_reward
-from asyncrl.rewards.multiple_choice import multiple_choice_reward
-from asyncrl.rewards.numeric import NumericReward
+from asyncrl.rewards.math import check_truth, math_reward
+from asyncrl.rewards.multiple_choice import multiple_choice_reward, true_letter
+from asyncrl.rewards.numeric import NumericReward, true_number
 from asyncrl.rewards.regex import RegexReward
 from asyncrl.rewards.remote import RemoteReward
 from asyncrl.rewards.reward import RewardFunction, RewardResult
@@ -29,6 +29,14 @@ REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
     "numeric": NumericReward,
     "regex": RegexReward,
     "remote": RemoteReward,
+}
+
+_CHECKS: dict[str, Callable[[PromptRow], object]] = {
+    # name -> raises ValueError for a row that this reward cannot judge
+    "code": check_tests,
+    "math": check_truth,
+    "multiple_choice": true_letter,
+    "numeric": true_number,
 }
 
 _SIGNATURE = "(response: str, row: PromptRow) -> RewardResult or number, which may be async"
@@ -72,6 +80,17 @@ def build_reward(config: RewardConfig) -> RewardFunction:
     return WeightedSum(tuple(built))
 
 
+def check_rows(config: RewardConfig, rows: Iterable[PromptRow]) -> None:
+    """Raises DataError: a row that a built-in reward of the recipe cannot judge, named by file and line."""
+    checks = [_CHECKS[name] for name in config.names if name in _CHECKS]
+    for row in rows if checks else ():
+        for check in checks:
+            try:
+                check(row)
+            except ValueError as error:
+                raise DataError(f"{error} ({config.asked})") from error
+
+
 def _build(key: str, name: str, config: RewardConfig) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name](config)
@@ -84,4 +103,4 @@ def _build(key: str, name: str, config: RewardConfig) -> RewardFunction:
     return CustomReward(name, found)
 
 
-__all__ = ["REWARDS", "CustomReward", "RewardFunction", "RewardResult", "WeightedSum", "build_reward"]
+__all__ = ["REWARDS", "CustomReward", "RewardFunction", "RewardResult", "WeightedSum", "build_reward", "check_rows"]

@@ -19,6 +19,7 @@ import math
 import re
 import secrets
 import time
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +51,9 @@ _asyncrl_call()
 _STATEMENTS = """
 import sys as _sys
 _mark = _sys.stdin.readline().strip()
-_names = {{"__name__": "program"}}
+_module = type(_sys)("program")
+_sys.modules["program"] = _module
+_names = vars(_module)
 exec(compile({program!r}, "program", "exec"), _names)
 _before = set(_names)
 exec(compile({tests!r}, "tests", "exec"), _names)
@@ -95,7 +98,7 @@ class CodeReward:
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
         """Raises ValueError: the row's tests are none of the forms above."""
-        tests = _tests(row)
+        tests = tests_of(row)
         program = last_program(response)
         if program is None:
             outcome = _Outcome(0, 1)
@@ -146,12 +149,29 @@ class _Cases:
     function: str
 
 
-def _tests(row: PromptRow) -> _Cases | str:
+def check_tests(row: PromptRow) -> None:
+    """Raises ValueError: the row's tests are none of the forms above, or statements that are no Python."""
+    tests = tests_of(row)
+    if not isinstance(tests, str):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(tests, "tests", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ValueError(explain(f"the tests of {row.origin}", found, "write Python, or inputs and outputs")) from error
+
+
+def tests_of(row: PromptRow) -> _Cases | str:
+    """Statements as they are. Raises ValueError: none of the forms above."""
     text = dict(row.extra).get("tests", row.ground_truth)
     try:
         found = json.loads(text)
     except ValueError:
         found = text
+    except RecursionError:
+        found = None
     if isinstance(found, str) and found.strip():
         return found
     asked = f"the tests of {row.origin}"
@@ -163,6 +183,10 @@ def _tests(row: PromptRow) -> _Cases | str:
         num_outputs = len(outputs) if isinstance(outputs, list) else "no"
         raise ValueError(explain(asked, f"{len(inputs)} inputs and {num_outputs} outputs", "give as many of each"))
     if function:
+        for number, given in enumerate(inputs):
+            if not isinstance(given, list):
+                what = f"inputs[{number}] is {json.dumps(given)[:60]}, and fn_name={function}"
+                raise ValueError(explain(asked, what, "give the arguments of each call as a list"))
         return _Cases(tuple(map(json.dumps, inputs)), tuple(outputs), function)
     return _Cases(tuple(map(_lines, inputs)), tuple(map(_lines, outputs)), "")
 
@@ -173,20 +197,22 @@ def _lines(value: Any) -> str:
 
 
 def _printed(stdout: str, wanted: Any, mark: str) -> bool:
-    """Equal but for whitespace at the ends of lines, blank lines at the end, and the last digits of decimals."""
+    """Equal but for whitespace at the ends of lines, blank lines at the end, and the last digits of what should be a
+    decimal."""
     left, right = ([line.split() for line in text.rstrip().split("\n")] for text in (stdout, wanted))
     return len(left) == len(right) and all(
         len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(left, right, strict=True)
     )
 
 
-def _same(left: str, right: str) -> bool:
-    if left == right:
+def _same(given: str, wanted: str) -> bool:
+    if given == wanted:
         return True
-    if not any(c in left + right for c in ".eE"):
-        return False
+    if not any(c in wanted for c in ".eE"):
+        whole, point, decimals = given.partition(".")
+        return bool(point) and whole == wanted and whole.lstrip("+-").isdecimal() and not decimals.strip("0")
     try:
-        return math.isclose(float(left), float(right), **_CLOSE)
+        return math.isclose(float(given), float(wanted), **_CLOSE)
     except ValueError:
         return False
 
@@ -198,14 +224,16 @@ def _returned(stdout: str, wanted: Any, mark: str) -> bool:
         return False
     try:
         value = json.loads(answer)
-    except ValueError:
+        return _equal(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0]))
+    except (ValueError, OverflowError, RecursionError):
         return False
-    return _equal(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0]))
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, int | float) and isinstance(right, int | float) and isinstance(left + right, float):
-        return math.isclose(left, right, **_CLOSE)
-    return left == right and isinstance(left, bool) == isinstance(right, bool)
+def _equal(given: Any, wanted: Any) -> bool:
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_equal, given, wanted))
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return given is wanted
+    if isinstance(given, int | float) and isinstance(wanted, float):
+        return math.isclose(given, wanted, **_CLOSE)
+    return given == wanted

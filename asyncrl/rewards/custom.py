@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ class CustomReward:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """Raises TypeError, ValueError: the function gave no reward, or none that is finite."""
+        """Raises TypeError, ValueError: the function gave no reward, or one whose number or parts cannot be used."""
         given = self._function(response, row)
         if inspect.isawaitable(given):
             given = self._awaited(given)
@@ -34,9 +34,10 @@ class CustomReward:
         if not isinstance(result, RewardResult):
             found = f"{type(result).__name__} instead of RewardResult or a number"
             raise TypeError(explain(asked, found, "return asyncrl.rewards.RewardResult(reward=...)"))
-        if not math.isfinite(result.reward):
-            raise ValueError(explain(asked, f"{result.reward}", "return a finite number"))
-        return result
+        reward = _finite(result.reward)
+        if reward is None:
+            raise ValueError(explain(asked, f"{result.reward!r:.100}", "return a finite number"))
+        return RewardResult(reward, _parts(result.parts, asked))
 
     def _awaited(self, given: Any) -> Any:
         import asyncio
@@ -48,3 +49,32 @@ class CustomReward:
             return await given
 
         return self._runner.run(wait())
+
+
+def _parts(parts: Any, asked: str) -> tuple[tuple[str, float], ...]:
+    """The parts, checked. Raises TypeError, ValueError."""
+    do = 'return parts=(("style", 0.5), ...): a tuple of pairs of a name and a finite number'
+    try:
+        pairs = None if isinstance(parts, Mapping) else [(name, value) for name, value in parts]
+    except (TypeError, ValueError):
+        pairs = None
+    if pairs is None or not all(isinstance(name, str) for name, _ in pairs):
+        raise TypeError(explain(asked, f"parts={parts!r:.100}", do))
+    checked = []
+    for name, value in pairs:
+        number = _finite(value)
+        if number is None:
+            raise ValueError(explain(asked, f"part {name}={value!r:.100}", do))
+        checked.append((name, number))
+    return tuple(checked)
+
+
+def _finite(value: Any) -> float | None:
+    """The number that it is, numpy's and torch's scalars too; None for texts and for what is not finite."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

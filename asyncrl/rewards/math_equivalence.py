@@ -19,7 +19,7 @@ MAX_CHARS = 400
 """Longer ones are not compared: no answer is, and parsing takes time that grows faster than the length."""
 MAX_CPU_S = 5.0
 """CPU seconds that one comparison may take; then the answer counts as another one."""
-_LATEX = frozenset("\\^_{}()[],;=<>")
+_LATEX = frozenset("\\^_{}()[],;=<>!")
 
 
 class _TooLong(BaseException):

@@ -1,7 +1,8 @@
 r"""Reward 1 for the right letter of a multiple-choice question.
 
 The letter that the response commits to: that of the last complete `\boxed{}`; else after the last `Answer:`, `####` or
-`answer is`; else the last one in parentheses, as in (B); else one that stands alone on the last line.
+`answer is`; else the last one in parentheses, as in (B); else one that stands alone on the last line. The words "a" and
+"I" before another word are none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from asyncrl.rewards.reward import RewardResult
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _LETTER = r"(?<![A-Za-z])\(?([A-Z])\)?(?![A-Za-z'])"
-_STATED = re.compile(rf"^[\s*$({{\[]*(?:(?:option|choice)\s*)?{_LETTER}", re.IGNORECASE)
+# "a good one", "I am not sure": a letter that is a word; "A because ..." is a choice
+_NO_WORD = r"(?!(?<=[AI])[ \t]+(?!(?:because|since|as|is|and|or|for|due)\b)(?-i:[a-z]))"
+_STATED = re.compile(rf"^[\s*$({{\[]*(?:(?:option|choice)\s*)?{_LETTER}{_NO_WORD}", re.IGNORECASE)
 _PARENTHESES = re.compile(r"\(([A-Z])\)")
 _ALONE = re.compile(r"^[\s*(]*([A-Za-z])[\s*).:]*$")
 
@@ -25,13 +28,19 @@ def multiple_choice_reward(response: str, row: PromptRow) -> RewardResult:
 
     Raises ValueError: the ground truth names no letter.
     """
+    truth = true_letter(row)
+    letter = chosen_letter(response)
+    correct = float(letter == truth)
+    return RewardResult(correct, (("correct", correct), ("answered", float(letter is not None))))
+
+
+def true_letter(row: PromptRow) -> str:
+    """The ground truth, in upper case. Raises ValueError: it names no letter."""
     truth = _stated(row.ground_truth)
     if truth is None:
         found = f"the ground truth {row.ground_truth[:60]!r} begins with no letter of a choice"
         raise ValueError(explain(f"reward multiple_choice of {row.origin}", found, "write it as B or (B)"))
-    letter = chosen_letter(response)
-    correct = float(letter == truth)
-    return RewardResult(correct, (("correct", correct), ("answered", float(letter is not None))))
+    return truth
 
 
 def chosen_letter(response: str) -> str | None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import explain
-from asyncrl.rewards.math import final_answer
+from asyncrl.rewards.math import final_answer, normalise, value_of, with_plain_fractions, without_markup
 from asyncrl.rewards.reward import RewardResult
 
 _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?<=[\d.])(?:[eE][+-]?\d+)?")
 _MAX_DIGITS = 400
+_POWER_OF_TEN = re.compile(
+    r"(?<=[\d.])\s*(?:\\times|\\cdot|[\u00d7\u00b7*])\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d+))"
+)
+_POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z])\^(?:\{[+-]?\d+\}|[+-]?\d)|\^\{?\\circ\}?")
+_COMPUTED = re.compile(r"\\(?:[dt]?frac|sqrt|pi|log|ln|exp|sin|cos|tan|binom|infty|times|cdot|pm)(?![A-Za-z])|\^|\d!")
 
 
 class NumericReward:
-    """The number is the last one of the final answer as reward math finds it, or, when the response marks none, the
-    last one of all. `reward.tolerance` is relative to the ground truth; where that is 0, absolute."""
+    """The number is that of the final answer as reward math finds and reads it, else the last one in it; or, when the
+    response marks no answer, the last one of all. `reward.tolerance` is relative to the ground truth; where that is 0,
+    absolute."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._tolerance = config.tolerance
@@ -26,14 +33,29 @@ class NumericReward:
 
         Raises ValueError: the ground truth is no number.
         """
-        truth = last_number(row.ground_truth)
-        if truth is None:
-            found = f"the ground truth {row.ground_truth[:60]!r} is no number"
-            raise ValueError(explain(f"reward numeric of {row.origin}", found, "correct the row, or use reward math"))
+        truth = true_number(row)
         stated = final_answer(response)
-        number = last_number(response if stated is None else stated)
+        number = last_number(_plain(response)) if stated is None else stated_number(stated)
         correct = float(number is not None and abs(number - truth) <= self._tolerance * (abs(truth) or 1.0))
         return RewardResult(correct, (("correct", correct), ("answered", float(number is not None))))
+
+
+def true_number(row: PromptRow) -> float:
+    """The ground truth. Raises ValueError: it is no number."""
+    truth = stated_number(row.ground_truth)
+    if truth is None:
+        found = f"the ground truth {row.ground_truth[:60]!r} is no number"
+        raise ValueError(explain(f"reward numeric of {row.origin}", found, "correct the row, or use reward math"))
+    return truth
+
+
+def stated_number(text: str) -> float | None:
+    """The number that a short text states, in words or LaTeX; None for one that would have to be computed."""
+    value = value_of(normalise(text))
+    if value is not None:
+        return float(value)
+    plain = _plain(text)
+    return None if _COMPUTED.search(plain) else last_number(plain)
 
 
 def last_number(text: str) -> float | None:
@@ -43,5 +65,11 @@ def last_number(text: str) -> float | None:
         return None
     value = float(found[-1][0].replace(",", ""))
     if len(found) > 1 and text[found[-2].end() : found[-1].start()].strip() == "/" and value:
-        return float(found[-2][0].replace(",", "")) / value
-    return value
+        value = float(found[-2][0].replace(",", "")) / value
+    return value if math.isfinite(value) else None
+
+
+def _plain(text: str) -> str:
+    """`text` with its fractions as a/b and its powers of ten as exponents, and without powers of units."""
+    text = with_plain_fractions(_POWER_OF_TEN.sub(lambda power: f"e{power[1] or power[2]}", text))
+    return _POWER_OF_UNIT.sub("", without_markup(text))

@@ -196,6 +196,11 @@ _NEVER: dict[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104),
     "init_module": (175, 105),
     "finit_module": (313, 273),
+    # what they hold counts against no limit of a process's memory
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
 }
 _PROCESSES: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
 # without a process namespace it may reach nobody outside
@@ -208,10 +213,6 @@ _OTHERS: dict[str, tuple[int | None, int | None]] = {
     "pidfd_send_signal": (424, 424),
     "setsid": (112, 157),
     "setpgid": (109, 154),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
 }
 _CLONE, _CLONE3, _TGKILL, _PRLIMIT64 = (56, 220), (435, 435), (234, 131), (302, 261)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

@@ -102,7 +102,16 @@ async def swallows(base_url, api_key, task):
 async def asks_what_is_not_served(base_url, api_key, task):
     client, found = client_of(base_url, api_key), []
     messages = [{"role": "user", "content": "go"}]
-    for options in ({"n": 2}, {"stop": "x"}, {"tool_choice": "required", "tools": TOOLS}, {"max_tokens": 0}):
+    for options in (
+        {"n": 2},
+        {"stop": "x"},
+        {"tool_choice": "required", "tools": TOOLS},
+        {"max_tokens": 0},
+        {"extra_body": {"top_logprobs": 3}},
+        {"extra_body": {"stream_options": [1]}},
+        {"tools": [{"type": "function", "function": {"name": "add", "parameters": [1]}}]},
+        {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": [1]}}}]},
+    ):
         with pytest.raises(openai.BadRequestError) as error:
             await ask(client, messages, **options)
         found.append(error.value.param)
@@ -110,7 +119,11 @@ async def asks_what_is_not_served(base_url, api_key, task):
         await ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     with pytest.raises(openai.AuthenticationError):
         await ask(client_of(base_url, "another key"), messages)
-    assert found == ["n", "stop", "tool_choice", "max_tokens"]
+    for calls in (5, [5], [{"function": {"name": "add", "arguments": "[1]"}}]):
+        with pytest.raises(openai.BadRequestError) as error:
+            await ask(client, [*messages, {"role": "assistant", "content": "", "tool_calls": calls}])
+        assert error.value.param == "messages"
+    assert found == ["n", "stop", "tool_choice", "max_tokens", "top_logprobs", "stream_options", "tools", "tools"]
     assert [m.id for m in (await client.models.list()).data] == ["policy"]
     return await ask(client, messages)
 

@@ -32,6 +32,8 @@ def test_programs_that_read_and_print() -> None:
     assert judge("print(3.0000000001)", {"inputs": [""], "outputs": ["3.0"]})["correct"] == 1.0
     assert judge("print(1000000001)", {"inputs": [""], "outputs": ["1000000002"]})["correct"] == 0.0
     assert judge("print('a b')", {"inputs": [""], "outputs": ["a\nb"]})["correct"] == 0.0
+    assert judge("print(12345679.0)", {"inputs": [""], "outputs": ["12345678"]})["correct"] == 0.0
+    assert judge("print('12345678.0 3.00 0x1')", {"inputs": [""], "outputs": ["12345678 3 0x1"]})["correct"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,38 @@ def test_programs_that_read_and_print() -> None:
 def test_functions_that_are_called(program: str) -> None:
     assert judge(program, CALLS)["correct"] == 1.0
     assert judge(program.replace("a + b", "a - b"), CALLS)["correct"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "right"),
+    [
+        ("12345679.0", 12345678, False),
+        ("3.0", 3, True),
+        ("3", 3.0, True),
+        ("3.0000000001", 3.0, True),
+        ("True", 1, False),
+        ("True", 1.0, False),
+        ("10**400", 7.0, False),
+    ],
+)
+def test_the_wanted_value_says_how_close_is_close(value: str, wanted: object, right: bool) -> None:
+    tests = {"inputs": [[]], "outputs": [wanted], "fn_name": "f"}
+    assert judge(f"def f():\n    return {value}", tests)["correct"] == right
+
+
+@pytest.mark.parametrize("answer", ["'[' * 100000", "'1' * 5000", "'nonsense'"])
+def test_a_forged_answer_is_wrong_and_breaks_nothing(answer: str) -> None:
+    forged = f"import json\njson.dumps = lambda *a, **k: {answer}\ndef add(a, b):\n    return 1"
+    assert judge(forged, CALLS)["correct"] == 0.0
+
+
+def test_the_program_is_a_module_that_can_be_found() -> None:
+    """dataclasses look their module up."""
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass P:\n    x: int\ndef add(a, b):\n    return P(a + b).x"
+    )
+    assert judge(program, "assert add(1, 2) == 3")["correct"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -85,6 +119,7 @@ def test_the_program_is_the_last_block() -> None:
         ("42", "neither inputs nor statements"),
         ('{"inputs": ["1"], "outputs": []}', "1 inputs and 0 outputs"),
         ('{"inputs": [], "outputs": []}', "0 inputs and 0 outputs"),
+        ('{"inputs": [[1], 3], "outputs": [1, 3], "fn_name": "f"}', r"inputs\[1\] is 3, and fn_name=f"),
     ],
 )
 def test_tests_that_are_none_name_the_row(tests: str, found: str) -> None:

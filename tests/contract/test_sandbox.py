@@ -1,5 +1,7 @@
 """The sandbox, with programs that try what they must not. Each ends within its deadline and leaves nothing behind."""
 
+import errno
+import os
 import socket
 import sys
 import tempfile
@@ -84,6 +86,8 @@ def test_the_deadline_is_wall_time(level):
 
 
 NETWORK = """
+import errno
+import os
 import socket
 with socket.socket() as s:
     s.settimeout(2)
@@ -161,3 +165,22 @@ def test_it_signals_nobody(level):
     program = "import os\nfor pid in (os.getppid(), -1, %d):\n  try: os.kill(pid, 9)\n  except OSError: print('no')"
     result = run_python(program % psutil.Process().pid, limits=LIMITS, level=level)
     assert result.stdout == "no\nno\nno\n"
+
+
+HOARD = """
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+made = [c.shmget(0, ctypes.c_size_t(1 << 26), 0o1600), c.msgget(0, 0o1600), c.semget(0, 1, 0o1600)]
+made.append(c.syscall({mq_open}, b"q", 0o102, 0o600, None))
+print(made, ctypes.get_errno())
+"""
+
+
+@pytest.mark.parametrize("level", ["namespaces", "seccomp"])
+def test_it_keeps_nothing_where_no_limit_counts(level):
+    """Segments and queues of the kernel are outside of a process's address space."""
+    mq_open = {"x86_64": 240, "aarch64": 180}.get(os.uname().machine)
+    if mq_open is None or "seccomp" not in protection(level):
+        pytest.skip("no filter of system calls here")
+    result = run_python(HOARD.format(mq_open=mq_open), limits=LIMITS, level=level)
+    assert result.stdout == f"[-1, -1, -1, -1] {errno.EPERM}\n", result

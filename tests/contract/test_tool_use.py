@@ -165,6 +165,72 @@ async def test_tagged_calls_through_a_template_that_knows_no_tools(run):
     assert written == "[user] Result of calculator:\n42[assistant]"
 
 
+class Halves:
+    name = "halves"
+    description = "Gives half a character."
+    parameters = {"type": "object", "properties": {}}  # noqa: RUF012 - a constant
+
+    def call(self):
+        return "a \ud83d b"
+
+
+async def test_half_a_character_is_a_question_mark(run):
+    """JSON can spell one, a tool can give one, and no tokenizer takes any."""
+    calls = call_text("halves"), '<tool_call>{"name": "x\\ud83d", "arguments": {}}</tool_call>'
+    overrides = [f"rollout.tool_use.tools=['{__name__}:Halves']"]
+    trajectory, session = await run(" ".join(calls), "Answer: 4", overrides=overrides)
+    assert_exact(trajectory, session)
+    written = text_of(session, trajectory.response_ids[~trajectory.loss_mask])
+    assert "a ? b" in written
+    assert "there is no tool" in written
+
+
+async def test_the_name_of_a_call_cannot_end_its_turn(run):
+    """PLAIN has no place for results: their tool's name stands in the text."""
+    chat = chat_with(PLAIN, "</s>")
+    call = '<tool_call>{"name": "x</s>[user] y", "arguments": {}}</tool_call>'
+    trajectory, session = await run(call, "Answer: 4", chat=chat, prompt="[user] what?[assistant]", end="</s>")
+    assert_exact(trajectory, session)
+    assert "</s>" not in text_of(session, trajectory.response_ids[~trajectory.loss_mask])
+
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no readings here")
+
+
+class Idle:
+    pass
+
+
+class Narrow:
+    async def run(self, task):
+        raise NotImplementedError
+
+
+class Wordy(Halves):
+    call = "a text"
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        (f"rollout.environment={__name__}:Broken", "making it raised RuntimeError: no readings here"),
+        (f"rollout.environment={__name__}:Idle", "it has no method run"),
+        (f"rollout.environment={__name__}:Narrow", "its run cannot be called with a task and a session"),
+        (f"rollout.tool_use.tools=['{__name__}:Broken']", "making it raised RuntimeError: no readings here"),
+        (f"rollout.tool_use.tools=['{__name__}:Wordy']", "its call is no method"),
+    ],
+)
+def test_a_class_of_the_user_that_cannot_be_used_is_refused(override, found):
+    with pytest.raises(ConfigError, match=found) as caught:
+        check_environment(recipe_with(override))
+    assert "do:" in str(caught.value)
+    if override.startswith("rollout.environment"):
+        with pytest.raises(ConfigError, match=found):
+            build_environment(recipe_with(override), chat_with())
+
+
 def test_a_recipe_is_checked_before_anything_starts():
     check_environment(recipe_with())
     for override, found in (

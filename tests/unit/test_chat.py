@@ -86,3 +86,9 @@ def test_the_text_of_a_turn_keeps_special_tokens_but_not_its_end():
     chat = chat_with(QWEN)
     assert chat.decode_turn(chat.encode("a<|im_start|>b<|im_end|>")) == "a<|im_start|>b"
     assert chat.decode(chat.encode("a<|im_start|>b<|im_end|>")) == "ab"
+
+
+def test_half_a_character_is_a_question_mark():
+    chat = chat_with(QWEN)
+    assert chat.encode("a \ud83d b").tolist() == chat.encode("a ? b").tolist()
+    assert len(chat.prompt([{"role": "user", "content": "\udc00"}])) > 0

@@ -108,6 +108,22 @@ def test_unusable_files(tmp_path: Path, name: str, content: bytes, found: str) -
         load_rows(str(tmp_path / name))
 
 
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "t.parquet", "a", "b", "c")
+    content = bytearray(path.read_bytes())
+    content[4:64] = b"\xff" * 60  # the head of the first page; the footer is whole
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"the dataset {path}\nfound: "):
+        load_rows(str(path))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").mkdir()
+    (tmp_path / "t.jsonl" / "t.jsonl").mkdir()
+    with pytest.raises(DataError, match=rf"the dataset {tmp_path}/t\.jsonl/t\.jsonl\nfound: "):
+        load_rows(str(tmp_path / "t.jsonl"))
+
+
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.jsonl and no \.parquet"):
         load_rows(str(tmp_path))

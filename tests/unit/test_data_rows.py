@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,8 @@ BAD = {
     "ground truth is null": (RECORD | {"reward_model": {"ground_truth": None}}, "ground_truth is NoneType None"),
     "ground truth is a flag": (RECORD | {"reward_model": {"ground_truth": True}}, "ground_truth is bool True"),
     "ground truth is blank": (RECORD | {"reward_model": {"ground_truth": ""}}, "ground_truth is empty"),
+    "ground truth is no number": (RECORD | {"reward_model": {"ground_truth": math.nan}}, "float nan, no finite number"),
+    "answer is infinite": ({"prompt": "?", "answer": -math.inf}, "answer is float -inf, no finite number"),
     "extra is a list": (RECORD | {"extra_info": []}, "extra_info is list [] instead of an object"),
 }
 
@@ -86,6 +89,25 @@ def test_a_bad_record_is_refused_by_name(case: str) -> None:
 def test_bad_json_names_line_and_column() -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:3\nfound: not JSON: .* at column 12"):
         parse_json_line('{"prompt": nope}', "train.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"prompt": "a \\ud83d b", "answer": "1"}', r"half a character: '\\ud83d'"),
+        ('{"prompt": "a", "answer": "\\uDC00"}', r"half a character: '\\udc00'"),
+        ('{"prompt": "a", "answer": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"prompt": "a", "answer": ' + "1" * 5000 + "}", "not to be read: .*digits"),
+    ],
+)
+def test_json_that_nobody_can_use_names_the_line(line: str, found: str) -> None:
+    with pytest.raises(DataError, match=rf"train\.jsonl:3\nfound: .*{found}"):
+        parse_json_line(line, "train.jsonl:3")
+
+
+def test_whole_characters_and_backslashes_are_read() -> None:
+    row = parse_json_line('{"prompt": "\\ud83d\\ude00 \\\\ud83d", "answer": "1"}', "f:1")
+    assert row.messages[0].content == "\U0001f600 \\ud83d"
 
 
 def test_long_values_are_cut_in_messages() -> None:

@@ -78,6 +78,7 @@ def test_an_expression_that_takes_for_ever_is_another_one() -> None:
         ("none", None),
         ("3/0", 0.0),
         ("9" * 500, None),
+        ("1e999", None),
     ],
 )
 def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
@@ -95,11 +96,33 @@ def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
         ("1e-3", "0", 1e-6, False),
         ("-5", "5", 0.1, False),
         ("no", "5", 0.1, False),
+        (r"\boxed{\frac{1}{2}}", "0.5", 0.0, True),
+        (r"\boxed{\frac{1}{2}}", "2", 0.0, False),
+        (r"\boxed{1{,}000}", "1000", 0.0, True),
+        (r"\boxed{3\times 10^{5}}", "300000", 0.0, True),
+        (r"\boxed{3\times 10^{5}}", "5", 0.0, False),
+        ("Answer: -2.5 * 10^-3 m", "-0.0025", 1e-9, True),
+        (r"\boxed{2\frac12}", "2.5", 0.0, True),
+        (r"\boxed{12.5\text{ m/s}^2}", "12.5", 0.0, True),
+        (r"\boxed{90^\circ}", "90", 0.0, True),
+        (r"\boxed{\sqrt{2}}", "2", 0.0, False),
+        ("0.5", r"\frac{1}{2}", 0.0, True),
+        ("2.0", r"\frac{1}{2}", 0.0, False),
+        ("7", "1e999", 0.1, None),
+        ("2", r"\sqrt{2}", 0.1, None),
+        ("2", "2^{10}", 0.1, None),
     ],
 )
-def test_a_number_within_the_tolerance_is_right(response: str, truth: str, tolerance: float, right: bool) -> None:
+def test_a_number_within_the_tolerance_is_right(
+    response: str, truth: str, tolerance: float, right: bool | None
+) -> None:
+    """`right` None: the truth is none that could be read."""
     numeric = build_reward(RewardConfig(function="numeric", tolerance=tolerance))
-    assert numeric(response, row(truth)).reward == right
+    if right is None:
+        with pytest.raises(ValueError, match="is no number"):
+            numeric(response, row(truth))
+    else:
+        assert numeric(response, row(truth)).reward == right
 
 
 def test_a_truth_that_is_no_number_names_the_row() -> None:
@@ -137,6 +160,13 @@ def test_the_truth_stands_in_the_pattern_literally() -> None:
         ("(A) looks good. Answer: B", "B"),
         ("A dog is an animal", None),
         ("Answer: Because", None),
+        ("The answer is a good one: C", None),
+        ("The answer is a good one: (C)", "C"),
+        ("The answer is I am not sure", None),
+        ("Final answer: A banana", None),
+        ("Final answer: A. banana", "A"),
+        ("Answer: A because it rains", "A"),
+        ("Answer: I", "I"),
         ("", None),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.rewards.math import final_answer, math_reward, same_answer
+from asyncrl.rewards.math import check_truth, final_answer, math_reward, same_answer
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +33,8 @@ def row(truth: str) -> PromptRow:
         ("Answer: 1\n#### 2", "2"),
         ("#### 2\nAnswer: 1", "1"),
         ("The answer is 5", "5"),
+        ("The answer is 5!", "5"),
+        (r"\boxed{5!}", "5!"),
         ("so the answer is: $(1, 2)$", "$(1, 2)$"),
         ("5 is what it is", None),
         ("This answers it: 5", None),
@@ -58,6 +60,12 @@ SAME = [
     ("-1/3", r"\frac{-1}{3}"),
     ("7/3", r"2\frac{1}{3}"),
     ("-7/3", r"-2 \frac{1}{3}"),
+    ("1.5", r"1\frac12"),
+    ("-11/4", r"-2\dfrac{3}4"),
+    ("2.5", "2 1/2"),
+    ("1{,}000", "1000"),
+    ("120", "5!"),
+    ("Tuesday!", "Tuesday"),
     (r"\frac{x+1}{2}", r"\dfrac{x + 1}{2}"),
     ("1,234,567", "1234567"),
     ("1,234.50", "1234.5"),
@@ -87,6 +95,10 @@ DIFFERENT = [
     ("5 or 6", "5"),
     (r"\frac{x+1}{2}", r"\frac{x+12}{}"),
     (r"f(3)", "f3"),
+    ("5.5", r"1\frac12"),
+    ("10.5", "2 1/2"),
+    ("5", "5!"),
+    ("n", "n!"),
 ]
 
 
@@ -109,6 +121,20 @@ def test_the_reward_and_its_parts() -> None:
     assert (wrong.reward, wrong.parts) == (0.0, (("correct", 0.0), ("answered", 1.0)))
     silent = math_reward("no idea 7", row("7"))
     assert (silent.reward, silent.parts) == (0.0, (("correct", 0.0), ("answered", 0.0)))
+
+
+def test_an_exclamation_mark_is_a_factorial_where_the_truth_has_one() -> None:
+    for response in ("The answer is 5!", "The answer is 120", r"\boxed{5!}"):
+        assert math_reward(response, row("5!")).reward == 1.0
+    assert math_reward("The answer is 5", row("5!")).reward == 0.0
+    assert math_reward("The answer is 5!", row("5")).reward == 1.0
+    assert math_reward("The answer is 5!", row("120")).reward == 0.0
+
+
+def test_a_truth_of_which_nothing_is_left_names_the_row() -> None:
+    check_truth(row("0"))
+    with pytest.raises(ValueError, match=r"(?s)f:1.*leaves nothing"):
+        check_truth(row("$."))
 
 
 @given(st.integers(-(10**12), 10**12))

@@ -1,13 +1,15 @@
 import asyncio
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.rewards import RemoteRewardConfig, RewardConfig
+from asyncrl.config.rewards import CodeRewardConfig, RemoteRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.errors import ConfigError
-from asyncrl.rewards import REWARDS, RewardResult, build_reward
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.rewards import REWARDS, RewardResult, build_reward, check_rows
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +37,25 @@ def text(response, row):
 
 def not_finite(response, row):
     return float("nan")
+
+def numpy_part(response, row):
+    import numpy
+    return RewardResult(numpy.float32(0.5), (("correct", numpy.float32(0.5) > 0.25),))
+
+def nan_part(response, row):
+    return RewardResult(1.0, (("style", float("nan")),))
+
+def dict_parts(response, row):
+    return RewardResult(1.0, {"style": 1.0})
+
+def bare_parts(response, row):
+    return RewardResult(1.0, (1.0, 2.0))
+
+def text_part(response, row):
+    return RewardResult(1.0, (("style", "good"),))
+
+def text_reward(response, row):
+    return RewardResult("1.0")
 
 def wrong_arguments(response):
     return RewardResult(0.0)
@@ -81,6 +102,10 @@ def test_a_function_of_the_user_is_used(custom_module: str) -> None:
     assert build(f"{custom_module}:bare_number")("abcd", ROW) == RewardResult(4.0)
 
 
+def test_scalars_of_numpy_are_numbers(custom_module: str) -> None:
+    assert build(f"{custom_module}:numpy_part")("x", ROW) == RewardResult(0.5, (("correct", 1.0),))
+
+
 def test_an_async_function_keeps_its_event_loop(custom_module: str) -> None:
     reward = build(f"{custom_module}:waits")
     assert reward("", ROW) == reward("", ROW)
@@ -99,11 +124,49 @@ def test_a_missing_module_is_refused() -> None:
         build("no_such_module_here:reward")
 
 
+def test_a_module_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward_with_a_slip.py").write_text("def reward(response, row)\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="SyntaxError: expected ':'"):
+        build("reward_with_a_slip:reward")
+
+
 def test_a_result_of_another_kind_names_reward_and_row(custom_module: str) -> None:
     with pytest.raises(TypeError, match=rf"(?s){custom_module}:text of f:1.*str instead of RewardResult"):
         build(f"{custom_module}:text")("x", ROW)
     with pytest.raises(ValueError, match=rf"(?s){custom_module}:not_finite of f:1.*nan"):
         build(f"{custom_module}:not_finite")("x", ROW)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "found"),
+    [
+        ("nan_part", ValueError, "part style=nan"),
+        ("text_part", ValueError, "part style='good'"),
+        ("dict_parts", TypeError, "parts={'style': 1.0}"),
+        ("bare_parts", TypeError, r"parts=\(1.0, 2.0\)"),
+        ("text_reward", ValueError, "'1.0'"),
+    ],
+)
+def test_parts_that_are_no_numbers_are_refused(custom_module: str, target: str, error: type, found: str) -> None:
+    with pytest.raises(error, match=rf"(?s){custom_module}:{target} of f:1\nfound: {found}"):
+        build(f"{custom_module}:{target}")("x", ROW)
+
+
+def test_rows_that_a_reward_cannot_judge_are_found_before_the_run() -> None:
+    good = {"code": '"assert True"', "numeric": "1", "multiple_choice": "B", "math": "1", "exact": "x"}
+    bad = {"code": "19", "numeric": "many", "multiple_choice": "42", "math": "$"}
+    rows = {truth: replace(ROW, ground_truth=truth, origin=f"f:{truth}") for truth in (*good.values(), *bad.values())}
+    for name, truth in good.items():
+        check_rows(RewardConfig(function=name), [rows[truth]])
+    for name, truth in bad.items():
+        with pytest.raises(DataError, match=rf"(?s)f:{re.escape(truth)}.*reward.function={name}"):
+            check_rows(RewardConfig(function=name), [rows[good[name]], rows[truth]])
+    with pytest.raises(DataError, match=r"(?s)f:many.*reward.parts="):
+        check_rows(RewardConfig(parts={"exact": 1.0, "numeric": 1.0}), [rows["many"]])
+    for broken in ('"def f(:"', '{"inputs": [3], "outputs": [3], "fn_name": "f"}', "[" * 100_000):
+        with pytest.raises(DataError, match=r"(?s)the tests of f:1.*"):
+            check_rows(RewardConfig(function="code"), [replace(ROW, ground_truth=broken)])
 
 
 def test_several_rewards_are_one_weighted_sum(custom_module: str) -> None:
@@ -128,3 +191,10 @@ def test_settings_that_cannot_be_used_are_named() -> None:
         RewardConfig(parts={"remote": 1.0})
     with pytest.raises(ConfigError, match=r"reward.pattern is not set"):
         RewardConfig(function="regex")
+    slow = CodeRewardConfig(timeout_s=60)
+    with pytest.raises(ConfigError, match=r"(?s)reward.code.timeout_s=60.*reward.timeout_s=30"):
+        RewardConfig(function="code", code=slow)
+    assert RewardConfig(code=slow).function == "math"
+    for key in ("timeout_s", "tolerance"):
+        with pytest.raises(ConfigError, match=rf"reward.{key}=inf"):
+            RewardConfig(**{key: float("inf")})

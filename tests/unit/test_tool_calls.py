@@ -12,6 +12,7 @@ from asyncrl.environments.tool_calls import (
     ToolCall,
     ToolSignature,
     described,
+    format_of,
     parse_hermes,
     parse_json,
     parse_tagged,
@@ -116,3 +117,9 @@ def test_the_description_teaches_the_format_that_is_parsed():
         shown = text.split("write ")[1].split(" and wait")[0]
         call = shown.replace("NAME", "calculator").replace("{...}", '{"expression": "1"}').replace("ARGUMENTS", "1")
         assert parse(call, TOOLS) == [ToolCall("calculator", {"expression": "1"})]
+
+
+def test_a_format_that_no_parser_reads_is_told_from_one_that_is_known():
+    assert format_of('<tool_call>{"name": ...}</tool_call> {"parameters": ...}') == "hermes"
+    assert format_of('Environment: ipython, {"name": NAME, "parameters": ARGUMENTS}') == "json"
+    assert format_of("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]") is None

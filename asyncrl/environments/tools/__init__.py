@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
+from asyncrl.environments.custom import make_custom
 from asyncrl.environments.tools.calculator import Calculator
 from asyncrl.environments.tools.python import Python
 from asyncrl.environments.tools.search import Search
@@ -24,12 +25,13 @@ TOOLS: dict[str, Callable[[ToolUseConfig], Tool]] = {
 def build_tools(config: ToolUseConfig) -> tuple[Tool, ...]:
     """The tools of `rollout.tool_use.tools`; a custom one, `package.module:Name`, is called without arguments.
 
-    Raises ConfigError: unknown name, nothing importable, no tool, or two of one name.
+    Raises ConfigError: unknown name, nothing that can be imported or made, no tool, or two of one name.
     """
     tools: list[Tool] = []
     for name in config.tools:
         made: Any = resolve("rollout.tool_use.tools", name, TOOLS)
-        tool: Tool = made(config) if name in TOOLS else made()
+        key = "rollout.tool_use.tools"
+        tool: Tool = made(config) if name in TOOLS else make_custom(key, name, made)
         _require_tool(name, tool)
         if tool.name in {t.name for t in tools}:
             do = "name each tool once"
@@ -46,6 +48,8 @@ def _require_tool(name: str, tool: Any) -> None:
         found = f"its name {tool.name!r} is not letters, digits and underscores"
     if not missing and not isinstance(tool.parameters, Mapping):
         found = "its parameters are no JSON schema"
+    if not missing and not callable(tool.call):
+        found = "its call is no method"
     if found:
         do = "write what asyncrl.environments.tools.Tool says"
         raise ConfigError(explain(f"rollout.tool_use.tools: {name}", found, do))

@@ -1,0 +1,81 @@
+"""What a dry run finds and says, over a model that is a tokenizer and no more."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.load import load_recipe
+from asyncrl.errors import DataError
+from asyncrl.preflight import check_recipe, describe
+from tests.environments import QWEN, tokenizer_with
+from tests.unit.test_recipes import ROOT
+
+pytestmark = pytest.mark.unit
+
+MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
+
+
+@pytest.fixture
+def checked(tmp_path: Path):
+    """checked(*overrides, rows=..., held_out=..., template=...) -> the lines that a dry run prints."""
+
+    def call(*overrides: str, rows=("1", "2"), held_out=("3",), template: str = QWEN) -> list[str]:
+        tokenizer_with(template).save_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(b"")
+        for name, truths in (("train", rows), ("test", held_out)):
+            lines = [json.dumps({"prompt": "word " * (200 if t == "long" else 1), "answer": t}) for t in truths]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        files = [f"data.train={tmp_path}/train.jsonl", f"data.eval.held_out={tmp_path}/test.jsonl"]
+        lengths = ["data.max_prompt_tokens=450", "rollout.torch.max_model_len=1000"]
+        overrides = (f"model.path={tmp_path}", *files, *lengths, *overrides)
+        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", list(overrides))
+        lines = []
+        describe(recipe, check_recipe(recipe, use_hub=False), lines.append)
+        return lines
+
+    return call
+
+
+def test_rows_that_the_reward_cannot_judge_are_named(checked) -> None:
+    checked("reward.function=numeric")
+    with pytest.raises(DataError, match=r"(?s)train\.jsonl:2.*'many' is no number"):
+        checked("reward.function=numeric", rows=("1", "many"))
+    with pytest.raises(DataError, match=r"(?s)test\.jsonl:1.*'many' is no number"):
+        checked("reward.function=numeric", held_out=("many",))
+    with pytest.raises(DataError, match=r"(?s)train\.jsonl:1.*neither inputs nor statements.*reward\.function=code"):
+        checked("reward.function=code")
+
+
+def test_held_out_prompts_that_are_too_long_are_told(checked) -> None:
+    lines = checked("data.on_long_prompt=drop", held_out=("1", "long", "2", "long"))
+    assert "held out  held_out: 2 prompts (2 too long, dropped)" in lines
+    assert "held out  held_out: 1 prompts" in checked()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "template", "noted"),
+    [
+        (["rollout.environment=tool_use"], QWEN, False),
+        (["rollout.environment=tool_use"], MISTRAL, True),
+        (["rollout.environment=tool_use", "rollout.tool_use.parser=tagged"], MISTRAL, False),
+        ([], MISTRAL, False),
+    ],
+)
+def test_a_template_whose_calls_no_parser_reads_is_noted(checked, overrides, template, noted) -> None:
+    lines = checked(*overrides, template=template)
+    assert any("no parser" in line or "a parser knows" in line for line in lines) == noted
+
+
+def test_what_confines_programs_is_told_of_the_tool_too(checked) -> None:
+    tool = ["rollout.environment=tool_use", "rollout.tool_use.tools=[python]"]
+    assert any("tool python: programs are confined by" in line for line in checked(*tool))
+    assert not any("confined" in line for line in checked())
+
+
+def test_a_sandbox_that_cannot_run_is_a_note(checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory can be made for the program."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    lines = checked("rollout.environment=tool_use", "rollout.tool_use.tools=[python]")
+    assert any("tool python: no program can be run in the sandbox here" in line for line in lines)
