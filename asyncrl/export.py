@@ -14,6 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(explain(f"export {arguments.checkpoint}", "no run and no checkpoint of one", do))
         model = model_of(found, arguments.model)
         if arguments.adapter:
-            export_adapter(found, out, base=arguments.model)
+            export_adapter(found, out, base=arguments.model, revision=model.revision)
             text = "adapter"
         else:
             dtype = arguments.dtype or model.inference_dtype
@@ -86,8 +87,8 @@ def export(
         return _write_weights(found, model, directory, getattr(torch, dtype), max_shard_bytes)
 
 
-def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None) -> None:
-    """Writes the adapters of a LoRA run in peft's format, as they were trained.
+def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None, revision: str | None = None) -> None:
+    """Writes the adapters of a LoRA run in peft's format, as they were trained. `revision`: of the base on the hub.
 
     Raises:
         ConfigError: `out` exists, or the checkpoint has no adapters.
@@ -114,6 +115,7 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or trained_on,
+        "revision": revision,
         "r": rank,
         "lora_alpha": scale * rank,
         "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter}),
@@ -129,12 +131,21 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
 
 
 def model_of(found: FoundCheckpoint, path: str | None = None) -> ModelConfig:
-    """The model section of the run's recipe, with `path` in place of its path. Raises ConfigError: there is neither."""
-    section = dict(found.recipe["model"]) if found.recipe is not None else {}
+    """The model section of the run's recipe, with `path` in place of its path. Raises ConfigError: there is neither, or
+    the section is not one."""
+    asked = f"the model of {found.directory}"
+    section = {} if found.recipe is None else found.recipe.get("model")
+    if not isinstance(section, dict):
+        do = "mend the run's config.json, or move it away and pass --model DIRECTORY"
+        raise ConfigError(explain(asked, "the recipe in the run's config.json has no section model", do))
+    section, known = dict(section), [field.name for field in fields(ModelConfig)]
+    if unknown := sorted(set(section) - set(known)):
+        do = f"mend the run's config.json: the keys are {', '.join(known)}"
+        raise ConfigError(explain(asked, f"the recipe in config.json has unknown keys in model: {unknown}", do))
     if path is not None:
         section["path"] = path
     if "path" not in section:
-        asked, missing = f"the model of {found.directory}", "its run directory, with config.json, is not there"
+        missing = "its run directory, with config.json, is not there"
         raise ConfigError(explain(asked, missing, "pass --model DIRECTORY, the model that was trained"))
     return ModelConfig(**section)
 
@@ -194,7 +205,7 @@ def _write_weights(
 
     shards: list[list[str]] = []
     parameters = nbytes = 0
-    weights = read_weights(found.directory / "trainer", model.path)
+    weights = read_weights(found.directory / "trainer", model.path, model.revision)
     for shard in _shards(((name, tensor.to(dtype)) for name, tensor in weights), max_shard_bytes):
         safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
         shards.append(list(shard))

@@ -12,7 +12,14 @@ from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows, looks_like_path
 from asyncrl.data.model_files import check_model
-from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, render_rows, stop_token_ids
+from asyncrl.data.tokenizer import (
+    PromptRenderer,
+    RenderedPrompts,
+    load_tokenizer,
+    render_rows,
+    stop_token_ids,
+    vocabulary,
+)
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import training_prompts
 from asyncrl.environments import check_environment, prompt_tools
@@ -63,6 +70,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)
+        notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
 
@@ -87,6 +95,27 @@ def check_recipe(recipe: Recipe, *, use_hub: bool) -> Preflight:
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
     notes += _sandbox_notes(recipe)
     return Preflight(train, held_out, tuple(notes))
+
+
+def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub: bool) -> list[str]:
+    """Notes on what could not be checked. Raises ConfigError: a reference or a critic reads other tokens."""
+    algorithm, own, notes = recipe.algorithm, recipe.model.path, []
+    named = {"kl": algorithm.kl.path if algorithm.needs_reference else None}
+    named["critic"] = algorithm.critic.path if algorithm.needs_critic else None
+    for part, path in named.items():
+        if path is None or path == own:
+            continue
+        key = f"algorithm.{part}.path={path}"
+        if not (use_hub or looks_like_path(path)):
+            notes.append(f"{key} comes from the hub: it is looked up when the run starts")
+            continue
+        require(
+            vocabulary(path) == tokenizer.get_vocab(),
+            asked=key,
+            found=f"its tokenizer has other tokens than that of model.path={own}",
+            do="name a model with the same tokenizer",
+        )
+    return notes
 
 
 def _sandbox_notes(recipe: Recipe) -> list[str]:

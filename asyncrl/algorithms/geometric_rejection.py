@@ -29,7 +29,7 @@ class GeometricRejection:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> GeometricRejection:
-        return cls(correction.low, correction.high, config.ratio)
+        return cls(*correction.bounds, config.ratio)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         log_ratio = log_mismatch(inputs, self.ratio)

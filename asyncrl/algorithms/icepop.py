@@ -29,7 +29,7 @@ class IcePop:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> IcePop:
-        return cls(correction.low, correction.high, config.ratio)
+        return cls(*correction.bounds, config.ratio)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return kept_within(inputs, self.ratio, self.low, self.high)

@@ -28,7 +28,7 @@ class MaskedIs:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> MaskedIs:
-        return cls(correction.high, config.ratio)
+        return cls(correction.bounds[1], config.ratio)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return kept_within(inputs, self.ratio, 0.0, self.high)

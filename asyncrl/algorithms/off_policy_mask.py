@@ -28,7 +28,7 @@ class OffPolicyMask:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> OffPolicyMask:
-        return cls(correction.high)
+        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         left = -sequence_means(log_mismatch(inputs, "behavior"), inputs.mask, inputs.sequences)

@@ -19,13 +19,14 @@ from asyncrl.errors import ConfigError, explain
 
 
 def shaped_rewards(
-    rewards: Sequence[float], response_tokens: Sequence[int], config: OverlongConfig, max_response_tokens: int
+    rewards: Sequence[float], response_tokens: Sequence[int], config: OverlongConfig, longest_response_tokens: int
 ) -> np.ndarray:
     """[G] float64: the rewards of a group with the penalty taken off.
 
     Args:
         rewards: [G].
         response_tokens: [G], length of each response, environment tokens included.
+        longest_response_tokens: L_max, of a whole trajectory: all its turns and tool results.
 
     Raises:
         ConfigError: the buffer is longer than the longest response, so that every response would be penalised.
@@ -37,13 +38,14 @@ def shaped_rewards(
         raise ValueError(f"{shaped.shape} rewards for {lengths.shape} lengths")
     if config.buffer_tokens == 0:
         return shaped
-    if config.buffer_tokens > max_response_tokens:
+    longest = longest_response_tokens
+    if config.buffer_tokens > longest:
         raise ConfigError(
             explain(
                 f"algorithm.overlong.buffer_tokens={config.buffer_tokens}",
-                f"rollout.sampling.max_response_tokens={max_response_tokens}: every response would be penalised",
-                f"set algorithm.overlong.buffer_tokens to about {max(1, max_response_tokens // 5)}, or 0 for none",
+                f"a response has at most {longest} tokens: every response would be penalised",
+                f"set algorithm.overlong.buffer_tokens to about {max(1, longest // 5)}, or 0 for none",
             )
         )
-    over = lengths - (max_response_tokens - config.buffer_tokens)
+    over = lengths - (longest - config.buffer_tokens)
     return shaped - config.penalty * (over / config.buffer_tokens).clip(0, 1)

@@ -28,7 +28,7 @@ class SequenceTruncatedIs:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> SequenceTruncatedIs:
-        return cls(correction.high)
+        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         whole = sequence_sums(log_mismatch(inputs, "proximal"), inputs.mask, inputs.sequences)

@@ -27,7 +27,7 @@ class TruncatedIs:
 
     @classmethod
     def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> TruncatedIs:
-        return cls(correction.high)
+        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         weight = bounded_ratio(log_mismatch(inputs, "proximal"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,15 @@ CorrectionName = Literal[
     "geometric_rejection",
     "off_policy_mask",
 ]
+USUAL_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
+    "truncated_is": (0.0, 2.0),
+    "sequence_truncated_is": (0.0, 2.0),
+    "masked_is": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "geometric_rejection": (0.99, 1.01),
+    "off_policy_mask": (0.0, 0.5),
+}
+"""low and high of each correction where the recipe says nothing; those with a low of 0 have no lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +45,12 @@ class GaeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
     path: str | None = None
-    """Directory or hub name that the critic starts from, with a new value head; None takes model.path."""
+    """Directory or hub name that the critic starts from, with a new value head and of the policy's vocabulary; None
+    takes model.path."""
     lr: float = 1e-5
     """Peak learning rate of the critic; it has the trainer's schedule."""
     warmup_steps: int = 0
-    """Steps at the start that train the critic only."""
+    """Steps at the start that train the critic only; the policy's learning rate warms up after them."""
     clip: float = 0.2
     """Values move at most this far from those before the update; 0 lets them."""
     max_grad_norm: float = 1.0
@@ -71,19 +82,40 @@ class CorrectionConfig:
     ratio over high are dropped; icepop: those outside [low, high]; with ratio=proximal both weigh the rest by it.
     geometric_rejection: trajectories whose geometric mean ratio lies outside [low, high]. off_policy_mask: trajectories
     of negative advantage that the policy has left by more than high nats per token."""
-    low: float = 0.0
-    """Lower bound, where the correction has one."""
-    high: float = 2.0
-    """Upper bound."""
+    low: float | None = None
+    """Lower bound of the ratio; only icepop (None: 0.5) and geometric_rejection (0.99) have one."""
+    high: float | None = None
+    """Upper bound. None: 5 for icepop, 1.01 for geometric_rejection, 0.5 nats for off_policy_mask, else 2."""
 
     def __post_init__(self) -> None:
-        require_at_least("algorithm.corrections.low", self.low, 0)
+        low, high = self.bounds
+        asked = f"algorithm.corrections: {self.name} with low={low:g} and high={high:g}"
         require(
-            self.high > self.low,
-            asked=f"algorithm.corrections: {self.name} with low={self.low} and high={self.high}",
-            found="nothing lies between its bounds",
-            do="set high above low",
+            low == 0 or self.name in ("icepop", "geometric_rejection"),
+            asked=asked,
+            found="it has no lower bound",
+            do="leave low out",
         )
+        if self.name == "off_policy_mask":
+            require(
+                math.isfinite(high) and high > 0,
+                asked=asked,
+                found="high is a divergence in nats per token",
+                do="set high above 0 (0.1 to 0.5 is usual)",
+            )
+            return
+        require(
+            0 <= low <= 1 <= high < math.inf and low < high,
+            asked=asked,
+            found="the ratio is 1 where the policies agree: such bounds would touch what is right",
+            do="set low and high so that low <= 1 <= high",
+        )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """low and high, the usual ones where nothing is set."""
+        low, high = USUAL_BOUNDS[self.name]
+        return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +123,28 @@ class KlConfig:
     coefficient: float = 0.0
     """Weight of the divergence from the reference model, which is the model at the start; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated from one sample per token."""
+    """How it is estimated from one sample per token. k1 only with place=reward: in the loss its gradient is 0 on
+    average."""
     place: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss, with gradient. reward: taken from the reward before advantages."""
     path: str | None = None
-    """Another reference model; None takes model.path."""
+    """Another reference model, of the same vocabulary; None takes model.path."""
 
     def __post_init__(self) -> None:
+        _require_finite("algorithm.kl.coefficient", self.coefficient)
         require_at_least("algorithm.kl.coefficient", self.coefficient, 0)
+        require(
+            self.coefficient > 0 or self.path is None,
+            asked=f"algorithm.kl.path={self.path} with algorithm.kl.coefficient=0",
+            found="no reference model is loaded",
+            do="set algorithm.kl.coefficient above 0, or leave the path out",
+        )
+        require(
+            self.coefficient == 0 or self.place == "reward" or self.estimator != "k1",
+            asked="algorithm.kl.estimator=k1 with algorithm.kl.place=loss",
+            found="its gradient is 0 on average: it holds the policy to nothing",
+            do="set algorithm.kl.estimator to k2 or k3, or algorithm.kl.place=reward",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +152,9 @@ class OverlongConfig:
     mask_truncated: bool = False
     """Trajectories that were cut off at their token limit count in the group's rewards and are not trained."""
     buffer_tokens: int = 0
-    """Soft penalty: it rises from 0 to `penalty` over the last buffer_tokens tokens before
-    rollout.sampling.max_response_tokens; 0 switches it off."""
+    """Soft penalty: it rises from 0 to `penalty` over the last buffer_tokens tokens before the longest response that a
+    trajectory may have (turns and tool results together; a custom environment: rollout.sampling.max_response_tokens);
+    0 switches it off."""
     penalty: float = 1.0
     """What a response of full length loses."""
 
@@ -131,7 +178,7 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     """The ratio is held above 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is held below 1 + clip_high."""
+    """The ratio is held below 1 + clip_high. Loss gspo wants some 1e-4 for both, and is refused with these two."""
     dual_clip: float = 0.0
     """clipped_surrogate: with negative advantage a token's loss is at most this times the advantage; 0: no bound."""
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -146,9 +193,10 @@ class AlgorithmConfig:
     """Against the mismatch of engine and trainer, and lag; applied in order."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     """token_mean: every trained token of the update counts alike. sequence_mean: every trajectory does.
-    fixed: tokens are summed and divided by trajectories times fixed_tokens."""
+    fixed: tokens are summed and divided by all trajectories of the update times fixed_tokens."""
     fixed_tokens: int | None = None
-    """The divisor of aggregation fixed; None takes rollout.sampling.max_response_tokens."""
+    """The divisor of aggregation fixed; None takes the longest response that a trajectory may have (as for
+    overlong.buffer_tokens)."""
     kl: KlConfig = field(default_factory=KlConfig)
     """Divergence from a reference model."""
     entropy_coefficient: float = 0.0
@@ -172,6 +220,7 @@ class AlgorithmConfig:
         require_at_least("algorithm.clip_high", self.clip_high, 0)
         require_fraction("algorithm.max_filtered_fraction", self.max_filtered_fraction)
         require_at_least("algorithm.filtered_window", self.filtered_window, 1)
+        _require_finite("algorithm.entropy_coefficient", self.entropy_coefficient)
         require_at_least("algorithm.entropy_coefficient", self.entropy_coefficient, 0)
         require(
             self.clip_low <= 1,
@@ -190,6 +239,19 @@ class AlgorithmConfig:
             asked=f"algorithm.fixed_tokens={self.fixed_tokens}",
             found="the loss is divided by it",
             do="set algorithm.fixed_tokens to 1 or more",
+        )
+        require(
+            self.fixed_tokens is None or self.aggregation == "fixed",
+            asked=f"algorithm.fixed_tokens={self.fixed_tokens} with algorithm.aggregation={self.aggregation}",
+            found="only aggregation fixed reads it",
+            do="set algorithm.aggregation=fixed, or leave algorithm.fixed_tokens out",
+        )
+        # a preset may have named the place: its coefficient can still be set to 0
+        require(
+            self.kl.coefficient > 0 or self.kl.place == "loss" or self.preset is not None,
+            asked="algorithm.kl.place=reward with algorithm.kl.coefficient=0",
+            found="nothing is taken from the reward",
+            do="set algorithm.kl.coefficient above 0, or leave the place out",
         )
         require(
             self.dual_clip == 0 or self.loss == "clipped_surrogate",
@@ -244,3 +306,7 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
+
+
+def _require_finite(key: str, value: float) -> None:
+    require(math.isfinite(value), asked=f"{key}={value}", found=f"{key} must be finite", do=f"set {key} to a number")

@@ -70,19 +70,6 @@ class Recipe:
             found="both name training data" if data.train else "data.train is not set: no training data",
             do="set data.train=FILE, or data.mixture={name: {path: FILE, weight: 1}}",
         )
-        require(
-            batch.group_size >= 2 or self.algorithm.advantage in ("gae", "reinforce_plus_plus"),
-            asked=f"batch.group_size={batch.group_size} with algorithm.advantage={self.algorithm.advantage}",
-            found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
-            do="set batch.group_size to 2 or more",
-        )
-        buffer, longest_response = self.algorithm.overlong.buffer_tokens, self.rollout.sampling.max_response_tokens
-        require(
-            buffer <= longest_response,
-            asked=f"algorithm.overlong.buffer_tokens={buffer}",
-            found=f"rollout.sampling.max_response_tokens={longest_response}: every response would be penalised",
-            do=f"set algorithm.overlong.buffer_tokens to about {max(1, longest_response // 5)}, or 0 for none",
-        )
         trajectories = batch.groups_per_step * batch.group_size
         require(
             self.eval.leased_replicas < self.rollout.num_replicas,
@@ -132,7 +119,64 @@ class Recipe:
             found="data.eval names no held-out set",
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
+        self._check_algorithm()
+        self._check_schedule()
         self._check_weights()
+
+    def _check_algorithm(self) -> None:
+        """What the algorithm needs of batch and rollout."""
+        algorithm, group_size = self.algorithm, self.batch.group_size
+        relative = algorithm.advantage not in ("gae", "reinforce_plus_plus")
+        require(
+            group_size >= 2 or not relative,
+            asked=f"batch.group_size={group_size} with algorithm.advantage={algorithm.advantage}",
+            found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
+            do="set batch.group_size to 2 or more",
+        )
+        require(
+            group_size >= 2 or not algorithm.dynamic_sampling,
+            asked=f"batch.group_size={group_size} with algorithm.dynamic_sampling=true",
+            found="the rewards of a group of one are always equal: every group would be filtered",
+            do="set batch.group_size to 2 or more, or algorithm.dynamic_sampling=false",
+        )
+        require(
+            self.rollout.sampling.temperature > 0 or not relative,
+            asked=f"rollout.sampling.temperature=0 with algorithm.advantage={algorithm.advantage}",
+            found="greedy trajectories of one prompt are all alike: a group-relative advantage is then 0",
+            do="set rollout.sampling.temperature above 0 (1 is usual)",
+        )
+        buffer, longest = algorithm.overlong.buffer_tokens, self.longest_response_tokens
+        require(
+            buffer <= longest,
+            asked=f"algorithm.overlong.buffer_tokens={buffer}",
+            found=f"a response has at most {longest} tokens (rollout.sampling.max_response_tokens="
+            f"{self.rollout.sampling.max_response_tokens}): every response would be penalised",
+            do=f"set algorithm.overlong.buffer_tokens to about {max(1, longest // 5)}, or 0 for none",
+        )
+        bounds = AlgorithmConfig.__dataclass_fields__
+        require(
+            algorithm.loss != "gspo"
+            or (algorithm.clip_low, algorithm.clip_high) != (bounds["clip_low"].default, bounds["clip_high"].default),
+            asked=f"algorithm.loss=gspo with clip_low={algorithm.clip_low} and clip_high={algorithm.clip_high}",
+            found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
+            do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
+        )
+
+    def _check_schedule(self) -> None:
+        """What must happen before the run ends."""
+        trainer, critic, steps = self.trainer, self.algorithm.critic, self.run.max_steps
+        require(
+            not self.algorithm.needs_critic or critic.warmup_steps < steps,
+            asked=f"algorithm.critic.warmup_steps={critic.warmup_steps} with run.max_steps={steps}",
+            found="the policy would never be trained",
+            do="lower algorithm.critic.warmup_steps, or raise run.max_steps",
+        )
+        require(
+            trainer.schedule == "constant" or trainer.warmup_steps <= steps,
+            asked=f"trainer.schedule={trainer.schedule} with trainer.warmup_steps={trainer.warmup_steps}",
+            found=f"run.max_steps={steps}: the run would end before the learning rate has risen",
+            do="lower trainer.warmup_steps, or raise run.max_steps",
+        )
 
     def _check_weights(self) -> None:
         """What vLLM's own weight transfer needs of the other parts."""
@@ -167,6 +211,17 @@ class Recipe:
     def max_lag(self) -> int:
         """The lag limit that the mode resolves to, in optimizer steps."""
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
+
+    @property
+    def longest_response_tokens(self) -> int:
+        """Of one trajectory: all turns and tool results together. A custom environment has limits of its own, which
+        nobody here knows: for it this is the limit of one turn."""
+        rollout, turn = self.rollout, self.rollout.sampling.max_response_tokens
+        turns = {"tool_use": rollout.tool_use.max_turns, "agent": rollout.agent.max_turns}.get(rollout.environment)
+        if turns is None:
+            return turn
+        together = rollout.tool_use.max_trajectory_tokens or turn * turns
+        return min(together, rollout.max_model_len, self.trainer.max_tokens_per_microbatch)
 
     @property
     def stall_timeout_s(self) -> float:

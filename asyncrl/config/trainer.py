@@ -33,12 +33,18 @@ class LoraConfig:
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules that get an adapter, by the end of their name; all-linear takes every linear layer but the output."""
+    """Modules that get an adapter, by the end of their name; all-linear takes every linear layer but the output. The
+    experts of a mixture, and the router before them, are no linear layers and get none."""
 
     def __post_init__(self) -> None:
         require_at_least("trainer.lora.rank", self.rank, 0)
         require_positive("trainer.lora.alpha", self.alpha)
-        require_fraction("trainer.lora.dropout", self.dropout)
+        require(
+            0 <= self.dropout < 1,
+            asked=f"trainer.lora.dropout={self.dropout}",
+            found="a share of an adapter's inputs is dropped, and some must be left",
+            do="set trainer.lora.dropout in [0, 1)",
+        )
         require(
             bool(self.target_modules),
             asked="trainer.lora.target_modules=[]",
@@ -64,7 +70,8 @@ class TrainerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stays, or falls to min_lr_fraction of lr by step decay_steps."""
     decay_steps: int | None = None
-    """Step at which the learning rate reaches its end; None takes run.max_steps."""
+    """Step at which a falling learning rate reaches its end; None takes run.max_steps: a resumed run with another
+    run.max_steps then follows another curve, and the rate jumps (it is logged)."""
     min_lr_fraction: float = 0.0
     """Where a falling learning rate ends, as a share of lr."""
     compile: bool = False
@@ -98,6 +105,12 @@ class TrainerConfig:
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
             found="the learning rate would end before it has risen",
             do="set trainer.decay_steps above trainer.warmup_steps",
+        )
+        require(
+            self.decay_steps is None or self.schedule != "constant",
+            asked=f"trainer.decay_steps={self.decay_steps} with trainer.schedule=constant",
+            found="a constant learning rate does not fall",
+            do="set trainer.schedule=linear or cosine, or leave trainer.decay_steps out",
         )
         require_at_least("trainer.weight_decay", self.weight_decay, 0)
         require_at_least("trainer.max_grad_norm", self.max_grad_norm, 0)

@@ -58,19 +58,26 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     Raises ConfigError: no tokenizer there, no such template file, or no chat template at all.
     """
-    try:
-        tokenizer = _tokenizer_class(model.path).from_pretrained(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        do = "name a directory that holds a tokenizer, or a hub name that this machine can reach"
-        raise ConfigError(explain(f"the tokenizer of model.path={model.path}", str(error), do)) from error
+    tokenizer = _read(model.path, model.revision, model.trust_remote_code)
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
     if not tokenizer.chat_template:
         do = "set model.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
         raise ConfigError(explain(f"the chat template of model.path={model.path}", "its tokenizer has none", do))
     return tokenizer
+
+
+def vocabulary(path: str) -> dict[str, int]:
+    """Token ids by token of the model at `path`. Raises ConfigError: no tokenizer there."""
+    return _read(path, None, False).get_vocab()
+
+
+def _read(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return _tokenizer_class(path).from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        do = "name a directory that holds a tokenizer, or a hub name that this machine can reach"
+        raise ConfigError(explain(f"the tokenizer of the model {path}", str(error), do)) from error
 
 
 def _tokenizer_class(path: str) -> Any:

@@ -61,6 +61,7 @@ DECLARED: dict[str, str] = {
     "train/clip_fraction": "share of trained tokens whose ratio was clipped",
     "train/ratio_mean": "mean ratio of policy to behaviour probability over the trained tokens",
     "train/ratio_max": "largest such ratio",
+    "train/skipped_updates": "updates of the step without a trained token on any rank, which moved nothing",
     "train/kl_behavior": "mean of behaviour minus policy log-probability (k1)",
     "train/entropy": "mean entropy of the policy at the trained tokens, nats",
     "train/kl_reference": "mean divergence of the policy from the reference model (k3), nats per trained token",

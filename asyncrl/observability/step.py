@@ -112,6 +112,7 @@ class StepRecord:
             "train/step_s": step_s,
             "train/trained_tokens": metrics.trained_tokens,
             "train/ratio_max": metrics.ratio_max,
+            "train/skipped_updates": metrics.skipped_updates,
             **dict(metrics.means),
         }
 

@@ -21,6 +21,8 @@ class TrainMetrics:
     """Of one step, over all ranks; of several updates the mean, but for `trained_tokens` and `packed_tokens` (prompts
     included), which are global counts, and `ratio_max`, the largest ratio of a trained token.
 
+    `skipped_updates` had no trained token on any rank, and moved nothing.
+
     `loss` is the objective; `means` are means over the trained tokens, by the names of observability/metrics.py
     (train/clip_fraction, train/ratio_mean, train/kl_behavior, train/entropy, and those of the algorithm's parts).
     """
@@ -32,6 +34,7 @@ class TrainMetrics:
     trained_tokens: int
     packed_tokens: int
     means: tuple[tuple[str, float], ...]
+    skipped_updates: int = 0
 
     def mean(self, name: str) -> float:
         return dict(self.means)[name]

@@ -34,7 +34,7 @@ class PackingRules:
             num_minibatches=recipe.batch.num_minibatches,
             num_epochs=recipe.batch.num_epochs,
             aggregation=recipe.algorithm.aggregation,
-            fixed_tokens=recipe.algorithm.fixed_tokens or recipe.rollout.sampling.max_response_tokens,
+            fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
         )
 
 
@@ -52,7 +52,7 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
     Returns:
         Plans in rank order. The `token_weight` of the trained tokens of an update sums to 1, but with aggregation
         fixed, where it is 1 / (trajectories * fixed_tokens), and where nothing is trained. Trajectories without a
-        trained token do not count.
+        trained token do not count, but with aggregation fixed, whose divisor depends on the recipe alone.
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
@@ -90,13 +90,14 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
 
 def _token_weight(lengths: list[Lengths], rules: PackingRules) -> Callable[[Lengths], float]:
     trained = [n.trained for n in lengths if n.trained]
+    everything = max(1, len(lengths))
     match rules.aggregation:
         case "token_mean":
             return lambda n: 1 / max(1, sum(trained))
         case "sequence_mean":
             return lambda n: 1 / (len(trained) * n.trained) if n.trained else 0.0
         case "fixed":
-            return lambda n: 1 / (max(1, len(trained)) * rules.fixed_tokens)
+            return lambda n: 1 / (everything * rules.fixed_tokens)
 
 
 @dataclass(frozen=True, slots=True)

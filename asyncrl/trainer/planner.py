@@ -23,7 +23,7 @@ class StepPlanner:
         self._algorithm = algorithm = recipe.algorithm
         self._advantage = build_advantage(algorithm.advantage)
         self._rules = PackingRules.of(recipe)
-        self._max_response_tokens = recipe.rollout.sampling.max_response_tokens
+        self._longest_response_tokens = recipe.longest_response_tokens
         kl = algorithm.kl
         self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and algorithm.advantage not in TOKEN_ADVANTAGES
         """Whether `plan` wants the divergence of each trajectory."""
@@ -40,7 +40,7 @@ class StepPlanner:
 
     def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
         lengths = [n.response for n in group.lengths]
-        rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._max_response_tokens)
+        rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._longest_response_tokens)
         if divergence is not None:
             nats = [divergence[group.ordinal, i] for i in range(len(group.lengths))]
             rewards = rewards - self._algorithm.kl.coefficient * np.asarray(nats)

@@ -8,14 +8,19 @@ from typing import Literal
 from asyncrl.config.trainer import TrainerConfig
 
 
-def scheduled_rate(config: TrainerConfig, step: int, total_steps: int, *, peak: float | None = None) -> float:
-    """`learning_rate` as `config` has it. `total_steps`: where it ends without `decay_steps`; `peak` None: `lr`."""
+def scheduled_rate(
+    config: TrainerConfig, step: int, total_steps: int, *, peak: float | None = None, start: int = 0
+) -> float:
+    """`learning_rate` as `config` has it. `total_steps`: where it ends without `decay_steps`; `peak` None: `lr`;
+    `start`: the first step that trains, before which the rate is 0 and the warm-up waits."""
+    if 0 <= step < start:
+        return 0.0
     return learning_rate(
-        step,
+        step - start,
         peak=config.lr if peak is None else peak,
         warmup_steps=config.warmup_steps,
         schedule=config.schedule,
-        decay_steps=config.decay_steps or total_steps,
+        decay_steps=(config.decay_steps or total_steps) - start,
         min_fraction=config.min_lr_fraction,
     )
 

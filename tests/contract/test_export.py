@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import re
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -14,7 +16,7 @@ from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.store import RunState
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.export import export, main
+from asyncrl.export import export, main, model_of
 from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp.lora import BASE, SCALE
 from asyncrl.trainer.fsdp.state import save
@@ -129,6 +131,48 @@ def test_the_adapter_alone_and_merged_are_the_same_model(adapted, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
     torch.testing.assert_close(model(ids).logits, merged, atol=1e-4, rtol=1e-4)
     assert (before - merged).abs().max() > 1e-2
+
+
+def test_a_base_of_the_hub_is_read_at_its_revision(adapted, tmp_path, monkeypatch):
+    """From the hub's cache, where the default branch holds other weights."""
+    import huggingface_hub.constants
+    import transformers.utils.hub
+
+    stored = tmp_path / "cache/models--org--base"
+    default = random_qwen3(seed=8, hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=50)
+    default.save_pretrained(stored / "snapshots" / ("a" * 40))
+    write_tokenizer(stored / "snapshots" / ("a" * 40))
+    shutil.copytree(adapted.parent / "model", stored / "snapshots" / ("b" * 40))
+    (stored / "refs").mkdir()
+    for name, commit in (("main", "a"), ("pinned", "b")):
+        (stored / "refs" / name).write_text(commit * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: True)
+    run = tmp_path / "run"
+    shutil.copytree(adapted, run)
+    recipe = {"model": asdict(ModelConfig(path="org/base", revision="pinned"))}
+    (run / "config.json").write_text(json.dumps({"recipe": recipe}))
+    assert main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["revision"] == "pinned"
+    assert main([str(run), str(tmp_path / "found"), "--dtype", "float32"]) == 0
+    assert main([str(adapted), str(tmp_path / "expected"), "--dtype", "float32"]) == 0
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "expected"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"model": {"path": "m", "pathh": "m"}}, "['pathh']"),
+        ({"rollout": {}}, "no section model"),
+        ({"model": 3}, "no section model"),
+    ],
+)
+def test_a_recipe_that_is_none_is_named(root, tmp_path, recipe, message):
+    found = FoundCheckpoint(root / "run/checkpoints/step_3", 3, recipe)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model_of(found)
 
 
 @pytest.mark.parametrize(

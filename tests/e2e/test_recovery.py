@@ -21,7 +21,7 @@ SMALL = (
     "ray.health_interval_s=0.5",
     "ray.health_timeout_s=5",
 )
-NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue", "Rollouter": "rollouter"}
+NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
 
 
 def finish(run, *, more_steps=3, timeout_s=180):
@@ -32,38 +32,38 @@ def finish(run, *, more_steps=3, timeout_s=180):
     assert_audited(run, max_lag=2)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_lost_rollouter_is_replaced_and_training_goes_on(start, how):
-    run = start(*SMALL, "run.max_steps=2000")
+def events(run, kind):
+    return [e for e in run.events if e["event"] == kind]
+
+
+def test_what_is_lost_is_replaced_one_after_the_other(start):
+    """Rollouter, trainer rank and message queue, each killed and stopped, in one run."""
+    run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=10")
     run.wait_for_step(2)
-    (victim,) = run.actor_pids("Rollouter")
-    process = psutil.Process(victim)
-    process.kill() if how == "killed" else process.suspend()
-    run.wait_for_event("rollouter_restarted")
-    assert run.actor_pids("Rollouter") != [victim]
-    taken_back = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
+    for number, how in enumerate(("killed", "stopped"), 1):
+        victim = lose(run, "Rollouter", how)
+        run.wait_for_event("rollouter_restarted", count=number)
+        assert victim not in run.actor_pids("Rollouter")
+    taken_back = [e for e in events(run, "group") if e["transition"] == "returned"]
     assert taken_back, "its tickets were taken back"
-    assert not [e for e in run.events if e["event"] == "training_failed"], "nothing was rolled back"
-    finish(run)
-
-
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-@pytest.mark.parametrize("role", ["TrainerActor", "MessageQueue"])
-def test_a_lost_training_side_starts_anew_from_the_last_checkpoint(start, role, how):
-    run = start(*SMALL, "run.max_steps=2000")
+    assert not events(run, "training_failed"), "nothing was rolled back"
     run.wait_for_event("checkpoint")
-    replicas = run.actor_pids("Replica")
+    lost = [(role, how) for role in ("TrainerActor", "MessageQueue") for how in ("killed", "stopped")]
+    for number, (role, how) in enumerate(lost, 1):
+        lose(run, role, how)
+        run.wait_for_event("training_restarted", count=number)
+        assert [e["process"] for e in events(run, "training_failed")][number - 1 :] == [NAMES[role]]
+        assert events(run, "training_restarted")[-1]["checkpoint"].startswith("step_")
+    finish(run)
+    assert not events(run, "replica_failed"), "the replicas stayed"
+
+
+def lose(run, role, how):
+    """Kills or stops the one process of this role; its pid."""
     (victim,) = run.actor_pids(role)
     process = psutil.Process(victim)
     process.kill() if how == "killed" else process.suspend()
-    run.wait_for_event("training_restarted")
-    (failed,) = [e for e in run.events if e["event"] == "training_failed"]
-    assert failed["process"] == NAMES[role]
-    (restarted,) = [e for e in run.events if e["event"] == "training_restarted"]
-    assert restarted["checkpoint"].startswith("step_")
-    finish(run)
-    assert replicas
-    assert not [e for e in run.events if e["event"] == "replica_failed"], "the replicas stayed"
+    return victim
 
 
 def test_two_ranks_and_a_death_before_the_first_checkpoint(start):

@@ -163,6 +163,39 @@ def test_decoupled_ppo_is_the_equation_5_of_areal():
     assert "train/touched_fraction/truncated_is" in dict(seen.sums)
 
 
+@pytest.mark.parametrize("name", list(CORRECTIONS))
+def test_what_the_recipe_leaves_out_has_bounds_that_keep_equal_policies(name):
+    ratio = "proximal" if name in ("truncated_is", "sequence_truncated_is") else "behavior"
+    t = draw(4)
+    t = t.with_(old_logprobs=t.behavior_logprobs, logprobs=t.behavior_logprobs)
+    _, touched = run(build(name, ratio, None, None), t)
+    assert not touched.any()
+    low, high = CorrectionConfig(name=name).bounds
+    assert CorrectionConfig(name=name, low=low or None, high=high).bounds == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "message"),
+    [
+        ("truncated_is", 0.5, 2.0, "no lower bound"),
+        ("sequence_truncated_is", 0.5, None, "no lower bound"),
+        ("masked_is", 0.5, None, "no lower bound"),
+        ("off_policy_mask", 0.1, 0.5, "no lower bound"),
+        ("off_policy_mask", None, 0.0, "nats"),
+        ("off_policy_mask", None, float("inf"), "nats"),
+        ("truncated_is", None, 0.9, "low <= 1 <= high"),
+        ("icepop", 1.1, 5.0, "low <= 1 <= high"),
+        ("icepop", 0.5, float("inf"), "low <= 1 <= high"),
+        ("icepop", float("nan"), None, "low <= 1 <= high"),
+        ("geometric_rejection", 1.0, 1.0, "low <= 1 <= high"),
+        ("geometric_rejection", -1.0, None, "low <= 1 <= high"),
+    ],
+)
+def test_bounds_that_mean_nothing_are_refused(name, low, high, message):
+    with pytest.raises(ConfigError, match=message):
+        CorrectionConfig(name=name, low=low, high=high)
+
+
 @pytest.mark.parametrize("name", ["truncated_is", "sequence_truncated_is"])
 def test_weighing_over_the_behavior_policy_is_refused(name):
     with pytest.raises(ConfigError, match="count twice"):

@@ -71,7 +71,8 @@ def features(path, rank, world_size, directory=None):
     found["ppo"] = [asdict(ppo.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
     found["ppo_weights"] = weights_of(ppo)
     lora = build(path, rank, world_size, algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)), lora=LORA)
-    lora.load(directory)  # the same adapters on any number of ranks
+    found["lora_start"] = weights_of(lora)
+    lora.load(directory)
     found["lora"] = [asdict(lora.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
     found["lora_weights"] = weights_of(lora)
     return found
@@ -232,6 +233,13 @@ def test_two_ranks_checkpoint_goes_on_with_one(outcome):
     one, two = outcome
     assert_close_metrics(two[0]["last"], one["resumed"])
     assert_close_weights(two[0]["last_weights"], one["resumed_weights"])
+
+
+def test_adapters_begin_the_same_on_any_number_of_ranks(outcome):
+    one, two = outcome
+    start, *others = (found["features"]["lora_start"] for found in (one, *two))
+    assert any(".lora_A." in name for name in start)
+    assert all(np.array_equal(start[name], other[name]) for other in others for name in start)
 
 
 def test_moments_are_restored_too(outcome):

@@ -448,10 +448,9 @@ def test_modules_that_cannot_be_adapted_are_refused(path, names):
     "fsdp",
     [
         FsdpConfig(offload_parameters=True),
-        FsdpConfig(offload_optimizer=True),
         FsdpConfig(activation_checkpointing=True),
     ],
-    ids=["parameters", "optimizer", "activations"],
+    ids=["parameters", "activations"],
 )
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])
 def test_what_saves_memory_changes_nothing(path, fsdp, lora):
@@ -463,8 +462,7 @@ def test_what_saves_memory_changes_nothing(path, fsdp, lora):
         torch.manual_seed(0)
         second = b.train_step(plan_of(lease), lease.trajectories)
         assert first.loss == pytest.approx(second.loss, abs=1e-6)
-    if not lora.rank:  # adapters begin with random matrices of their own
-        assert_same_weights(weights_of(a), weights_of(b))
+    assert_same_weights(weights_of(a), weights_of(b))
 
 
 def test_compiled_layers_compute_the_same_for_rows_of_any_length(path):

@@ -149,6 +149,15 @@ def test_advantages_must_fit_the_groups(spoil):
         plan_step(manifest, spoil(advantages), PackingRules(num_ranks=1, max_tokens_per_microbatch=30))
 
 
+@given(leases, ranks)
+def test_the_divisor_of_fixed_depends_on_no_mask(groups, num_ranks):
+    manifest, advantages = lease(groups)
+    rules = PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=LONGEST, aggregation="fixed", fixed_tokens=25)
+    plans = plan_step(manifest, advantages, rules)
+    count = sum(len(group) for group in groups)
+    assert {s.token_weight for p in plans for run in p.microbatches for s in run} == {1 / (count * 25)}
+
+
 def test_statistics_say_how_full_the_plan_is():
     manifest, advantages = lease([[(1, 9, 9), (1, 9, 9), (1, 4, 4)]])
     (plan,) = plan_step(manifest, advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=100))

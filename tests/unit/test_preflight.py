@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight import check_recipe, describe
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
@@ -46,6 +46,21 @@ def test_rows_that_the_reward_cannot_judge_are_named(checked) -> None:
         checked("reward.function=numeric", held_out=("many",))
     with pytest.raises(DataError, match=r"(?s)train\.jsonl:1.*neither inputs nor statements.*reward\.function=code"):
         checked("reward.function=code")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.kl={{coefficient: 0.1, path: {path}}}", "algorithm={{preset: ppo, critic: {{path: {path}}}}}"],
+)
+def test_a_reference_or_a_critic_with_other_tokens_is_refused(checked, tmp_path: Path, override: str) -> None:
+    other = tmp_path / "other"
+    tokenizer_with(QWEN).save_pretrained(other)
+    checked(override.format(path=other))
+    tokenizer = tokenizer_with(QWEN)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ConfigError, match=r"algorithm\.(kl|critic)\.path=.*[\s\S]*other tokens than that of model"):
+        checked(override.format(path=other))
 
 
 def test_held_out_prompts_that_are_too_long_are_told(checked) -> None:

@@ -1,5 +1,7 @@
 """Recipes: layers, overrides, and errors that say what was asked, what was found and what to do."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from asyncrl import cli
 from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.packing import PackingRules
+from asyncrl.trainer.planner import StepPlanner
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +69,101 @@ def test_bad_input_says_what_to_do(override, found, do):
     assert lines[2].startswith("do:    ")
     assert found in lines[1]
     assert do in lines[2]
+
+
+GREEDY = "rollout.sampling.temperature=0"
+BASELINE = "algorithm.advantage=reinforce_plus_plus"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["algorithm.dynamic_sampling=true", "batch.group_size=1", BASELINE], "every group would be filtered"),
+        ([GREEDY], "all alike"),
+        (["algorithm.kl.path=other"], "no reference model"),
+        (["algorithm.kl.place=reward"], "nothing is taken"),
+        (["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1"], "0 on average"),
+        (["algorithm.kl.coefficient=.inf"], "finite"),
+        (["algorithm.entropy_coefficient=.inf"], "finite"),
+        (["algorithm.fixed_tokens=100"], "only aggregation fixed"),
+        (["algorithm.loss=gspo"], "one token"),
+        (["algorithm.advantage=gae", "algorithm.critic.warmup_steps=80"], "never be trained"),
+        (["trainer.lr=.inf"], "finite"),
+        (["trainer.decay_steps=50"], "does not fall"),
+        (["trainer.schedule=cosine", "trainer.warmup_steps=81"], "before the learning rate has risen"),
+        (["trainer.lora.dropout=1"], "some must be left"),
+        (["algorithm.overlong.buffer_tokens=65"], "at most 64 tokens"),
+    ],
+)
+def test_what_can_never_be_meant_is_refused(overrides, found):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(QUICKSTART, overrides)
+    assert found in str(caught.value).splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [GREEDY, BASELINE],
+        ["algorithm.preset=reinforce_plus_plus", "algorithm.kl.coefficient=0"],
+        ["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"],
+        ["algorithm.critic.warmup_steps=80"],
+        ["trainer.schedule=linear", "trainer.decay_steps=50"],
+        ["algorithm.overlong.buffer_tokens=64"],
+    ],
+)
+def test_what_looks_like_it_and_has_a_use_is_not(overrides):
+    load_recipe(QUICKSTART, overrides)
+
+
+TOOLS = ["rollout.environment=tool_use", "rollout.tool_use.max_turns=3", "rollout.agent.max_turns=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        ([], 64),
+        (TOOLS, 192),
+        ([*TOOLS, "rollout.environment=agent"], 128),
+        ([*TOOLS, "rollout.environment=my.module:Game"], 64),
+        ([*TOOLS, "rollout.tool_use.max_trajectory_tokens=150"], 150),
+        ([*TOOLS, "rollout.torch.max_model_len=170"], 170),
+        ([*TOOLS, "trainer.max_tokens_per_microbatch=180"], 180),
+    ],
+)
+def test_the_longest_response_is_that_of_all_turns(overrides, longest):
+    """The soft penalty and the divisor of aggregation fixed go by the whole trajectory."""
+    recipe = load_recipe(QUICKSTART, [*overrides, "algorithm.aggregation=fixed"])
+    assert recipe.longest_response_tokens == longest
+    assert PackingRules.of(recipe).fixed_tokens == longest
+    penalised = load_recipe(QUICKSTART, [*overrides, "algorithm.overlong.buffer_tokens=20"])
+    plans = StepPlanner(replace(penalised, algorithm=replace(penalised.algorithm, advantage="dr_grpo"))).plan(
+        LeaseManifest(0, (group_of(longest - 20, longest - 10, longest),))
+    )
+    found = {s.index: s.advantage for run in plans[0].microbatches for s in run}
+    assert [found[i] for i in range(3)] == pytest.approx([0.5, 0.0, -0.5])
+
+
+def group_of(*response_tokens):
+    lengths = tuple(Lengths(0, n, n) for n in response_tokens)
+    counts = {"lag_sum": 0, "lag_max": 0, "lag_in_flight_sum": 0, "segments": 1, "interrupted": 0}
+    trained = sum(response_tokens)
+    return GroupSummary(0, 0, lengths=lengths, rewards=(1.0,) * len(lengths), trained_tokens=trained, **counts)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_loads(path):
+    load_recipe(path, [])
+
+
+def test_a_ratio_that_is_always_one_is_noted(capsys, monkeypatch):
+    """The command that recipes/gspo.yaml gives for GPUs has several updates a step."""
+    monkeypatch.chdir(ROOT)
+    text = " ".join((ROOT / "recipes" / "gspo.yaml").read_text().replace("#", "").split())
+    recipe, *overrides = re.search(r"On GPUs: (\S+) (\S+) (\S+) ", text).groups()
+    for number, noted in ((2, False), (1, True)):
+        assert cli.main([f"recipes/{recipe}", *overrides[:number], "--dry-run"]) == 0
+        assert ("with one update a step" in capsys.readouterr().out) == noted
 
 
 def test_off_is_a_word_where_a_key_has_it_among_its_choices(tmp_path):

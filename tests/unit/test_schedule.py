@@ -28,6 +28,12 @@ def test_constant_never_falls():
     assert learning_rate(10**6, peak=3.0, warmup_steps=5, decay_steps=10, min_fraction=0.1) == 3.0
 
 
+def test_the_warm_up_waits_for_the_first_step_that_trains():
+    config = TrainerConfig(lr=8.0, schedule="linear", warmup_steps=2)
+    rates = [scheduled_rate(config, step, 9, start=3) for step in range(10)]
+    assert rates == pytest.approx([0, 0, 0, 4, 8, 8, 6, 4, 2, 0])
+
+
 def test_a_run_that_ends_within_its_warm_up_only_rises():
     rates = [learning_rate(s, peak=4.0, warmup_steps=4, schedule="linear", decay_steps=3) for s in range(4)]
     assert rates == [1.0, 2.0, 3.0, 4.0]

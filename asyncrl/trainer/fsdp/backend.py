@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from asyncrl.algorithms.proximal import log_linear
 from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from asyncrl.errors import RunFailed, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
-from asyncrl.trainer.fsdp import state
+from asyncrl.trainer.fsdp import lora, state
 from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.optimizer import Update
@@ -27,6 +28,8 @@ from asyncrl.trainer.fsdp.totals import StepTotals
 from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Microbatch, RankPlan, TensorSpec, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class FsdpBackend:
@@ -42,8 +45,9 @@ class FsdpBackend:
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._world_size, self._rank, self._device = spec, world_size, rank, device
-        torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
+        torch.manual_seed(spec.seed)  # what is drawn anew (adapters) is the same on any number of ranks
         self._models = Models(spec, init_device_mesh(device.type, (world_size,)), device)
+        torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy, self._critic = self._models.policy, self._models.critic
         trainer, algorithm = spec.trainer, spec.algorithm
         host_state = trainer.fsdp.offload_optimizer
@@ -74,7 +78,8 @@ class FsdpBackend:
         self._saving = saving
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
-        """The updates of one step; see `TrainBackend`.
+        """The updates of one step; see `TrainBackend`. One without a trained token on any rank is skipped: momentum and
+        weight decay would move the weights.
 
         Raises:
             RunFailed: loss or gradient is not finite. The weights and the optimizers are as before that update.
@@ -84,23 +89,29 @@ class FsdpBackend:
         prepared = self._preparer.prepare(plan, trajectories)
         self._models.train(True)
         spec = self._spec
-        rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps)
+        start = spec.algorithm.critic.warmup_steps if self._critic is not None else 0
+        rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, start=start)
         critic_rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
-        learns = self._critic is None or plan.step >= spec.algorithm.critic.warmup_steps
-        totals, norms, critic_norms = StepTotals(self._device), [], []
-        for microbatches, ready in zip(plan.updates, prepared, strict=True):
+        learns = plan.step >= start
+        totals, norms, critic_norms, skipped = StepTotals(self._device), [], [], 0
+        for number, (microbatches, ready) in enumerate(zip(plan.updates, prepared, strict=True), start=1):
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
             for microbatch, found in zip(microbatches, ready, strict=True):
                 loss += self._pass(microbatch, trajectories, found, plan, totals, learns=learns)
             norms.append(self._update.clip())
             if self._critic_update is not None:
                 critic_norms.append(self._critic_update.clip())
-            self._check_finite(loss, [norms[-1], *critic_norms[-1:]], plan.step)
+            trained = sum(s.lengths.trained for microbatch in microbatches for s in microbatch)
+            place = f"update {number} of {len(plan.updates)} in optimizer step {plan.step}"
+            if not self._agree(loss, trained, [norms[-1], *critic_norms[-1:]], place):
+                self._drop_gradients()
+                skipped += 1
+                continue
             if learns:
                 self._update.step(rate)
             if self._critic_update is not None:
                 self._critic_update.step(critic_rate)
-        return totals.reduce(norms, rate, critic_norms)
+        return totals.reduce(norms, rate, critic_norms, skipped)
 
     def _pass(
         self,
@@ -202,7 +213,7 @@ class FsdpBackend:
 
     def capture(self) -> None:
         self._captured = None  # freed before the next one is made
-        live = self._live_state() | self._models.lora_facts()
+        live = self._live_state() | self._facts()
         self._captured = state.capture(live, rank=self._rank, device=self._device)
 
     def save(self, directory: Path) -> None:
@@ -214,6 +225,19 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
+        facts = self._facts()
+        written = state.read_entries(directory, facts)
+        lora.check_same(facts, written)
+        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.get(state.TOTAL_STEPS)
+        follows_length = trainer.schedule != "constant" and trainer.decay_steps is None
+        if follows_length and self._rank == 0 and then is not None and int(then) != now:
+            logger.warning(
+                "the learning rate jumps: it fell towards step %d, and now falls towards run.max_steps=%d; "
+                "trainer.decay_steps=%d keeps its curve",
+                int(then),
+                now,
+                int(then),
+            )
         state.load(directory, self._live_state(), rank=self._rank, device=self._device)
 
     def _live_state(self) -> dict[str, torch.Tensor]:
@@ -222,18 +246,32 @@ class FsdpBackend:
             found |= state.of_model("critic", self._critic, "critic_optimizer", self._critic_update.optimizer)
         return found
 
-    def _check_finite(self, loss: torch.Tensor, norms: Sequence[float], step: int) -> None:
-        """Every rank sees the same reduced numbers, so every rank raises."""
-        dist.all_reduce(loss)
-        if math.isfinite(loss) and all(math.isfinite(norm) for norm in norms):
-            return
-        self._update.drop()
-        if self._critic_update is not None:
-            self._critic_update.drop()
+    def _facts(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint says beside the state that is loaded."""
+        total = torch.tensor(self._spec.total_steps, dtype=torch.int64)
+        return self._models.lora_facts() | {state.TOTAL_STEPS: total}
+
+    def _agree(self, loss: torch.Tensor, trained: int, norms: Sequence[float], place: str) -> bool:
+        """Whether the update trains a token on any rank. All ranks see the same reduced numbers, so all of them raise.
+
+        Raises:
+            RunFailed: loss or gradient is not finite; the gradients are forgotten.
+        """
+        sums = torch.stack([loss, loss.new_tensor(trained)])
+        dist.all_reduce(sums)
+        whole, tokens = sums.tolist()
+        if math.isfinite(whole) and all(math.isfinite(norm) for norm in norms):
+            return tokens > 0
+        self._drop_gradients()
         raise RunFailed(
             explain(
-                f"optimizer step {step}",
-                f"loss={float(loss)}, gradient norm={', '.join(map(str, norms))}; the weights were not changed",
+                place,
+                f"loss={whole}, gradient norm={', '.join(map(str, norms))}; this update changed no weights",
                 "lower trainer.lr, or look for odd rewards in samples.jsonl",
             )
         )
+
+    def _drop_gradients(self) -> None:
+        self._update.drop()
+        if self._critic_update is not None:
+            self._critic_update.drop()

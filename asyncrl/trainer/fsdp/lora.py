@@ -8,7 +8,8 @@ Source: LoRA (arXiv:2106.09685) eq. 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +19,12 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.trainer import LoraConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.weights.experts import is_fused
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "experts")
 SCALE, BASE = "lora.scale", "lora.base"
 """Entries of a checkpoint: alpha / rank, [] float64; directory or hub name of the base weights, [bytes] uint8."""
 
@@ -33,14 +38,15 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     import peft
 
     names = config.target_modules
+    asked = f"trainer.lora.target_modules={list(names)}"
+    _refuse_experts(model, names, asked)
     kind = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] a float works
         lora_dropout=config.dropout,
-        target_modules="all-linear" if names == ["all-linear"] else list(names),
+        target_modules=_linear_layers(model) if names == ["all-linear"] else list(names),
         bias="none",
     )
-    asked = f"trainer.lora.target_modules={list(names)}"
     try:
         peft.inject_adapter_in_model(kind, model, ADAPTER)
     except ValueError as error:
@@ -57,13 +63,15 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model as it was before it got adapters, inside; for passes without gradient."""
     layers = _layers(model)
+    # not peft's enable_adapters: it also takes requires_grad from the adapters, and FSDP keeps that of the parameters
+    # that it gathered meanwhile
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -79,6 +87,46 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def scale_of(config: LoraConfig) -> float:
     return config.alpha / config.rank
+
+
+def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+    """Whether adapters of a checkpoint that says `written` go on as they were in a run that says `facts`; a base that
+    lies elsewhere is logged.
+
+    Raises:
+        ConfigError: they are scaled otherwise, or stand on another model of the hub.
+    """
+    if SCALE in facts and SCALE in written and float(facts[SCALE]) != float(written[SCALE]):
+        raise ConfigError(
+            explain(
+                f"resume with trainer.lora.alpha / trainer.lora.rank = {float(facts[SCALE]):g}",
+                f"the adapters were trained at {float(written[SCALE]):g}: the model would be another one",
+                "keep trainer.lora.rank and trainer.lora.alpha as they were",
+            )
+        )
+    if BASE not in facts or BASE not in written:
+        return
+    now, then = (bytes(found[BASE].tolist()).decode() for found in (facts, written))
+    if now != then and not now.startswith("/") and not then.startswith("/"):
+        found = f"the adapters were trained on {then}"
+        raise ConfigError(explain(f"resume with model.path={now}", found, f"set model.path={then}"))
+    if now != then:
+        logger.warning("the adapters were trained on the weights of %s; they go on over those of %s", then, now)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """peft's own all-linear would also take experts and routers, which are parameters and no layers."""
+    output = model.get_output_embeddings()
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+
+
+def _refuse_experts(model: PreTrainedModel, names: list[str], asked: str) -> None:
+    fused = sorted({n.rpartition(".")[2] for n, _ in model.named_parameters() if is_fused(n)})
+    named = sorted(set(names) & {*EXPERT_NAMES, *fused})
+    if fused and named:
+        found = f"{', '.join(named)}: the experts of a layer are one tensor ({', '.join(fused)}), which gets no adapter"
+        do = "name linear layers (q_proj, k_proj, v_proj, o_proj), or all-linear, which leaves experts out"
+        raise ConfigError(explain(asked, found, do))
 
 
 def _layers(model: nn.Module) -> list[Any]:

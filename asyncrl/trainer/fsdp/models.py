@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.critic import Critic
 from asyncrl.trainer.fsdp.model import compile_layers, load_model, shard
@@ -72,20 +76,45 @@ class Models:
 
     def _frozen_reference(self) -> Policy:
         spec, path = self._spec, self._spec.algorithm.kl.path
-        named = spec.model if path is None else replace(spec.model, path=path, revision=None)
+        named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
-        model = load_model(named, fsdp, self._device, key="algorithm.kl.path" if path else "model.path")
+        key = "algorithm.kl.path" if path else "model.path"
+        model = load_model(named, fsdp, self._device, key=key)
+        self._check_vocabulary(model, f"{key}={named.path}")
         reference = Policy(model.to(getattr(torch, fsdp.param_dtype)).requires_grad_(False).eval())
         shard(reference, model, self._mesh, fsdp)
         return reference
 
     def _critic(self) -> Critic:
         spec, path = self._spec, self._spec.algorithm.critic.path
-        named = spec.model if path is None else replace(spec.model, path=path, revision=None)
+        named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
         backbone = load_model(named, spec.trainer.fsdp, self._device, key=key, head=False)
+        self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
         critic = Critic(backbone)
         critic.shard(self._mesh, spec.trainer.fsdp)
         return critic
+
+    def _named(self, path: str | None) -> ModelConfig:
+        """The model at `path`; `model.revision` is of `model.path` alone."""
+        model = self._spec.model
+        return model if path in (None, model.path) else replace(model, path=path, revision=None)
+
+    def _check_vocabulary(self, model: PreTrainedModel, asked: str) -> None:
+        """Raises ConfigError: `model` cannot read the tokens that the policy writes. Models of one family may differ in
+        rows that no token uses; that the tokens mean the same is for `preflight` to see."""
+        rows, own = (_embedding_rows(m) for m in (model, self.policy.causal_lm))
+        if rows >= own:
+            return
+        named = self._spec.model
+        tokens = len(AutoTokenizer.from_pretrained(named.path, revision=named.revision))
+        if rows < tokens:
+            found = f"its embedding has {rows} rows, and the tokenizer of model.path={named.path} has {tokens} tokens"
+            raise ConfigError(explain(asked, found, "name a model of the same vocabulary"))
+
+
+def _embedding_rows(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]

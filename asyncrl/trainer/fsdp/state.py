@@ -8,7 +8,8 @@ theirs. It is written from a copy in host memory, by a thread beside the one tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,6 +24,11 @@ from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.weights.adapters import LORA_B, BaseWeights
 from asyncrl.weights.experts import unfused
+
+logger = logging.getLogger(__name__)
+
+TOTAL_STEPS = "run.total_steps"
+"""Entry of a checkpoint: the length of the run, [] int64, which a falling learning rate depends on."""
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,29 +87,45 @@ def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.Process
 def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> None:
     """Restores what `save` wrote into the tensors of `wanted` (`of_model`); collective.
 
-    A rank that the checkpoint does not know (there are more ranks now) keeps the random state that it has.
+    A rank that the checkpoint does not know (there are more ranks now), or knows on another kind of device, keeps the
+    random state that it has.
 
     Raises:
-        ConfigError: there is no checkpoint below `directory`, or it is of another model.
+        ConfigError: there is no checkpoint below `directory`, or it is of another model. Nothing was loaded.
     """
     asked = f"load the trainer's state from {directory}"
     written = _metadata(directory, asked)
-    random_state = _random_state(device)
-    known = f"rng.{rank}" in written
+    _check_same_state(wanted, written, asked)
+    random_state, name = _random_state(device), f"rng.{rank}"
+    known = name in written and _shape(written, name) == tuple(random_state.shape)
+    if name in written and not known:
+        logger.warning("rank %d keeps its own random state: that in %s is of another kind of device", rank, directory)
     try:
-        dcp.load(wanted | ({f"rng.{rank}": random_state} if known else {}), checkpoint_id=directory)
+        dcp.load(wanted | ({name: random_state} if known else {}), checkpoint_id=directory)
     except CheckpointException as error:
         raise ConfigError(explain(asked, str(error), "set model.path to the model that was trained")) from error
     if known:
         _set_random_state(random_state, device)
 
 
-def read_weights(directory: Path, base: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def read_entries(directory: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Those of `names` that `save` wrote, whole; collective. Raises ConfigError: no checkpoint there."""
+    written = _metadata(directory, f"load the trainer's state from {directory}")
+    found = {name: _empty(written, name) for name in names if name in written}
+    if found:
+        dcp.load(found, checkpoint_id=directory)
+    return found
+
+
+def read_weights(
+    directory: Path, base: str | None = None, revision: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Names in Hugging Face's naming and whole float32 tensors of the policy that `save` wrote, one at a time, adapters
     merged, experts apart. Needs no process group.
 
     Args:
         base: where the base weights of adapters are now; None: where the checkpoint says.
+        revision: of the base on the hub; None: its default branch.
 
     Raises:
         ConfigError: there is no checkpoint below `directory`.
@@ -119,14 +141,54 @@ def read_weights(directory: Path, base: str | None = None) -> Iterator[tuple[str
     path = bytes(_read(directory, written, lora.BASE).tolist()).decode()
     adapters = {name: _read(directory, written, f"model.{name}") for name in names}
     scaled = {name: t * scale if name.endswith(LORA_B) else t for name, t in adapters.items()}
-    for name, tensor in BaseWeights(base or path).merged(scaled):
+    for name, tensor in BaseWeights(base or path, revision).merged(scaled):
         yield name, tensor.float()
 
 
-def _read(directory: Path, written: dict[str, STORAGE_TYPES], name: str) -> torch.Tensor:
+def _check_same_state(wanted: dict[str, torch.Tensor], written: dict[str, STORAGE_TYPES], asked: str) -> None:
+    """Raises ConfigError, naming the part that the checkpoint lacks, has too much, or has in another shape."""
+    missing = [name for name in wanted if name not in written]
+    surplus = [name for name in written if name.startswith("model.") and name not in wanted]
+    has_adapters = lora.SCALE in written
+    wants_adapters = any(".lora_" in name for name in wanted)
+    new = "or start a new run from what asyncrl-export makes of it"
+    if has_adapters != wants_adapters:
+        kinds = ("all weights", "adapters alone (trainer.lora)")
+        found = f"it holds {kinds[has_adapters]}, and this run trains {kinds[wants_adapters]}"
+        raise ConfigError(explain(asked, found, f"keep trainer.lora.rank, {new}"))
+    if missing and all(name.startswith(("critic.", "critic_optimizer.")) for name in missing):
+        found = f"it has no critic: {missing[0]} and {len(missing) - 1} more are not in it"
+        raise ConfigError(explain(asked, found, f"keep algorithm.advantage, {new}"))
+    keep = "trainer.lora.rank and trainer.lora.target_modules" if wants_adapters else "the model.path that was trained"
+    if missing or surplus:
+        what = f"has no {missing[0]}" if missing else f"also has {surplus[0]}"
+        found = f"it {what} ({len(missing)} tensors missing, {len(surplus)} too many)"
+        raise ConfigError(explain(asked, found, f"keep {keep}, {new}"))
+    for name, tensor in wanted.items():
+        shape = _shape(written, name)
+        if shape != tuple(tensor.shape):
+            found = f"{name} has the shape {list(shape)} in it, {list(tensor.shape)} in this run"
+            keep = "algorithm.critic.path" if name.startswith("critic") else keep
+            raise ConfigError(explain(asked, found, f"keep {keep}, {new}"))
+
+
+def _shape(written: dict[str, STORAGE_TYPES], name: str) -> tuple[int, ...]:
+    return tuple(_of_tensor(written, name).size)
+
+
+def _empty(written: dict[str, STORAGE_TYPES], name: str) -> torch.Tensor:
+    of = _of_tensor(written, name)
+    return torch.empty(of.size, dtype=of.properties.dtype)
+
+
+def _of_tensor(written: dict[str, STORAGE_TYPES], name: str) -> TensorStorageMetadata:
     of = written[name]
     assert isinstance(of, TensorStorageMetadata), f"{name} is a tensor"
-    tensor = torch.empty(of.size, dtype=of.properties.dtype)
+    return of
+
+
+def _read(directory: Path, written: dict[str, STORAGE_TYPES], name: str) -> torch.Tensor:
+    tensor = _empty(written, name)
     dcp.load({name: tensor}, checkpoint_id=directory, no_dist=True)
     return tensor
 

@@ -74,8 +74,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_N = torch.zeros_like(normalizers_N) if grad_N is None else grad_N
         grad_hidden_ND = torch.empty_like(hidden_ND)
         # float32 sums: bfloat16 would lose the small contributions of late chunks
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither where the output layer is frozen
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         for start in range(0, len(targets_N), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale)
@@ -92,9 +93,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_ND[rows] = grad_CV @ weight_VD
-            grad_weight_VD += grad_CV.T @ hidden_ND[rows]
-        grad_bias = None if bias_V is None or grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_CV.T @ hidden_ND[rows]
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
 
 
 def _logits(

@@ -38,7 +38,9 @@ class StepTotals:
         for name, value in sums:
             self._sums[name] = self._sums.get(name, 0) + value.double()
 
-    def reduce(self, grad_norms: list[float], lr: float, critic_norms: list[float]) -> TrainMetrics:
+    def reduce(
+        self, grad_norms: list[float], lr: float, critic_norms: list[float], skipped_updates: int = 0
+    ) -> TrainMetrics:
         """The same on every rank; collective. `grad_norms`, `critic_norms`: one for each update; none without a
         critic."""
         totals = torch.cat([self._counts, *(value[None] for value in self._sums.values())])
@@ -57,6 +59,7 @@ class StepTotals:
             trained_tokens=int(trained),
             packed_tokens=int(packed),
             means=tuple((name, value) for name, value in means.items() if not name.startswith("_")),
+            skipped_updates=skipped_updates,
         )
 
 
