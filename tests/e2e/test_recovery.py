@@ -41,17 +41,18 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=10")
     run.wait_for_step(2)
     for number, how in enumerate(("killed", "stopped"), 1):
-        victim = lose(run, "Rollouter", how)
+        process = lose(run, "Rollouter", how)
         run.wait_for_event("rollouter_restarted", count=number)
-        assert victim not in run.actor_pids("Rollouter")
+        assert not psutil.wait_procs([process], 20)[1], "also one that was only stopped is ended"
     taken_back = [e for e in events(run, "group") if e["transition"] == "returned"]
     assert taken_back, "its tickets were taken back"
     assert not events(run, "training_failed"), "nothing was rolled back"
     run.wait_for_event("checkpoint")
     lost = [(role, how) for role in ("TrainerActor", "MessageQueue") for how in ("killed", "stopped")]
     for number, (role, how) in enumerate(lost, 1):
-        lose(run, role, how)
+        process = lose(run, role, how)
         run.wait_for_event("training_restarted", count=number)
+        assert not psutil.wait_procs([process], 20)[1]
         assert [e["process"] for e in events(run, "training_failed")][number - 1 :] == [NAMES[role]]
         assert events(run, "training_restarted")[-1]["checkpoint"].startswith("step_")
     finish(run)
@@ -59,11 +60,11 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
 
 
 def lose(run, role, how):
-    """Kills or stops the one process of this role; its pid."""
+    """Kills or stops the one process of this role."""
     (victim,) = run.actor_pids(role)
     process = psutil.Process(victim)
     process.kill() if how == "killed" else process.suspend()
-    return victim
+    return process
 
 
 def test_two_ranks_and_a_death_before_the_first_checkpoint(start):

@@ -193,9 +193,7 @@ def test_a_run_that_is_extended_says_that_its_rate_jumps(models, tmp_path, caplo
     ],
 )
 def test_another_vocabulary_is_refused(models, key, algorithm):
-    found = (
-        rf"{key}=.*small[\s\S]*its embedding has {VOCAB_SIZE // 2} rows, and .* has {VOCAB_SIZE - 8} tok"
-    )
+    found = rf"{key}=.*small[\s\S]*its embedding has {VOCAB_SIZE // 2} rows, and .* has {VOCAB_SIZE - 8} tok"
     with pytest.raises(ConfigError, match=found):
         build(models / "plain", algorithm(str(models / "small")))
     for name in ("plain", "unpadded"):
