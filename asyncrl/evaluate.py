@@ -330,7 +330,10 @@ def _table(report: Report) -> Table:
 
 
 def _whole_numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
+    try:
+        return [int(word) for word in text.split(",") if word]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,4") from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,56 @@
+"""What `asyncrl-eval` refuses, before anything starts: exit code 2, and a message that says what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.evaluate import main
+from tests.environments import QWEN, tokenizer_with
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model` (a tokenizer and no more), `rows.jsonl` and `bad.jsonl`."""
+    root = tmp_path_factory.mktemp("place")
+    tokenizer_with(QWEN).save_pretrained(root / "model")
+    (root / "model" / "config.json").write_text("{}")
+    (root / "model" / "model.safetensors").write_bytes(b"")
+    (root / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
+    (root / "bad.jsonl").write_text(json.dumps({"prompt": "1+1?"}))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("model missing.jsonl", "the dataset missing.jsonl"),
+        ("model bad.jsonl", "bad.jsonl:1"),
+        ("./missing rows.jsonl", "./missing"),
+        ("model rows.jsonl --samples 0", "eval.samples must be at least 1"),
+        ("model rows.jsonl --samples 2 --pass-at 4", "pass@k needs at least k responses"),
+        ("model rows.jsonl --max-prompts 0", "eval.max_prompts must be at least 1"),
+        ("model rows.jsonl --replicas 0", "rollout.num_replicas must be at least 1"),
+        ("model rows.jsonl --timeout -1", "eval.timeout_s must be above 0"),
+        ("model rows.jsonl --reward nope", "reward.function=nope"),
+        ("model rows.jsonl --rows missing/out.jsonl", "is no directory that can be written"),
+        ("model rows.jsonl --rows bad.jsonl", "it exists"),
+        ("model rows.jsonl eval.sample=2", "eval.sample"),
+    ],
+)
+def test_bad_input_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, capsys, words: str, found: str) -> None:
+    monkeypatch.chdir(place)
+    assert main(words.split()) == 2
+    message = capsys.readouterr().err
+    assert found in message
+    assert "asked: " in message
+    assert "do: " in message
+
+
+def test_a_list_that_is_none_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["model", "rows.jsonl", "--pass-at", "1,x"])
+    assert error.value.code == 2
+    assert "'1,x' is no list of whole numbers such as 1,4" in capsys.readouterr().err
