@@ -2,6 +2,7 @@
 #   make quickstart         set up, make a tiny model and its data, train it, on a CPU
 #   make quickstart-vllm    the same with vLLM as the inference engine (a 4 GB environment)
 #   make test               set up (with vLLM), lint, type-check, test
+# (pip compiles nothing: Python does it for what is imported, a small part.)
 # Overrides for the run:  make quickstart ARGS="run.dir=runs/other run.max_steps=10 run.seed=1"
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13,$(shell command -v $(p))) python3.11)
@@ -28,7 +29,7 @@ define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
 	  echo "do:    install Python 3.11 or newer, or pass PYTHON=/path/to/python"; exit 2; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(1)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(1)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 endef
 

@@ -22,7 +22,7 @@ SMALL = (
     "eval.every_steps=0",
     "checkpoint.every_steps=2",
 )
-FAULTS = 8
+FAULTS = 6
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.rewards import RewardResult
 
 
-class RaisesOnSome(SingleTurn):
-    """Every fifth prompt always raises; every seventh does on its first attempt of each process."""
+class Misbehaves(SingleTurn):
+    """Every fifth prompt raises, and every fifth from 2 hangs; prompt 3 is judged by a word; the first attempt of every
+    seventh raises. The others give what a hasty user would: lists, and a numpy number as reward."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -22,16 +23,11 @@ class RaisesOnSome(SingleTurn):
     async def run(self, task, session):
         if task.ordinal % 5 == 0 and task.index == 0:
             raise ValueError(f"no answer sheet for prompt {task.ordinal}")
+        if task.ordinal % 5 == 2:
+            await asyncio.Event().wait()
         if task.ordinal % 7 == 0 and task.ordinal not in self._seen:
             self._seen.add(task.ordinal)
             raise ConnectionError("the grader hung up")
-        return await super().run(task, session)
-
-
-class ReturnsLists(SingleTurn):
-    """Gives what a hasty user would: lists, and a numpy number as reward; and once something that is not a number."""
-
-    async def run(self, task, session):
         trajectory = await super().run(task, session)
         reward = "much" if task.ordinal == 3 and task.index == 0 else np.float32(trajectory.reward)
         return replace(trajectory, response_ids=trajectory.response_ids.tolist(), reward=reward)
@@ -40,15 +36,6 @@ class ReturnsLists(SingleTurn):
 class HangsForEver(SingleTurn):
     async def run(self, task, session):
         await asyncio.Event().wait()
-
-
-class HangsOnSome(SingleTurn):
-    """Every fifth prompt hangs."""
-
-    async def run(self, task, session):
-        if task.ordinal % 5 == 0:
-            await asyncio.Event().wait()
-        return await super().run(task, session)
 
 
 class Straggles(SingleTurn):

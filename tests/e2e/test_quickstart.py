@@ -92,39 +92,6 @@ def test_a_signal_ends_it_with_a_checkpoint_and_it_resumes_where_it_was(start):
     assert sorted(again.transitions("trained")) == list(range(16 * steps)), "the ordinals of an undisturbed run"
 
 
-def test_an_environment_that_raises_fails_its_group_not_the_run(start):
-    run = start(
-        "run.max_steps=3",
-        "eval.every_steps=0",
-        "rollout.environment=tests.e2e.faulty:RaisesOnSome",
-        "rollout.max_failed_fraction=0.5",
-        "rollout.max_attempts=2",
-    )
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=2, steps=3)
-    failed = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
-    assert failed
-    assert all(e["ordinal"] % 5 == 0 for e in failed)
-    assert all("no answer sheet" in e["detail"] and "Traceback" in e["detail"] for e in failed)
-    retried = [e for e in run.events if e["event"] == "group" and e["transition"] == "returned"]
-    assert any("the grader hung up" in e["detail"] for e in retried)
-    assert not set(run.transitions("failed")) & set(run.transitions("trained"))
-
-
-def test_trajectories_of_lists_and_numpy_numbers_are_taken_and_nonsense_fails_its_group(start):
-    run = start(
-        "run.max_steps=2",
-        "eval.every_steps=0",
-        "rollout.environment=tests.e2e.faulty:ReturnsLists",
-        "rollout.max_attempts=1",
-    )
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=2, steps=2)
-    (failed,) = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
-    assert failed["ordinal"] == 3
-    assert "could not convert" in failed["detail"]
-
-
 def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "runs" / "tiny-qwen3", broken)

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
 from asyncrl.queue.group_files import load_partials
-from tests.e2e.conftest import assert_audited
+from tests.e2e.conftest import assert_audited, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -154,21 +154,33 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
     assert "default_worker.py" in stacks, "the actors"
 
 
-def test_an_environment_that_hangs_fails_its_group(start):
+def test_an_environment_that_raises_hangs_or_returns_nonsense_fails_its_group_not_the_run(start):
     run = start(
         *SMALL,
         "run.max_steps=3",
-        "rollout.environment=tests.e2e.faulty:HangsOnSome",
-        "rollout.trajectory_timeout_s=3",
-        "rollout.max_attempts=1",
+        "rollout.environment=tests.e2e.faulty:Misbehaves",
+        "rollout.trajectory_timeout_s=4",
+        "rollout.max_attempts=2",
+        "rollout.max_failed_fraction=1",
     )
     assert run.wait() == 0, run.log
-    assert_audited(run, max_lag=2, steps=3)
-    failed = [e for e in run.events if e["event"] == "group" and e["transition"] == "failed"]
-    assert {e["ordinal"] % 5 for e in failed} == {0}
-    assert all(DeadlineExceeded.__name__ in e["detail"] for e in failed)
+    assert_sound(run, max_lag=2, steps=3)
+    groups = events(run, "group")
+    failed = {e["ordinal"]: e["detail"] for e in groups if e["transition"] == "failed"}
+    assert {0, 2, 3, 5, 7, 10} <= set(failed)
+    assert {o % 5 for o in set(failed) - {3}} == {0, 2}
+    assert "could not convert" in failed[3]
+    for ordinal, detail in failed.items():
+        if ordinal % 5 == 0:
+            assert "no answer sheet" in detail
+            assert "Traceback" in detail
+        if ordinal % 5 == 2:
+            assert DeadlineExceeded.__name__ in detail
+    returned = [e["detail"] for e in groups if e["transition"] == "returned" and e["ordinal"] == 14]
+    assert any("the grader hung up" in detail for detail in returned)
+    assert not set(failed) & set(run.transitions("trained"))
     quarantined = [json.loads(line) for line in (run.directory / "quarantine.jsonl").read_text().splitlines()]
-    assert {q["ordinal"] for q in quarantined} == {e["ordinal"] for e in failed}
+    assert {q["ordinal"] for q in quarantined} == set(failed)
 
 
 def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_again(start):
