@@ -15,6 +15,7 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help install install-vllm quickstart quickstart-vllm test lint types fast lock clean
 
@@ -62,10 +63,10 @@ types: $(STAMP_VLLM)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: $(STAMP)
-	$(BIN)/python -m pytest -m "unit or structure or concurrency"
+	$(PYTEST) -m "unit or structure or concurrency"
 
 test: $(STAMP_VLLM) lint types
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Resolves the dependencies anew in throw-away environments and writes the lock files.
 lock:

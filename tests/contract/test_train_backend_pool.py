@@ -246,8 +246,15 @@ async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
     await pool.train_step(plans)  # the late step is done first
 
 
-async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, lease, queue, tmp_path):
+@pytest.fixture(scope="module")
+def killed():
+    """Ranks that a test has killed; the next one looks for what they left."""
+    return []
+
+
+async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, lease, queue, tmp_path, killed):
     pids = pids_of(pool)
+    killed += pids
     await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     await pool.capture()
     await pool.save(tmp_path / "whole", START_S)
@@ -271,14 +278,14 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     assert not _alive(pids[0])
 
 
-async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path):
+async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path, killed):
     """One pool for both: the start is what costs."""
     await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process="queue")
     pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
     try:
         pids, plans = pids_of(pool), lease.plans(num_ranks=2)
         await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
-        assert segments_of_the_dead() == []
+        assert segments_of(killed) == []
         await pool.capture()
         first = await pool.train_step(plans)
         await pool.save(tmp_path / "trainer", START_S)
@@ -319,9 +326,9 @@ def unblock(directory, rank):
     os.close(os.open(directory / f"__{rank}_0.distcp", os.O_RDONLY | os.O_NONBLOCK))
 
 
-def segments_of_the_dead():
-    found = Path("/dev/shm").glob("asyncrl-weights-*.seg")
-    return [p.name for p in found if not Path(f"/proc/{p.name.split('-')[2]}").exists()]
+def segments_of(pids):
+    """Names of the shared memory of these processes."""
+    return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*.seg") if int(p.name.split("-")[2]) in pids]
 
 
 def _alive(pid):

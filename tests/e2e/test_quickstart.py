@@ -17,15 +17,16 @@ from tests.e2e.conftest import ROOT, assert_audited, assert_sound
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def left_behind():
-    """Shared memory and sockets whose owner, the process in their name, is gone."""
-    names = {p.name for p in Path("/dev/shm").glob("asyncrl-weights-*")}
-    return {name for name in names if not psutil.pid_exists(int(name.split("-")[2]))}
+def left_behind(pids):
+    """Shared memory and sockets of these processes: the owner is in their names."""
+    return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*") if int(p.name.split("-")[2]) in pids]
 
 
 def test_the_model_learns_bounded_and_lossless(start):
-    before = left_behind()
     run = start("run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64")
+    run.wait_for_step(1)
+    pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
+    assert left_behind(pids), "weights go through shared memory"
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=24)
     first, last = run.metrics[0], run.metrics[-1]
@@ -44,7 +45,7 @@ def test_the_model_learns_bounded_and_lossless(start):
     publishes = [e for e in run.events if e["event"] == "publish"]
     assert [p["version"] for p in publishes] == list(range(25))
     assert publishes[0]["verified"]
-    assert left_behind() <= before
+    assert not left_behind(pids)
 
 
 @pytest.mark.parametrize(
