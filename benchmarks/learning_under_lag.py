@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.checkpoint.run_directory import git_commit, package_versions
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RECORDS = RESULTS / "learning_under_lag.jsonl"
@@ -51,6 +53,13 @@ ALGORITHMS: dict[str, list[str]] = {
     "tis": [*PROXIMAL, "algorithm.corrections=[{name: truncated_is, high: 2.0}]"],
     "cispo": ["algorithm.preset=cispo"],
 }
+WHAT_THEY_ARE = """
+All have the advantages of GRPO and token_mean. uncorrected: the plain policy gradient, as if every token were new.
+grpo_clip: the ratio is to the policy that sampled, and clipped (0.2); grpo_clip_kl: with the KL term of the preset
+(k3, 0.04) beside it. decoupled_ppo: the clip holds to the policy before the step (log_linear), and truncated importance
+weights (5.0) answer for the rest. tis: such weights (2.0) alone. cispo: weights in [0, 5], and every token keeps its
+gradient.
+"""
 SMALL = ["batch.groups_per_step=8", "batch.group_size=8", "rollout.torch.num_slots=128", "trainer.lr=5e-4"]
 
 
@@ -237,7 +246,7 @@ def records(part: str) -> list[dict[str, Any]]:
 def keep(record: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with RECORDS.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(record | {"commit": git_commit()}) + "\n")
     print(record, flush=True)
 
 
@@ -258,19 +267,19 @@ def cell(values: list[float]) -> str:
 
 
 def report() -> str:
-    from asyncrl.checkpoint.run_directory import git_commit, package_versions
-
     packages = ", ".join(f"{k} {v}" for k, v in package_versions().items())
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}"
     steps = records("steps")
+    commits = sorted({r["commit"][:7] for r in steps + records("wall")})
     lines = [
         "# Learning under lag",
         "",
-        f"{machine}; commit {git_commit()}",
+        f"{machine}; measured at {', '.join(commits)}",
         "",
         "Written by `python benchmarks/learning_under_lag.py`. Held-out greedy accuracy of the quickstart's model,",
         "mean and 95% interval over seeds. The lag is exact: every token is trained that many steps after the version",
-        f"that sampled it. Each step trains 8 groups of 8; {' '.join(SMALL)}.",
+        f"that sampled it. Each step trains 8 groups of 8: {' '.join(SMALL)}.",
+        WHAT_THEY_ARE.rstrip(),
     ]
     done = sorted({int(s) for r in steps for s in r["accuracy"] if int(s) > 0})
     for at in done:
@@ -338,20 +347,29 @@ def picture() -> None:
     done = sorted({int(s) for r in steps for s in r["accuracy"] if int(s) > 0})
     figure, axes = plt.subplots(1, len(done), figsize=(3.6 * len(done), 3.4), sharey=True, squeeze=False)
     for at, axis in zip(done, axes[0], strict=True):
-        for name in ALGORITHMS:
-            points = []
+        for place, name in enumerate(ALGORITHMS):
+            points, aside = [], 1 + 0.03 * (place - (len(ALGORITHMS) - 1) / 2)
             for lag in LAGS:
                 values = [r["accuracy"][str(at)] for r in steps if r["algorithm"] == name and r["lag"] == lag]
                 if values:
                     points.append((lag, *interval(values)))
             if points:
                 x, mean, half = zip(*points, strict=True)
-                axis.errorbar([v + 1 for v in x], mean, yerr=np.nan_to_num(half), marker="o", capsize=2, label=name)
+                axis.errorbar(
+                    [(v + 1) * aside for v in x],
+                    mean,
+                    yerr=np.nan_to_num(half),
+                    marker="o",
+                    ms=4,
+                    capsize=2,
+                    label=name,
+                )
         axis.set_xscale("log", base=2)
         axis.set_xticks([lag + 1 for lag in LAGS], [str(lag) for lag in LAGS])
         axis.set_title(f"after {at} steps")
         axis.set_xlabel("lag of every token, steps")
     axes[0][0].set_ylabel("held-out accuracy")
+    axes[0][0].set_ylim(0, 1.05)
     axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(RESULTS / "learning_under_lag.png", dpi=110)

@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16")
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     """Prints one JSON object a response: prompt, tokens, log-probabilities."""
     from asyncrl.config.model import ModelConfig
-    from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+    from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
     from asyncrl.data.dataset import load_rows
     from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
     from asyncrl.inference import build_engine
@@ -42,6 +42,7 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     rows = load_rows(str(ROOT / "data" / "arithmetic_test.jsonl"))[:count]
     rollout = RolloutConfig(
         engine=engine_name,  # type: ignore[arg-type]
+        sampling=SamplingConfig(max_response_tokens=64),
         torch=TorchEngineConfig(num_slots=64, max_model_len=256),
         vllm=VllmEngineConfig(max_model_len=256, max_num_seqs=64, enforce_eager=True, kv_cache_memory_bytes=1 << 26),
     )

@@ -1,12 +1,10 @@
 """FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
 
-import datetime
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -32,7 +30,7 @@ from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -54,16 +52,6 @@ MODELS = {
     ),
     "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=5, tie_word_embeddings=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,10 @@
 """What the FSDP backend adds to a plain step, on one rank, against what it is to be equal to."""
 
-import datetime
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
@@ -26,7 +24,7 @@ from asyncrl.types import LeaseManifest
 from asyncrl.weights.adapters import BaseWeights
 from asyncrl.weights.packing import spec_of
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -41,16 +39,6 @@ SIZES = {
 KL = KlConfig(coefficient=0.3)
 LORA = LoraConfig(rank=4, alpha=6.0)
 PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2), gae=GaeConfig(gamma=0.97, lam=0.9))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

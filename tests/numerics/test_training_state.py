@@ -1,6 +1,5 @@
 """What a trainer refuses or leaves alone: states of another run, models of another vocabulary, updates of nothing."""
 
-import datetime
 import logging
 import os
 from dataclasses import replace
@@ -8,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -27,7 +25,7 @@ from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -41,16 +39,6 @@ SIZES = {
 }
 LORA = LoraConfig(rank=4, alpha=6.0)
 GAE = AlgorithmConfig(advantage="gae")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=30)
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
