@@ -15,7 +15,7 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 .PHONY: help install install-vllm quickstart quickstart-vllm test lint types fast lock clean
 
