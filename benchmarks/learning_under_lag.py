@@ -1,7 +1,7 @@
 """What learning costs when every token is trained with the same lag: algorithms x lags x seeds, and the real system.
 
     python benchmarks/learning_under_lag.py steps --workers 2     # an hour on 2 cores; goes on where it stopped
-    python benchmarks/learning_under_lag.py wall                  # the real system, one run at a time: two hours
+    python benchmarks/learning_under_lag.py wall                  # the real system, one run at a time: an hour
     python benchmarks/learning_under_lag.py report                # table and picture from what has been measured
 
 `steps` holds the lag exactly: in one process the embedded engine generates the groups of step g + lag under version g,
@@ -42,8 +42,9 @@ LAGS = (0, 1, 2, 4, 8, 16)
 SEEDS = 5
 STEPS = 50
 EVAL_STEPS = (25, 50)
-WALL_STEPS = 60
-WALL_MARKS_S = (5, 10, 15, 20, 30)
+WALL_STEPS = 40
+WALL_MARKS_S = (4, 8, 12)
+WALL_PROMPTS = 128
 PROXIMAL = ["algorithm.ratio=proximal"]
 ALGORITHMS: dict[str, list[str]] = {
     "uncorrected": PROXIMAL,
@@ -206,7 +207,8 @@ def wall_run(algorithm: str, lag: int, seed: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) / "run"
         words = [f"staleness.max_lag={lag}", f"run.seed={seed}", f"run.dir={directory}", f"run.max_steps={steps}"]
-        words += [*SMALL, *ALGORITHMS[algorithm], "eval.every_steps=5", "checkpoint.every_steps=0"]
+        words += [*SMALL, *ALGORITHMS[algorithm], "eval.every_steps=5", f"eval.max_prompts={WALL_PROMPTS}"]
+        words += ["checkpoint.every_steps=0"]
         words += ["mode=sync"] if lag == 0 else []
         command = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
@@ -306,7 +308,8 @@ def wall_tables(wall: list[dict[str, Any]]) -> list[str]:
         "## The real system: after a fixed wall time",
         "",
         "`asyncrl-train` with this `staleness.max_lag` (0: mode sync), the same batch. Seconds since training began,",
-        "evaluations left out; one run at a time. The last accuracy that was measured by then, every 5 steps.",
+        "evaluations left out; one run at a time. The last accuracy that was measured by then, every 5 steps, on",
+        f"{WALL_PROMPTS} prompts.",
     ]
     names = [name for name in ALGORITHMS if any(r["algorithm"] == name for r in wall)]
 
