@@ -41,11 +41,12 @@ def die_with_parent() -> None:
 
 
 def leave_root(directory: str, needed: Iterable[str]) -> bool:
-    """Becomes the user nobody, who gets `directory`; False where `needed` files are closed to others, or not root.
+    """Becomes the user nobody, who gets `directory`; False where `needed` files or the way to `directory` are closed to
+    others, or not root.
 
     Only for another user than root does the kernel count processes against a limit.
     """
-    if os.geteuid() != 0 or not all(_open_to_others(path) for path in needed):
+    if os.geteuid() != 0 or not all(_open_to_others(path) for path in (*needed, os.path.dirname(directory))):
         return False
     try:
         os.chown(directory, _NOBODY, _NOBODY)

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shutil
 import socket
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,13 +25,17 @@ LEVELS = ["namespaces", "seccomp", "basic"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path, monkeypatch):
-    """The sandboxes of a test lie in a directory of its own: others may be at work on this machine."""
-    place, others = tmp_path / "sandboxes", set(psutil.Process().children(recursive=True))
-    place.mkdir()
+def sandboxes(tmp_path_factory, monkeypatch):
+    """The sandboxes of a test lie in a directory of its own, in which nothing is left: others may be at work on this
+    machine. As open to other users as the system's own, which pytest's are not."""
+    tmp_path_factory.getbasetemp()  # made now, or it would lie in there
+    place, others = Path(tempfile.mkdtemp(prefix="sandboxes-")), set(psutil.Process().children(recursive=True))
+    place.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    yield
-    assert not list(place.iterdir())
+    yield place
+    left = list(place.iterdir())
+    shutil.rmtree(place)
+    assert not left
     left = set(psutil.Process().children(recursive=True)) - others
     assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
@@ -41,6 +47,12 @@ def test_a_program_reads_and_prints(level):
     assert (result.stdout, result.stderr, result.exit_code, result.limit) == ("cba\n", "to err\n", 0, "")
     assert result.succeeded
     assert not result.timed_out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_temporary_files_may_lie_where_no_other_user_comes(level, sandboxes):
+    sandboxes.chmod(0o700)
+    assert run_python("print(open(__file__).read()[:5])", limits=LIMITS, level=level).stdout == "print\n"
 
 
 def test_what_it_does_not_read_does_not_block():
@@ -155,12 +167,12 @@ print("done")
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("program", [BOMB, DAEMON], ids=["bomb", "daemon"])
-def test_processes_end_with_it(program, level, tmp_path):
+def test_processes_end_with_it(program, level, sandboxes):
     """The fixture sees that none is left, whether the level lets it have any or not."""
     started = time.monotonic()
     run_python(program, limits=SandboxLimits(timeout_s=2.0, cpu_s=1), level=level)
     assert time.monotonic() - started < 15.0
-    assert not inside(tmp_path)
+    assert not inside(sandboxes)
 
 
 def inside(place):
