@@ -167,6 +167,8 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     # What is only there for training must not keep an evaluation from running.
     sections["weights"], sections["observability"] = {}, {}
     sections.get("trainer", {}).pop("lora", None)
+    for part in ("kl", "critic"):  # their models may have gone since
+        sections.get("algorithm", {}).pop(part, None)
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):

@@ -110,7 +110,7 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
             notes.append(f"{key} comes from the hub: it is looked up when the run starts")
             continue
         require(
-            vocabulary(path) == tokenizer.get_vocab(),
+            vocabulary(path, trust_remote_code=recipe.model.trust_remote_code) == tokenizer.get_vocab(),
             asked=key,
             found=f"its tokenizer has other tokens than that of model.path={own}",
             do="name a model with the same tokenizer",

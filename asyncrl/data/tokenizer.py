@@ -67,9 +67,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def vocabulary(path: str) -> dict[str, int]:
+def vocabulary(path: str, *, trust_remote_code: bool) -> dict[str, int]:
     """Token ids by token of the model at `path`. Raises ConfigError: no tokenizer there."""
-    return _read(path, None, False).get_vocab()
+    return _read(path, None, trust_remote_code).get_vocab()
 
 
 def _read(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

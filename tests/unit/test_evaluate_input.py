@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.evaluate import main
+from asyncrl.evaluate import _parser, load_evaluation, main
 from tests.environments import QWEN, tokenizer_with
 
 pytestmark = pytest.mark.unit
@@ -47,6 +47,23 @@ def test_bad_input_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert found in message
     assert "asked: " in message
     assert "do: " in message
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["{kl: {coefficient: 0.1, path: gone}}", "{advantage: gae, critic: {path: gone}}"]
+)
+def test_models_that_only_training_needs_may_be_gone(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str
+) -> None:
+    monkeypatch.chdir(place)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: model}}\ndata: {{train: rows.jsonl, max_prompt_tokens: 64}}\n"
+        f"eval: {{every_steps: 0}}\nalgorithm: {algorithm}\n"
+    )
+    arguments = _parser().parse_args(["model", "rows.jsonl", "--recipe", str(recipe)])
+    found = load_evaluation(arguments, None, tmp_path).algorithm
+    assert (found.kl.path, found.critic.path) == (None, None)
 
 
 def test_a_list_that_is_none_is_refused(capsys) -> None:

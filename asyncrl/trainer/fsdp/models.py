@@ -109,7 +109,8 @@ class Models:
         if rows >= own:
             return
         named = self._spec.model
-        tokens = len(AutoTokenizer.from_pretrained(named.path, revision=named.revision))
+        trust = named.trust_remote_code
+        tokens = len(AutoTokenizer.from_pretrained(named.path, revision=named.revision, trust_remote_code=trust))
         if rows < tokens:
             found = f"its embedding has {rows} rows, and the tokenizer of model.path={named.path} has {tokens} tokens"
             raise ConfigError(explain(asked, found, "name a model of the same vocabulary"))
