@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -22,8 +24,9 @@ _DO = "train and serve the same model.path"
 
 
 class ExpectedTensors:
-    """What can be known: all of a dense model without quantisation; where vLLM arranges weights in other ways (experts,
-    quantised layers) its own loader has to find what is wrong, and only whole parameters can be missed."""
+    """What can be known: all of a model without quantisation, dense or of experts; where vLLM arranges weights in other
+    ways (quantised layers, experts that it doubles) its own loader has to find what is wrong, and only whole parameters
+    can be missed."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._shapes: dict[str, tuple[int, ...] | None] = {}
@@ -88,11 +91,29 @@ def _parts(
         elif sizes is not None and len(sizes) == len(names):
             for part, size in zip(names, sizes, strict=True):
                 yield f"{path}.{part}.{kind}", _linear_shape(kind, size, module.input_size)
+    elif isinstance(module, RoutedExperts):
+        yield from _expert_parts(kind, prefix, module)
     elif isinstance(module, VocabParallelEmbedding):
         if kind == "weight":
             yield name, (module.org_vocab_size, module.embedding_dim)
     elif parameter.ndim == 1:  # norms; where they are sharded, the loader checks them
         yield name, tuple(parameter.shape) if get_tensor_model_parallel_world_size() == 1 else None
+
+
+def _expert_parts(kind: str, prefix: str, module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A tensor for each expert and projection, of all ranks: vLLM would take one that is missing for padding."""
+    config = module.moe_config
+    single = len(module.get_expert_mapping()) == 3 * config.num_logical_experts
+    if not (single and isinstance(module.quant_method, UnquantizedFusedMoEMethod)):
+        return
+    width, hidden = config.intermediate_size_per_partition_unpadded * config.tp_size, config.hidden_dim_unpadded
+    projections = {
+        "w13_weight": {module.ckpt_gate_proj_name: (width, hidden), module.ckpt_up_proj_name: (width, hidden)},
+        "w2_weight": {module.ckpt_down_proj_name: (hidden, width)},
+    }
+    for name, shape in projections.get(kind, {}).items():
+        for expert in range(config.num_logical_experts):
+            yield f"{prefix.removesuffix('.routed_experts')}.{expert}.{name}.weight", shape
 
 
 def _part_sizes(module: Any) -> list[int] | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from asyncrl.errors import AsyncRLError, WeightTransferError, explain
 from asyncrl.inference.vllm.expected import ExpectedTensors
@@ -23,9 +24,11 @@ class Reload:
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
+        self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
 
     def start(self) -> None:
+        self._let_experts_be_packed()
         initialize_layerwise_reload(self._model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -53,8 +56,7 @@ class Reload:
         self.expected.require_all(published, loaded)
 
     def finish(self) -> None:
-        finalize_layerwise_reload(self._model, self._model_config)
-        self._repack_tied()
+        self._finalize()
 
     def abandon(self) -> None:
         """Gives every layer that is not complete its old tensors back: the model is whole, if a mixture, and the next
@@ -64,8 +66,24 @@ class Reload:
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+        self._finalize()
+
+    def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._model_config)
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:  # a layer that has its old tensors
+                method.moe_kernel = kernel
         self._repack_tied()
+
+    def _let_experts_be_packed(self) -> None:
+        """On CPU vLLM packs the weights of experts where it makes their kernel, the first time only: what a reload
+        brings would be computed with as if it were packed. Without a kernel it makes another one, and packs."""
+        self._kernels = []
+        for module in self._model.modules() if current_platform.is_cpu() else ():
+            method = getattr(module, "quant_method", None)
+            if (kernel := getattr(method, "moe_kernel", None)) is not None:
+                self._kernels.append((method, kernel))
+                method.moe_kernel = None  # type: ignore[union-attr]
 
     def _repack_tied(self) -> None:
         """On CPU a linear layer computes with a packed copy of its weight. The reload passes over a layer whose weight
