@@ -93,7 +93,7 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Longest that one optimizer step may take, and reading the trainer's part of a checkpoint."""
     collective_timeout_s: float = 600.0
-    """Longest that one torch.distributed operation may wait for a peer."""
+    """Longest that one torch.distributed operation may wait for a peer; at the start, for the one that reads models."""
 
     def __post_init__(self) -> None:
         require_at_least("trainer.num_ranks", self.num_ranks, 1)

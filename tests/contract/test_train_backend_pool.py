@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -211,9 +212,13 @@ async def test_steps_publishes_and_pings_go_on_while_a_checkpoint_is_written(poo
     assert await pool.train_step(plans) == first
 
 
-async def test_an_unusable_model_is_a_config_error_and_leaves_nothing_behind(queue, tmp_path):
-    with pytest.raises(ConfigError, match="absent"):
-        await TrainerPool.start(spec(tmp_path / "absent", num_ranks=1), queue, 0, START_S)
+async def test_an_unusable_model_is_a_config_error_and_leaves_nothing_behind(queue, model_path, tmp_path):
+    """Only the first rank finds out; the other one waits for its weights meanwhile."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_path, broken)
+    (broken / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ConfigError, match="broken"):
+        await TrainerPool.start(spec(broken, num_ranks=2), queue, 0, START_S)
 
 
 async def test_a_start_that_is_too_slow_is_named(queue, model_path):

@@ -1,6 +1,7 @@
 """FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.batch import pack
-from asyncrl.trainer.fsdp.model import choose_attention
+from asyncrl.trainer.fsdp.model import choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
@@ -112,6 +113,26 @@ def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
         with torch.no_grad():
             expected = single_logprobs(model, trajectory)
         torch.testing.assert_close(found[key].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("head", [True, False])
+def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head):
+    first, second = (
+        load_model(ModelConfig(path=str(model_paths / name)), FsdpConfig(), rank_of_two(rank), head=head)
+        for rank in range(2)
+    )
+    described = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (first, second)]
+    assert described[0] == described[1], "the same names, and the same tensors tied"
+    ours, theirs = dict(first.named_buffers()), dict(second.named_buffers())
+    assert all(torch.equal(buffer, theirs[n]) for n, buffer in ours.items())
+    assert first.config.to_dict() == second.config.to_dict()
+    assert first.training == second.training
+
+
+def rank_of_two(rank):
+    """Of a device mesh what `load_model` asks."""
+    return SimpleNamespace(device_type="cpu", get_local_rank=lambda: rank)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,15 +7,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.fsdp.model import load_model, shard
+from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import RankPlan
@@ -37,6 +41,7 @@ PPO = AlgorithmConfig(
     entropy_coefficient=0.01,
 )
 LORA = LoraConfig(rank=4)
+LARGE_VOCAB, LARGE_BYTES = 600_000, 4 * 36 * 600_000
 
 
 def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
@@ -78,6 +83,16 @@ def features(path, rank, world_size, directory=None):
     return found
 
 
+def memory_of_a_model(path) -> tuple[int, int]:
+    """Bytes that this process grows by when it loads the model, and when that is sharded."""
+    process, mesh = psutil.Process(), init_device_mesh("cpu", (RANKS,))
+    before = process.memory_info().rss
+    model = load_model(ModelConfig(path=str(path)), FsdpConfig(), mesh)
+    loaded = process.memory_info().rss
+    shard(Policy(model), model, mesh, FsdpConfig())
+    return loaded - before, process.memory_info().rss - before
+
+
 def rank_main(rank: int, root: Path) -> None:
     """What one of the two ranks does; its findings go to a file."""
     join(dist.FileStore(str(root / "rendezvous"), RANKS), rank, RANKS)
@@ -106,6 +121,7 @@ def rank_main(rank: int, root: Path) -> None:
     found["lopsided_weights"] = weights_of(lopsided)
 
     found["features"] = features(root / "model", rank, RANKS, root / "lora")
+    found["memory"] = memory_of_a_model(root / "large")
 
     # a NaN on one rank must stop both
     spoilt = LEASES[0].trajectories
@@ -138,6 +154,8 @@ def outcome(tmp_path_factory):
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(root / "model")
+    config.vocab_size = LARGE_VOCAB
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "large")
     join(dist.HashStore(), 0, 1)
     try:
         one = build(root / "model", 0, 1)
@@ -280,3 +298,10 @@ def test_adapters_are_those_of_one_rank(outcome):
 
 def test_a_nan_on_one_rank_stops_both(outcome):
     assert [found["refused"] for found in outcome[1]] == ["RunFailed", "RunFailed"]
+
+
+def test_only_the_first_rank_has_a_whole_model_in_memory(outcome):
+    (first, _), (second, sharded) = (found["memory"] for found in outcome[1])
+    assert first > 0.9 * LARGE_BYTES
+    assert second < 0.2 * LARGE_BYTES
+    assert sharded < 0.7 * LARGE_BYTES

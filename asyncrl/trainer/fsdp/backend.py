@@ -46,7 +46,7 @@ class FsdpBackend:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._world_size, self._rank, self._device = spec, world_size, rank, device
         torch.manual_seed(spec.seed)  # what is drawn anew (adapters) is the same on any number of ranks
-        self._models = Models(spec, init_device_mesh(device.type, (world_size,)), device)
+        self._models = Models(spec, init_device_mesh(device.type, (world_size,)))
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy, self._critic = self._models.policy, self._models.critic
         trainer, algorithm = spec.trainer, spec.algorithm

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from asyncrl.config.trainer import FsdpConfig
 from asyncrl.trainer.fsdp.batch import PackedTokens
-from asyncrl.trainer.fsdp.model import hidden_states, offload_policy, shard
+from asyncrl.trainer.fsdp.model import hidden_states
 
 
 class Critic(nn.Module):
-    """`backbone` gives hidden states; `head` starts at zero, so that every value does, on every rank."""
+    """`backbone` gives hidden states; `head` computes in float32 and starts at zero, so that every value does."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -27,8 +24,3 @@ class Critic(nn.Module):
         """[n] float32: the value of the text before each predicted token."""
         values = self.head(hidden_states(self.backbone, tokens).float())
         return values.squeeze(-1).clone()  # FSDP hangs its hooks on what is returned; a view may lose them
-
-    def shard(self, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
-        """In place; the head computes in float32 whatever the rest does."""
-        fully_shard(self.head, mesh=mesh, offload_policy=offload_policy(mesh, fsdp))
-        shard(self, self.backbone, mesh, fsdp)

@@ -6,11 +6,14 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig
@@ -26,12 +29,18 @@ KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_model(
-    model: ModelConfig, fsdp: FsdpConfig, device: torch.device, *, key: str = "model.path", head: bool = True
+    model: ModelConfig,
+    fsdp: FsdpConfig,
+    mesh: DeviceMesh,
+    *,
+    key: str = "model.path",
+    head: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The model of `model.path` on the CPU, unsharded, in float32; without `head` only what gives hidden states.
+    """The model of `model.path` on the CPU, unsharded; without `head` only what gives hidden states.
 
-    Every rank reads the whole model before it is sharded: host memory of a node peaks at 4 bytes per parameter and
-    local rank (8 ranks of a 7B model: 224 GB); device memory only ever holds the rank's shard.
+    The first rank of the mesh reads the weights. The parameters of the others hold anything, in memory that is never
+    touched, until `shard` sends each rank its part: what a model takes of host memory it takes once, not once per rank.
 
     Args:
         key: the key of the recipe that names the model, for errors.
@@ -40,15 +49,18 @@ def load_model(
         ConfigError: the model cannot be read, or its architecture computes something that packing would get wrong.
     """
     register_packed_attention()
-    kind = AutoModelForCausalLM if head else AutoModel
+    kind: Any = AutoModelForCausalLM if head else AutoModel
+    hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    how = {"dtype": dtype, "attn_implementation": choose_attention(fsdp, torch.device(mesh.device_type))}
     try:
-        found = kind.from_pretrained(
-            model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            dtype=torch.float32,
-            attn_implementation=choose_attention(fsdp, device),
-        )
+        if _reads(mesh):
+            found = kind.from_pretrained(model.path, **hub, **how)
+        else:
+            config = AutoConfig.from_pretrained(model.path, **hub)
+            with no_init_weights():
+                found = kind.from_config(config, trust_remote_code=model.trust_remote_code, **how)
+            found.tie_weights()
+            found.eval()
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
@@ -130,17 +142,45 @@ def decoder_layers(model: PreTrainedModel) -> Any:
     return model.base_model.layers
 
 
-def offload_policy(mesh: DeviceMesh, fsdp: FsdpConfig) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if fsdp.offload_parameters else OffloadPolicy()
-
-
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
-    """Shards `module` in place over the mesh, one group per decoder layer of `model` in it and one for the rest."""
+    """Shards `module` in place over the mesh, one group per decoder layer of `model` in it, one for each layer on top
+    of `model`, which computes in float32, and one for the rest. The values are those of the first rank. Collective."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
-    kind: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload_policy(mesh, fsdp)}
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if fsdp.offload_parameters else OffloadPolicy()
+    kind: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    spreads = mesh.size() > 1
+    whole = {name: p.detach() for name, p in module.named_parameters()} if spreads and _reads(mesh) else {}
     for layer in decoder_layers(model):
         fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **kind)
+    for top in module.children():
+        if top is not model:
+            fully_shard(top, mesh=mesh, offload_policy=offload)
     # the rest (embedding, output layer) is read again at once by the backward pass: freeing it would gather it twice
     fully_shard(module, reshard_after_forward=False, **kind)
+    if spreads:
+        _spread(module, whole, mesh)
+
+
+def _reads(mesh: DeviceMesh) -> bool:
+    return mesh.get_local_rank() == 0
+
+
+@torch.no_grad()
+def _spread(module: nn.Module, whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    """Every rank's shard of each parameter from `whole`, which the first rank has and which is empty afterwards; then
+    the buffers. One tensor at a time; collective."""
+    device = mesh.device_type
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        values = whole.pop(name, None)
+        if values is None:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        sharded = distribute_tensor(values.to(device), mesh, parameter.placements)
+        parameter.to_local().copy_(sharded.to_local())
+    group = mesh.get_group()
+    for buffer in module.buffers():
+        values = buffer.to(device)
+        dist.broadcast(values, group=group, group_src=0)
+        buffer.copy_(values)

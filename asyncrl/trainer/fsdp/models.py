@@ -24,9 +24,9 @@ from asyncrl.trainer.spec import TrainerSpec
 class Models:
     """`critic` is None without advantage gae."""
 
-    def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, spec: TrainerSpec, mesh: DeviceMesh) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
-        self._spec, self._mesh, self._device = spec, mesh, device
+        self._spec, self._mesh = spec, mesh
         self._reference: Policy | None = None
         self.policy = self._policy()
         self.critic = self._critic() if spec.algorithm.needs_critic else None
@@ -65,7 +65,7 @@ class Models:
 
     def _policy(self) -> Policy:
         spec = self._spec
-        model = load_model(spec.model, spec.trainer.fsdp, self._device)
+        model = load_model(spec.model, spec.trainer.fsdp, self._mesh)
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
@@ -79,9 +79,9 @@ class Models:
         named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
-        model = load_model(named, fsdp, self._device, key=key)
+        model = load_model(named, fsdp, self._mesh, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
-        reference = Policy(model.to(getattr(torch, fsdp.param_dtype)).requires_grad_(False).eval())
+        reference = Policy(model.requires_grad_(False).eval())
         shard(reference, model, self._mesh, fsdp)
         return reference
 
@@ -89,12 +89,12 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone = load_model(named, spec.trainer.fsdp, self._device, key=key, head=False)
+        backbone = load_model(named, spec.trainer.fsdp, self._mesh, key=key, head=False)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
         critic = Critic(backbone)
-        critic.shard(self._mesh, spec.trainer.fsdp)
+        shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
 
     def _named(self, path: str | None) -> ModelConfig:
