@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ SEEDS = 5
 STEPS = 50
 EVAL_STEPS = (25, 50)
 WALL_STEPS = 40
-WALL_MARKS_S = (4, 8, 12)
+WALL_MARKS_S = (4, 6, 12)
 WALL_PROMPTS = 128
 PROXIMAL = ["algorithm.ratio=proximal"]
 ALGORITHMS: dict[str, list[str]] = {
@@ -308,7 +309,7 @@ def wall_tables(wall: list[dict[str, Any]]) -> list[str]:
         "## The real system: after a fixed wall time",
         "",
         "`asyncrl-train` with this `staleness.max_lag` (0: mode sync), the same batch. Seconds since training began,",
-        "evaluations left out; one run at a time. The last accuracy that was measured by then, every 5 steps, on",
+        "evaluations left out; one run at a time. Evaluated every 5 steps, linear in between; on",
         f"{WALL_PROMPTS} prompts.",
     ]
     names = [name for name in ALGORITHMS if any(r["algorithm"] == name for r in wall)]
@@ -334,46 +335,43 @@ def wall_tables(wall: list[dict[str, Any]]) -> list[str]:
 
 
 def _at(curve: list[tuple[float, float]], seconds: float) -> float:
-    """The last accuracy measured by then."""
-    return next(value for t, value in reversed(curve) if t <= seconds)
+    """Accuracy at that moment, linear between the two evaluations around it."""
+    return float(np.interp(seconds, *zip(*curve, strict=True)))
 
 
 def picture() -> None:
+    """One panel for each number of steps, and for each moment but the first."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = records("steps")
-    if not steps:
-        return
-    done = sorted({int(s) for r in steps for s in r["accuracy"] if int(s) > 0})
-    figure, axes = plt.subplots(1, len(done), figsize=(3.6 * len(done), 3.4), sharey=True, squeeze=False)
-    for at, axis in zip(done, axes[0], strict=True):
+    steps, wall = records("steps"), records("wall")
+    panels: list[tuple[str, str, list[dict[str, Any]], Callable[[dict[str, Any]], float]]] = []
+    for at in sorted({int(s) for r in steps for s in r["accuracy"] if int(s) > 0}):
+        panels.append(
+            (f"after {at} steps", "lag of every token, steps", steps, lambda r, at=at: r["accuracy"][str(at)])
+        )
+    for mark in WALL_MARKS_S[1:] if wall else ():
+        panels.append((f"after {mark} s", "max_lag, steps", wall, lambda r, mark=mark: _at(r["curve"], mark)))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.4), sharey=True, squeeze=False)
+    for (title, label, runs, accuracy), axis in zip(panels, axes[0], strict=True):
         for place, name in enumerate(ALGORITHMS):
             points, aside = [], 1 + 0.03 * (place - (len(ALGORITHMS) - 1) / 2)
             for lag in LAGS:
-                values = [r["accuracy"][str(at)] for r in steps if r["algorithm"] == name and r["lag"] == lag]
+                values = [accuracy(r) for r in runs if r["algorithm"] == name and r["lag"] == lag]
                 if values:
-                    points.append((lag, *interval(values)))
+                    points.append(((lag + 1) * aside, *np.nan_to_num(interval(values))))
             if points:
                 x, mean, half = zip(*points, strict=True)
-                axis.errorbar(
-                    [(v + 1) * aside for v in x],
-                    mean,
-                    yerr=np.nan_to_num(half),
-                    marker="o",
-                    ms=4,
-                    capsize=2,
-                    label=name,
-                )
+                axis.errorbar(x, mean, yerr=half, color=f"C{place}", marker="o", ms=4, capsize=2, label=name)
         axis.set_xscale("log", base=2)
         axis.set_xticks([lag + 1 for lag in LAGS], [str(lag) for lag in LAGS])
-        axis.set_title(f"after {at} steps")
-        axis.set_xlabel("lag of every token, steps")
+        axis.set_title(title)
+        axis.set_xlabel(label)
     axes[0][0].set_ylabel("held-out accuracy")
     axes[0][0].set_ylim(0, 1.05)
-    axes[0][-1].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(RESULTS / "learning_under_lag.png", dpi=110)
 
