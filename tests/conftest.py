@@ -1,4 +1,4 @@
-"""How the tests share a machine: one thread per process, two files at a time, one real system at a time."""
+"""How the tests share a machine: one thread per process, two files at a time, one broken system at a time."""
 
 import os
 
@@ -9,24 +9,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin slow each oth
 settings.register_profile("asyncrl", deadline=None)  # a busy machine is no failure
 settings.load_profile("asyncrl")
 
-REAL = ("tests/e2e/", "tests/chaos/", "tests/contract/test_publish_faults.py", "tests/contract/test_left_behind.py")
-"""They hold processes to deadlines, and take both cores as it is."""
+ONE_BY_ONE = (
+    "tests/chaos/",
+    "tests/contract/test_left_behind.py",
+    "tests/contract/test_publish_faults.py",
+    "tests/e2e/test_quickstart.py",
+    "tests/e2e/test_recovery.py",
+    "tests/e2e/test_serve.py",
+)
+"""Real systems that are broken on purpose and held to short deadlines: never two at a time."""
+LAST = "tests/e2e/"
+"""The other real systems: whoever has nothing else left takes them."""
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.nice(15)  # as Ray's workers are: else the tests of one process starve the actors that the other one waits for
 
 
 def pytest_collection_modifyitems(items):
-    """The real systems come first: the other files fit beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(REAL))
+    """What goes one by one takes longest and begins; the other files fit beside it."""
+    items.sort(key=lambda item: 0 if item.nodeid.startswith(ONE_BY_ONE) else 2 if item.nodeid.startswith(LAST) else 1)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n` every file goes to one process, and all real systems to the same one."""
+    """With `-n` every file goes to one process, and all of ONE_BY_ONE to the same one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return "real" if nodeid.startswith(REAL) else nodeid.partition("::")[0]
+            return "one by one" if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
 
     return ByFile(config, log)

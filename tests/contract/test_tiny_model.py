@@ -1,9 +1,9 @@
 """The tiny model as a directory that every Hugging Face reader, and every backend, must be able to use."""
 
+import io
 import json
-import os
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,22 @@ from asyncrl.data.arithmetic import LEVELS, make_problems
 from asyncrl.data.model_files import check_model
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from tools import make_tiny_model
 
 pytestmark = pytest.mark.contract
 
-TOOL = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TOOL), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+def run_tool(*arguments: str) -> Done:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        code = make_tiny_model.main(arguments)
+    return Done(code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")

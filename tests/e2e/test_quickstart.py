@@ -22,19 +22,36 @@ def left_behind(pids):
     return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*") if int(p.name.split("-")[2]) in pids]
 
 
-def test_the_model_learns_bounded_and_lossless(start):
-    run = start("run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64")
+def test_it_learns_bounded_and_lossless_and_goes_on_after_a_signal(start, capsys, monkeypatch):
+    """Two thirds of the run come after a signal: what it would have been without is what it is."""
+    keys = "run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64"
+    run = start(*keys)
     run.wait_for_step(1)
     pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
     assert left_behind(pids), "weights go through shared memory"
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=2, steps=24)
-    first, last = run.metrics[0], run.metrics[-1]
+    told = refused(run, monkeypatch, capsys, "resume=auto")
+    assert f"process {run.process.pid} is running there" in told, "two runs cannot share a directory"
+    run.wait_for_step(5)
+    started = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 128 + signal.SIGTERM, run.log
+    assert time.monotonic() - started < 15
+    reached = run.metrics[-1]["step"]
+    assert reached < 20, "it was to end early"
+    assert (run.directory / "checkpoints" / f"step_{reached}").is_dir()
+    assert not left_behind(pids)
+    assert "resume=auto" in refused(run, monkeypatch, capsys)
+
+    again = start(*keys, "resume=auto")
+    assert again.wait() == 0, again.log
+    assert_sound(again, max_lag=2, steps=24)
+    assert sorted(again.transitions("trained")) == list(range(16 * 24)), "the ordinals of an undisturbed run"
+    first, last = again.metrics[0], again.metrics[-1]
     assert first["eval/initial_accuracy"] < 0.5
     assert last["eval/accuracy"] > first["eval/initial_accuracy"] + 0.2, (first, last)
-    assert all(set(record) >= REQUIRED for record in run.metrics)
+    assert all(set(record) >= REQUIRED for record in again.metrics)
     assert last["queue/trained"] == last["queue/admitted"], "nothing is thrown away"
-    assert max(r["staleness/lag_max"] for r in run.metrics) >= 1, "it was asynchronous"
+    assert max(r["staleness/lag_max"] for r in again.metrics) >= 1, "it was asynchronous"
     config = json.loads((run.directory / "config.json").read_text())
     assert config["resolved"]["max_lag"] == 2
     assert config["versions"]["torch"]
@@ -42,10 +59,19 @@ def test_the_model_learns_bounded_and_lossless(start):
     assert {"prompt", "response", "reward", "segments"} <= set(samples[0])
     assert (run.directory / "checkpoints" / "step_24" / "state.json").exists()
     assert "step 24/24" in (run.directory / "log.txt").read_text()
-    publishes = [e for e in run.events if e["event"] == "publish"]
-    assert [p["version"] for p in publishes] == list(range(25))
+    publishes = [e for e in again.events if e["event"] == "publish"]
+    versions, since = [p["version"] for p in publishes], 25 - reached
+    assert versions[-since:] == list(range(reached, 25))
+    assert versions[:-since] in (list(range(reached)), list(range(reached + 1))), "the signal may come before a publish"
     assert publishes[0]["verified"]
-    assert not left_behind(pids)
+
+
+def refused(run, monkeypatch, capsys, *overrides):
+    """What another call of the command says that cannot have the directory of `run`."""
+    monkeypatch.chdir(ROOT)
+    capsys.readouterr()
+    assert cli.main(["recipes/quickstart.yaml", f"run.dir={run.directory}", *overrides]) == 2
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -66,31 +92,6 @@ def test_modes_and_their_lag(start, overrides, max_lag):
         assert lags == [(0, 0)] * 5
     if "mode=one_step_off" in overrides:
         assert lags == [(0, 0)] + [(1, 1)] * 4, "every token has lag exactly 1 after the first step"
-
-
-def test_a_signal_ends_it_with_a_checkpoint_and_it_resumes_where_it_was(start):
-    run = start("run.max_steps=500", "eval.every_steps=0", "checkpoint.every_steps=2")
-    run.wait_for_step(1)
-    second = start("run.max_steps=500", "resume=auto")
-    assert second.wait(60) == 2
-    assert f"process {run.process.pid} is running there" in second.log, "two runs cannot share a directory"
-    run.wait_for_step(3)
-    started = time.monotonic()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait(30) == 128 + signal.SIGTERM, run.log
-    assert time.monotonic() - started < 15
-    reached = run.metrics[-1]["step"]
-    assert (run.directory / "checkpoints" / f"step_{reached}").is_dir()
-
-    refused = start("run.max_steps=60", "eval.every_steps=0")
-    assert refused.wait(60) == 2
-    assert "resume=auto" in refused.log
-
-    steps = reached + 3
-    again = start(f"run.max_steps={steps}", "eval.every_steps=0", "resume=auto")
-    assert again.wait() == 0, again.log
-    assert_sound(again, max_lag=2, steps=steps)
-    assert sorted(again.transitions("trained")) == list(range(16 * steps)), "the ordinals of an undisturbed run"
 
 
 def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):

@@ -18,6 +18,7 @@ SMALL = (
     "rollout.sampling.max_response_tokens=32",
     "eval.every_steps=0",
     "checkpoint.every_steps=2",
+    "rollout.num_replicas=1",
     "ray.health_interval_s=0.5",
     "ray.health_timeout_s=5",
 )
@@ -103,7 +104,8 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
 
 
 def test_a_replica_that_was_stopped_rejoins_as_it_is(start):
-    run = start(*SMALL, "run.max_steps=2000", "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5")
+    slow = "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5"
+    run = start(*SMALL, "rollout.num_replicas=2", "run.max_steps=2000", *slow)
     run.wait_for_step(2)
     pids = run.actor_pids("Replica")
     stopped = psutil.Process(pids[0])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from asyncrl import serve as serve_command
 from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -153,19 +155,13 @@ def test_without_any_replica_it_ends_and_says_why(serve):
         ([MODEL, "--discovery-file", "/nowhere/at/all.json"], "is no directory"),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(inputs, options, message):
-    import socket
-
+def test_bad_input_is_told_before_anything_starts(inputs, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(ROOT)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = [o.replace("{taken}", str(taken.getsockname()[1])) for o in options]
         port = [] if "--port" in words else ["--port", "0"]
-        done = subprocess.run(
-            [sys.executable, "-m", "asyncrl.serve", *words, *port],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 2, done.stderr
+        code = serve_command.main([*words, *port])
+    told = capsys.readouterr().err
+    assert code == 2, told
     for part in ("asked:", "found:", "do:", message):
-        assert part in done.stderr
+        assert part in told

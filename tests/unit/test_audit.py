@@ -545,6 +545,6 @@ def test_the_replay_is_linear_also_with_many_rollbacks():
         assert audit.findings == []
         return time.process_time() - began
 
-    replay_s(200)
-    small, large = replay_s(1000), replay_s(8000)
-    assert large < 8 * small * 3
+    # the least of several runs is that of the work itself, whatever else the machine does; quadratic would be 64
+    small, large = (min(replay_s(rounds) for _ in range(4)) for rounds in (1000, 8000))
+    assert large < 32 * small
