@@ -15,7 +15,7 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=2
 
 .PHONY: help install install-vllm quickstart quickstart-vllm test lint types fast lock clean
 

@@ -20,8 +20,31 @@ ONE_BY_ONE = (
 """Real systems that are broken on purpose and held to short deadlines: never two at a time."""
 LAST = "tests/e2e/"
 """The other real systems: whoever has nothing else left takes them."""
+SLOW_S = 20
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.nice(15)  # as Ray's workers are: else the tests of one process starve the actors that the other one waits for
+
+
+class Told:
+    """What a run that is cut short must have said by then: each failure at once, and every test that took long."""
+
+    def __init__(self, terminal):
+        self._terminal = terminal
+        self._spent_s = {}
+
+    def pytest_runtest_logreport(self, report):
+        spent_s = self._spent_s.get(report.nodeid, 0) + report.duration
+        self._spent_s[report.nodeid] = spent_s
+        if report.failed:
+            self._terminal.write_line(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}")
+        if report.when == "teardown" and spent_s > SLOW_S:
+            self._terminal.write_line(f"\n{spent_s:.0f} s: {report.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(Told(terminal))
 
 
 def pytest_collection_modifyitems(items):
