@@ -32,14 +32,19 @@ class Cluster:
 
 @contextlib.contextmanager
 def ray_cluster(address: str | None, log: Path) -> Iterator[Cluster]:
-    """Joins the cluster at `address`, or starts one on this machine. `log`: where its processes write their log."""
+    """Joins the cluster at `address`, or starts one on this machine. `log`: where its processes write their log.
+
+    Without an address, that of RAY_ADDRESS counts, which Ray sets for what it is given to run."""
+    address = address or os.environ.get("RAY_ADDRESS")
     run_id = secrets.token_hex(8)
     janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
     try:
         context = ray.init(
-            address=address,
+            address=address or "local",  # without one, ray looks for a cluster that somebody else has started
             include_dashboard=None if address else False,
+            # else one idle process for each core, that no actor of ours can use
+            _system_config=None if address else {"prestart_worker_first_driver": False},
             log_to_driver=False,
             logging_level=logging.ERROR,
             runtime_env={

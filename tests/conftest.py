@@ -1,6 +1,11 @@
-"""How the tests share a machine: one thread per process, two files at a time, one broken system at a time."""
+"""How the tests share a machine: one thread per process, two files at a time, one broken system at a time; and the tiny
+model that some of them run."""
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin slow each oth
 settings.register_profile("asyncrl", deadline=None)  # a busy machine is no failure
 settings.load_profile("asyncrl")
 
+ROOT = Path(__file__).resolve().parents[1]
 ONE_BY_ONE = (
     "tests/chaos/",
     "tests/contract/test_left_behind.py",
@@ -22,7 +28,7 @@ LAST = "tests/e2e/"
 """The other real systems: whoever has nothing else left takes them."""
 SLOW_S = 20
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.nice(15)  # as Ray's workers are: else the tests of one process starve the actors that the other one waits for
+    os.nice(19)  # as Ray's workers below it are: else they starve beside the other process's tests
 
 
 class Told:
@@ -38,7 +44,7 @@ class Told:
         if report.failed:
             self._terminal.write_line(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}")
         if report.when == "teardown" and spent_s > SLOW_S:
-            self._terminal.write_line(f"\n{spent_s:.0f} s: {report.nodeid}")
+            self._terminal.write_line(f"\n{time.strftime('%X')} {spent_s:.0f} s: {report.nodeid}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -62,3 +68,13 @@ def pytest_xdist_make_scheduler(config, log):
             return "one by one" if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def inputs():
+    """`runs/tiny-qwen3` and `data/`, as `make quickstart` makes them."""
+    for tool, *options in (
+        ("make_tiny_model.py", "--out", "runs/tiny-qwen3"),
+        ("make_arithmetic_dataset.py", "--out", "data"),
+    ):
+        subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)

@@ -27,7 +27,8 @@ class RunSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str | None = None
-    """auto or host:port joins a running cluster; without it a local one is started and ended with the run."""
+    """auto or host:port joins a running cluster, as RAY_ADDRESS in the environment does; without either a local one is
+    started and ended with the run."""
     start_timeout_s: float = 300.0
     """Longest that one part (all trainer ranks, a replica, the rollouter) may take to start."""
     health_interval_s: float = 2.0

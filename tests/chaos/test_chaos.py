@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import SMALL
 from tools.chaos import markdown
-from tools.chaos_driver import ROOT, Driver
+from tools.chaos_driver import Driver
 from tools.chaos_faults import ROLES, Saboteur
 from tools.chaos_run import Chaos, Plan
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
-SMALL = (
-    "batch.groups_per_step=4",
-    "batch.group_size=4",
-    "rollout.sampling.max_response_tokens=32",
-    "eval.every_steps=0",
-    "checkpoint.every_steps=2",
-)
-FAULTS = 6
-
-
-@pytest.fixture(scope="module")
-def inputs():
-    """`runs/tiny-qwen3` and `data/`, as `make quickstart` makes them."""
-    for tool, *options in (
-        ("make_tiny_model.py", "--out", "runs/tiny-qwen3"),
-        ("make_arithmetic_dataset.py", "--out", "data"),
-    ):
-        subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)
+FAULTS = 4
 
 
 @pytest.mark.usefixtures("inputs")
@@ -41,7 +24,7 @@ def test_a_run_survives_what_can_happen_to_it(tmp_path):
         recipe="recipes/quickstart.yaml",
         kills=FAULTS,
         seed=3,
-        steps=30,
+        steps=20,
         roles=tuple(role for role in ROLES if role != "engine"),  # the embedded engine has no process of its own
         overrides=SMALL,
         pause_s=0.5,

@@ -1,4 +1,4 @@
-"""The tiny model and its data, made once (and cached between sessions), and a way to run the real command."""
+"""A cluster, and a way to run the real command on it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,31 @@ from asyncrl.audit import audit_run
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "asyncrl.cli"]
+SMALL = (
+    "batch.groups_per_step=4",
+    "batch.group_size=4",
+    "rollout.sampling.max_response_tokens=32",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=2",
+)
+"""For runs that have to run, not to learn."""
 
 
 @pytest.fixture(scope="session")
-def inputs():
-    """`runs/tiny-qwen3` and `data/`, as `make quickstart` makes them."""
-    for tool, *options in (
-        ("make_tiny_model.py", "--out", "runs/tiny-qwen3"),
-        ("make_arithmetic_dataset.py", "--out", "data"),
-    ):
-        subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)
+def cluster():
+    """The address of a Ray cluster that runs join. Starting one for each would take as long as what is tested."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        started = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
+    yield started.address
+    started.shutdown()
 
 
 @dataclass
 class Run:
-    """One call of `asyncrl-train`."""
+    """One call of `asyncrl-train`, the only one at its time."""
 
     directory: Path
     process: subprocess.Popen[str]
@@ -61,8 +71,8 @@ class Run:
             time.sleep(0.1)
 
     def actor_pids(self, role: str) -> list[int]:
-        """Processes of one role below this run's driver."""
-        tree = psutil.Process(self.process.pid).children(recursive=True)
+        """Processes of one role, below this run's driver or the cluster that it has joined."""
+        tree = psutil.Process().children(recursive=True)
         return [p.pid for p in tree if p.status() != psutil.STATUS_ZOMBIE and f"ray::{role}" in " ".join(p.cmdline())]
 
     @property
@@ -90,16 +100,18 @@ class Run:
 
 
 @pytest.fixture
-def start(inputs, tmp_path):
-    """start(*overrides, name="run", recipe="quickstart") -> Run; every process of it is gone when the test ends."""
+def start(inputs, cluster, tmp_path):
+    """start(*overrides, name="run", recipe="quickstart", joined=True) -> Run; every process of it is gone when the test
+    ends. Not `joined`: with a cluster of its own, as on a laptop."""
     runs: list[Run] = []
 
-    def call(*overrides: str, name: str = "run", recipe: str = "quickstart") -> Run:
+    def call(*overrides: str, name: str = "run", recipe: str = "quickstart", joined: bool = True) -> Run:
         directory = tmp_path / name
+        place = [f"ray.address={cluster}"] if joined else []
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with directory.with_suffix(".out").open("a") as output:
             process = subprocess.Popen(
-                [*COMMAND, f"recipes/{recipe}.yaml", f"run.dir={directory}", *overrides],
+                [*COMMAND, f"recipes/{recipe}.yaml", f"run.dir={directory}", *place, *overrides],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

@@ -12,7 +12,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.errors import ConfigError
 from asyncrl.observability.metrics import REQUIRED
-from tests.e2e.conftest import ROOT, assert_audited, assert_sound
+from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -25,7 +25,7 @@ def left_behind(pids):
 def test_it_learns_bounded_and_lossless_and_goes_on_after_a_signal(start, capsys, monkeypatch):
     """Two thirds of the run come after a signal: what it would have been without is what it is."""
     keys = "run.max_steps=24", "eval.every_steps=12", "rollout.sampling.max_response_tokens=64"
-    run = start(*keys)
+    run = start(*keys, joined=False)
     run.wait_for_step(1)
     pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
     assert left_behind(pids), "weights go through shared memory"
@@ -42,7 +42,7 @@ def test_it_learns_bounded_and_lossless_and_goes_on_after_a_signal(start, capsys
     assert not left_behind(pids)
     assert "resume=auto" in refused(run, monkeypatch, capsys)
 
-    again = start(*keys, "resume=auto")
+    again = start(*keys, "resume=auto", joined=False)
     assert again.wait() == 0, again.log
     assert_sound(again, max_lag=2, steps=24)
     assert sorted(again.transitions("trained")) == list(range(16 * 24)), "the ordinals of an undisturbed run"
@@ -84,7 +84,7 @@ def refused(run, monkeypatch, capsys, *overrides):
     ids=["sync-collective", "one_step_off-two-ranks", "keep-publish-every-2"],
 )
 def test_modes_and_their_lag(start, overrides, max_lag):
-    run = start("run.max_steps=5", "eval.every_steps=0", *overrides)
+    run = start(*SMALL, "run.max_steps=5", *overrides)
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=max_lag, steps=5)
     lags = [(r["staleness/lag_mean"], r["staleness/lag_max"]) for r in run.metrics]
@@ -105,7 +105,8 @@ def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
 
 
 def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
-    run = start("run.max_steps=60", "eval.every_steps=2", "eval.temperature=1.0", "checkpoint.every_steps=0")
+    slow = "eval.every_steps=2", "eval.temperature=1.0", "checkpoint.every_steps=0"
+    run = start(*SMALL, "run.max_steps=60", *slow)
     run.wait_for_step(1)
     while not any(e["event"] == "evaluation" and e["step"] == 2 for e in run.events):
         if any(e["event"] == "publish" and e["version"] == 2 for e in run.events):
@@ -150,7 +151,7 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
 
 def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     soon = "ray.health_interval_s=0.5", "ray.health_timeout_s=6", "recovery.rejoin_timeout_s=4"
-    run = start("run.max_steps=200", "eval.every_steps=0", *soon)
+    run = start(*SMALL, "run.max_steps=2000", *soon)
     run.wait_for_step(2)
     first, second = run.actor_pids("Replica")
     psutil.Process(first).kill()

@@ -16,7 +16,8 @@ def test_vllm_serves_what_is_published_and_its_dead_engine_is_replaced(start):
     """One replica, so that the run depends on each engine that it gets."""
     torch = start("run.max_steps=1", "eval.every_steps=1", name="torch")
     assert torch.wait() == 0, torch.log
-    run = start("run.max_steps=6", "rollout.num_replicas=1", "weights.verify=always", recipe="quickstart_vllm")
+    alone = "rollout.num_replicas=1", "weights.verify=always"
+    run = start("run.max_steps=6", *alone, recipe="quickstart_vllm", joined=False)
     run.wait_for_step(2, timeout_s=300)
     (replica,) = run.actor_pids("Replica")
     tree = psutil.Process(run.process.pid).children(recursive=True)

@@ -8,20 +8,12 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
 from asyncrl.queue.group_files import load_partials
+from tests.e2e.conftest import SMALL as SMALL_RUN
 from tests.e2e.conftest import assert_audited, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SMALL = (
-    "batch.groups_per_step=4",
-    "batch.group_size=4",
-    "rollout.sampling.max_response_tokens=32",
-    "eval.every_steps=0",
-    "checkpoint.every_steps=2",
-    "rollout.num_replicas=1",
-    "ray.health_interval_s=0.5",
-    "ray.health_timeout_s=5",
-)
+SMALL = (*SMALL_RUN, "rollout.num_replicas=1", "ray.health_interval_s=0.5", "ray.health_timeout_s=5")
 NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
 
 
@@ -68,19 +60,33 @@ def lose(run, role, how):
     return process
 
 
-def test_two_ranks_and_a_death_before_the_first_checkpoint(start):
-    run = start(*SMALL, "run.max_steps=2000", "trainer.num_ranks=2", "checkpoint.every_steps=1000")
+def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start):
+    once = "trainer.num_ranks=2", "checkpoint.every_steps=1000", "recovery.max_restarts=1"
+    run = start(*SMALL, "run.max_steps=2000", *once, joined=False)
     run.wait_for_step(2)
     psutil.Process(run.actor_pids("TrainerActor")[1]).kill()
     run.wait_for_event("training_restarted")
-    (restarted,) = [e for e in run.events if e["event"] == "training_restarted"]
+    (restarted,) = events(run, "training_restarted")
     assert restarted["checkpoint"] is None
-    assert next(e for e in run.events if e["event"] == "training_failed")["process"].startswith("trainer rank")
-    finish(run)
+    assert events(run, "training_failed")[0]["process"].startswith("trainer rank")
+    run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + 2)
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    psutil.Process(run.actor_pids("TrainerActor")[0]).kill()
+    assert run.wait(90) == RunFailed.exit_code, run.log
+    assert "trainer rank 0" in run.log
+    assert "recovery.max_restarts" in run.log
+    report = max((run.directory / "faults").glob("*/report.txt"), key=lambda path: path.stat().st_mtime)
+    text = report.read_text()
+    assert "trainer rank 0" in text
+    assert "Processes:" in text
+    assert list((report.parent / "stacks").iterdir())
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    assert_audited(run, max_lag=2)
 
 
 def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpoint(start):
-    run = start(*SMALL, "run.max_steps=2000")
+    run = start(*SMALL, "run.max_steps=2000", joined=False)
     run.wait_for_event("checkpoint", count=2)
     tree = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
@@ -94,7 +100,7 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     data[len(data) // 2] ^= 1
     weights.write_bytes(bytes(data))
     steps = int(torn.name.split("_")[1]) + 3
-    again = start(*SMALL, f"run.max_steps={steps}", "resume=auto")
+    again = start(*SMALL, f"run.max_steps={steps}", "resume=auto", joined=False)
     assert again.wait() == 0, again.log
     assert torn.name in again.log
     assert torn.with_name(f"corrupt_{torn.name}").exists()
@@ -121,24 +127,6 @@ def test_a_replica_that_was_stopped_rejoins_as_it_is(start):
     assert sorted(run.actor_pids("Replica")) == sorted(pids)
     finish(run)
     assert not [e for e in run.events if e["event"] == "replica_failed"]
-
-
-def test_a_spent_budget_ends_the_run_with_a_report(start):
-    run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=0")
-    run.wait_for_step(1)
-    tree = psutil.Process(run.process.pid).children(recursive=True)
-    psutil.Process(run.actor_pids("TrainerActor")[0]).kill()
-    assert run.wait(90) == RunFailed.exit_code, run.log
-    assert "trainer rank 0" in run.log
-    assert "recovery.max_restarts" in run.log
-    (report,) = (run.directory / "faults").glob("*/report.txt")
-    text = report.read_text()
-    assert "trainer rank 0" in text
-    assert "Processes:" in text
-    assert list((report.parent / "stacks").iterdir())
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert not alive, [p.cmdline() for p in alive if p.is_running()]
-    assert_audited(run, max_lag=2)
 
 
 def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
