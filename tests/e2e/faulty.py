@@ -58,5 +58,10 @@ def moody_reward(response, row):
     return RewardResult(float(len(response) % 2))
 
 
+def odd_length(response, row):
+    """Something to learn for a model that knows nothing."""
+    return RewardResult(float(len(response) % 2))
+
+
 def always_right(response, row):
     return RewardResult(1.0)
