@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin slow each other down tenfold on few cores
+os.environ.setdefault("RAY_worker_niceness", "0")  # nicer ones starve beside the tests of the other process
 settings.register_profile("asyncrl", deadline=None)  # a busy machine is no failure
 settings.load_profile("asyncrl")
 
@@ -27,8 +28,6 @@ ONE_BY_ONE = (
 LAST = "tests/e2e/"
 """The other real systems: whoever has nothing else left takes them."""
 SLOW_S = 20
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.nice(19)  # as Ray's workers below it are: else they starve beside the other process's tests
 
 
 class Told:
