@@ -374,6 +374,7 @@ def main() -> None:
     about, load, started = hardware(), os.getloadavg()[0], time.monotonic()
     environment = {"env_vars": environment_defaults()}
     ray.init(
+        "local",
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -546,7 +546,9 @@ def main() -> None:
     about, started = hardware(), time.monotonic()
     os.environ.update(engine_environment("vllm"))  # of bare vLLM; a replica gets it from `spawn_replica`
     environment = {"env_vars": environment_defaults()}
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
+    ray.init(
+        "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment
+    )
     os.nice(NICENESS)
     try:
         with tempfile.TemporaryDirectory() as directory:

@@ -37,13 +37,16 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), py
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]
 START_S = 120.0
-GATE_TIMEOUT_S = 20.0
+TRANSFER_TIMEOUT_S = 20.0
+GATE_TIMEOUT_S = 30.0
+"""Requests outlast a transfer that comes to its deadline."""
 REJOIN_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
+    threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env=threads)
     yield
     ray.shutdown()
 
@@ -162,7 +165,12 @@ class Publishing:
         self.pool = pool
         self.under_way = asyncio.Event()
         self.open_s, self.sends = [], []
-        settings = {"bucket_bytes": 4096, "transfer_timeout_s": 30.0, "publish_timeout_s": 60.0, **weights}
+        settings = {
+            "bucket_bytes": 4096,
+            "transfer_timeout_s": TRANSFER_TIMEOUT_S,
+            "publish_timeout_s": 60.0,
+            **weights,
+        }
         config = WeightsConfig(**settings)
         self.engine = CheckpointEngine(config, self, pool, interrupt="abort_resume", rolling=config.rolling)
 

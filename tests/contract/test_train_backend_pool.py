@@ -85,7 +85,7 @@ def lease():
 
 @pytest.fixture(scope="module")
 def queue(lease):
-    ray.init(include_dashboard=False, num_cpus=2, log_to_driver=False)
+    ray.init("local", include_dashboard=False, num_cpus=2, log_to_driver=False)
     yield ray.remote(num_cpus=0)(Queue).remote(lease.groups)
     ray.shutdown()
 

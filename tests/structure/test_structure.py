@@ -177,6 +177,14 @@ def test_no_wait_swallows_its_cancellation():
     assert not users, f"use `async with asyncio.timeout(...)` instead: {sorted(users)}"
 
 
+def test_nobody_joins_a_cluster_by_chance():
+    """`ray.init` without an address joins the cluster that was started last on this machine, whoever's it is."""
+    for path in (*FILES, *sorted(p for d in ("tests", "tools", "benchmarks") for p in (ROOT / d).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ray.init":
+                assert node.args or "address" in {k.arg for k in node.keywords}, f"{path}:{node.lineno}"
+
+
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "cli.py", "cluster.py", "observability/logs.py"}
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
