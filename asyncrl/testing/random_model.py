@@ -28,6 +28,21 @@ def random_qwen3(*, seed: int = 0, **overrides: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def random_qwen3_moe(*, seed: int = 0, **overrides: Any) -> Any:
+    """A Qwen3MoeForCausalLM of two layers with eight experts each (unless `overrides` change that), float32."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "norm_topk_prob": True, "initializer_range": 0.2, "max_position_embeddings": 512,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(config | overrides))).eval().requires_grad_(False)
+
+
 def write_random_qwen3(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Saves `random_qwen3` with its config below `directory`; returns that directory."""
     random_qwen3(seed=seed, **overrides).save_pretrained(directory)

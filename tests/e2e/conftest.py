@@ -76,6 +76,11 @@ class Run:
         return [p.pid for p in tree if p.status() != psutil.STATUS_ZOMBIE and f"ray::{role}" in " ".join(p.cmdline())]
 
     @property
+    def has_a_cluster(self) -> bool:
+        """Whether it runs on a Ray that it has started itself."""
+        return any("raylet" in p.name() for p in psutil.Process(self.process.pid).children(recursive=True))
+
+    @property
     def metrics(self) -> list[dict]:
         return self._lines("metrics.jsonl")
 

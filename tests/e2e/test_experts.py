@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from asyncrl.testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -12,29 +13,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def mixture(inputs, tmp_path_factory):
-    """A Qwen3-MoE of four experts with random weights, for the tokenizer of the tiny model."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
+    """A mixture with random weights, for the tokenizer of the tiny model."""
     tiny = ROOT / "runs" / "tiny-qwen3"
     path = tmp_path_factory.mktemp("mixture") / "model"
     shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "tiny_model.json"))
     of_tiny = json.loads((tiny / "config.json").read_text())
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **{key: of_tiny[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")},
-        hidden_size=128,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        norm_topk_prob=True,
-        initializer_range=0.2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    same = {key: of_tiny[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
+    random_qwen3_moe(**same).save_pretrained(path)
     return path
 
 

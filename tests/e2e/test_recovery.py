@@ -33,6 +33,7 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     """Rollouter, trainer rank and message queue, each killed and stopped, in one run."""
     run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=10")
     run.wait_for_step(2)
+    assert not run.has_a_cluster, "it has joined the one of ray.address"
     for number, how in enumerate(("killed", "stopped"), 1):
         process = lose(run, "Rollouter", how)
         run.wait_for_event("rollouter_restarted", count=number)
@@ -88,6 +89,7 @@ def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start)
 def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpoint(start):
     run = start(*SMALL, "run.max_steps=2000", joined=False)
     run.wait_for_event("checkpoint", count=2)
+    assert run.has_a_cluster, "without an address it joins none, although one is there"
     tree = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
     run.process.wait(10)
@@ -109,10 +111,12 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     assert_audited(again, max_lag=2, steps=steps)
 
 
-def test_a_replica_that_was_stopped_rejoins_as_it_is(start):
+def test_a_replica_that_was_stopped_rejoins_as_it_is(start, cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
     slow = "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5"
-    run = start(*SMALL, "rollout.num_replicas=2", "run.max_steps=2000", *slow)
+    run = start(*SMALL, "rollout.num_replicas=2", "run.max_steps=2000", *slow, joined=False)
     run.wait_for_step(2)
+    assert not run.has_a_cluster, "it has joined the one of RAY_ADDRESS"
     pids = run.actor_pids("Replica")
     stopped = psutil.Process(pids[0])
     stopped.suspend()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
@@ -19,7 +18,7 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import Client, make_request, within
-from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from asyncrl.testing.random_model import greedy_continuation, random_qwen3, random_qwen3_moe, write_random_qwen3
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import TensorSpec
@@ -206,28 +205,6 @@ async def test_another_sender_takes_over(engine):
         await assert_serves(engine, model, 70)
 
 
-def random_moe(seed):
-    """A Qwen3MoeForCausalLM of two layers with eight experts each, float32."""
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        initializer_range=0.2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),
-    )
-    torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
-
-
 def weights_in_training(path):
     spec = TrainerSpec(model=ModelConfig(path=str(path)), trainer=TrainerConfig(), algorithm=AlgorithmConfig())
     backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
@@ -237,7 +214,7 @@ def weights_in_training(path):
 @pytest.mark.usefixtures("process_group")
 async def test_experts_from_the_trainer_are_served(tmp_path, link):
     """One tensor for all experts of a layer in the trainer, one for each in a publish, packed ones in vLLM."""
-    models = [random_moe(seed) for seed in range(2)]
+    models = [random_qwen3_moe(seed=seed) for seed in range(2)]
     paths = [tmp_path / str(seed) for seed in range(2)]
     for model, path in zip(models, paths, strict=True):
         model.save_pretrained(path)
