@@ -229,13 +229,14 @@ class Sampler:
 
     def __init__(self, recipe: Any, found: Any, client: Any, *, paced: bool) -> None:
         from asyncrl.data.prompt_stream import PromptStream
-        from asyncrl.data.tokenizer import load_tokenizer, stop_token_ids
+        from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
         from asyncrl.rewards import build_reward
         from asyncrl.types import SamplingParams
 
         self._recipe, self._client, self._paced = recipe, client, paced
         self._train, self._held_out = found.train, next(iter(found.held_out.values()))
         self._tokenizer = load_tokenizer(recipe.model)
+        self._renderer = PromptRenderer(self._tokenizer, recipe.model)
         self._stream = PromptStream(len(self._train.rows), recipe.run.seed)
         self._reward = build_reward(recipe.reward)
         self._sampling = SamplingParams(
@@ -270,7 +271,8 @@ class Sampler:
 
     def _trajectories(self, ordinal: int) -> list[_Trajectory]:
         index, size = self._stream.row_index(ordinal), self._recipe.batch.group_size
-        row, ids = self._train.rows[index], self._train.prompt_ids[index]
+        row = self._train.rows[index]
+        ids = self._renderer.prompt_ids(row)
         paces = np.random.default_rng([self._recipe.run.seed, ordinal]).choice(PACES, size, p=PACE_SHARES)
         seeds = [hash((self._recipe.run.seed, ordinal, i)) & ((1 << 62) - 1) for i in range(size)]
         return [_Trajectory(row, ids, s, int(p) if self._paced else None) for s, p in zip(seeds, paces, strict=True)]
