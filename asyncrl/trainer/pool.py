@@ -121,7 +121,8 @@ class TrainerPool:
         try:
             rendezvous = pool._actors[0].open_rendezvous.remote()
             address = await pool._named(rendezvous, "open_rendezvous", 0, timeout_s)
-            await pool._on_all("start", *address, timeout_s=max(deadline - time.monotonic(), 0))
+            left_s = max(deadline - time.monotonic(), 0)
+            await pool._on_all("start", *address, left_s, timeout_s=left_s)
         except BaseException:  # also a cancelled start leaves no actor behind; re-raised
             pool.kill()
             raise

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import WeightTransferError
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend, TrainMetrics, TrajectoryKey
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.spec import TrainerSpec
@@ -56,11 +56,12 @@ class TrainerWorker:
         self._store = host_store(host, self._world_size, self._timeout)
         return host, self._store.port
 
-    def start(self, master_addr: str, master_port: int) -> None:
-        """Joins the peers and loads the model; returns when this rank can train.
+    def start(self, master_addr: str, master_port: int, timeout_s: float) -> None:
+        """Joins the peers, which may take `timeout_s` to come, and loads the model; returns when this rank can train.
 
         Raises:
             ConfigError: the model cannot be read or trained.
+            DeadlineExceeded: a peer did not come.
         """
         transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
         self._device = resolve_device(self._spec.trainer.device, self._rank)
@@ -70,6 +71,7 @@ class TrainerWorker:
             torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they compute
         if self._store is None:
             self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
+        await_peers(self._store, self._rank, self._world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
             store=self._store,
@@ -166,6 +168,24 @@ class TrainerWorker:
         self._sender = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Returns when all ranks are here. Ranks start seconds apart on a busy machine, and the timeout of a collective is
+    for ranks that run.
+
+    Raises:
+        DeadlineExceeded: naming the ranks that did not come.
+    """
+    here = [f"asyncrl/here/{peer}" for peer in range(world_size)]
+    store.set(here[rank], "")
+    try:
+        store.wait(here, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = [str(peer) for peer, key in enumerate(here) if not store.check([key])]
+        found = f"rank {', '.join(missing)} did not come within {timeout_s:g} s"
+        do = "see the log of that process, or raise ray.start_timeout_s"
+        raise DeadlineExceeded(explain(f"trainer rank {rank} to meet its peers", found, do)) from error
 
 
 def resolve_device(asked: str, rank: int) -> torch.device:

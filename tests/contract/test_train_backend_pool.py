@@ -5,10 +5,14 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import ray
+import torch.distributed as dist
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
@@ -19,8 +23,10 @@ from asyncrl.remote import reply
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
 from asyncrl.trainer.pool import TrainerPool
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.worker import await_peers
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import plan_buckets
+from asyncrl.weights.transports.process_group import host_store
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -313,6 +319,19 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
     with pytest.raises((ProcessDied, RuntimeError)):
         await asyncio.wait_for(saving, 20)
     assert not any(_alive(pid) for pid in pids)
+
+
+def test_ranks_may_come_later_than_a_collective_may_take():
+    store = host_store("127.0.0.1", 2, timedelta(seconds=0.2))
+    peer = dist.TCPStore("127.0.0.1", store.port, 2, timeout=timedelta(seconds=0.2))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(await_peers, store, 0, 2, 20)
+        with pytest.raises(FutureTimeoutError):
+            first.result(1.0)
+        await_peers(peer, 1, 2, 20)
+        first.result(20)
+        with pytest.raises(DeadlineExceeded, match="rank 2, 3 did not come within"):
+            await_peers(store, 1, 4, 0.1)
 
 
 def pids_of(pool):

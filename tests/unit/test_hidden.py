@@ -76,6 +76,7 @@ def test_the_recipe_has_the_value_and_what_is_written_the_interpolation(tmp_path
         "run.max_steps=${oc.env:SECRET}",
     ],
 )
+@pytest.mark.usefixtures("inputs")
 def test_no_error_of_the_command_tells_it(capfd, key):
     code = main([str(QUICKSTART), "--dry-run", key])
     told = "".join(capfd.readouterr())
