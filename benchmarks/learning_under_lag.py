@@ -126,8 +126,8 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
     import torch
 
     from asyncrl.config.load import load_recipe
+    from asyncrl.driver.preflight import check_recipe
     from asyncrl.inference.torch_engine.engine import TorchEngine
-    from asyncrl.preflight import check_recipe
     from asyncrl.queue.masking import StoredGroup, summarize
     from asyncrl.testing.publishing import Publisher
     from asyncrl.trainer.fsdp.backend import FsdpBackend
@@ -311,7 +311,7 @@ def wall_run(cell: Cell, seed: int, steps: int = WALL_STEPS) -> dict[str, Any]:
         words += [*cell.overrides(), f"eval.every_steps={WALL_EVAL_EVERY}", f"eval.max_prompts={WALL_PROMPTS}"]
         words += ["checkpoint.every_steps=0"]
         words += ["mode=sync"] if cell.lag == 0 else []
-        command = [sys.executable, "-m", "asyncrl.cli", "recipes/quickstart.yaml", *words]
+        command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
         if done.returncode:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])

@@ -88,7 +88,7 @@ def run(engine: str, mode: str, seed: int, steps: int | None, overrides: list[st
         words.append(f"run.max_steps={steps}")
     started, wall = time.monotonic(), time.time()
     with (directory.parent / f"{directory.name}.out").open("w") as output:
-        command = [sys.executable, "-m", "asyncrl.cli", RECIPES[engine], *words]
+        command = [sys.executable, "-m", "asyncrl.commands.train", RECIPES[engine], *words]
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         ray = RayCpu(process.pid)
         code = process.wait(timeout=3600)

@@ -44,7 +44,7 @@ from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.inference.channel import ReplicaControl, spawn_replica
 from asyncrl.inference.vllm.launch import Launcher
 from asyncrl.inference.vllm.requests import sampling_params
-from asyncrl.remote import reply
+from asyncrl.remote.reply import reply
 from asyncrl.rollout.channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks

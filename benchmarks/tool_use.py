@@ -40,7 +40,15 @@ class Outcome:
 
 def run(recipe: str, seed: int, overrides: list[str], directory: Path) -> Outcome:
     started = time.monotonic()
-    command = [sys.executable, "-m", "asyncrl.cli", recipe, f"run.seed={seed}", f"run.dir={directory}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.commands.train",
+        recipe,
+        f"run.seed={seed}",
+        f"run.dir={directory}",
+        *overrides,
+    ]
     with directory.with_suffix(".out").open("w") as output:
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=3600, check=False)
     if done.returncode:

@@ -326,7 +326,15 @@ class Chaos:
 
     def _command(self, run_dir: Path) -> list[str]:
         settings = [f"run.dir={run_dir}", f"run.max_steps={self._steps}", "resume=auto"]
-        return [sys.executable, "-m", "asyncrl.cli", self._plan.recipe, *settings, *OVERRIDES, *self._plan.overrides]
+        return [
+            sys.executable,
+            "-m",
+            "asyncrl.commands.train",
+            self._plan.recipe,
+            *settings,
+            *OVERRIDES,
+            *self._plan.overrides,
+        ]
 
     def _clean_up(self) -> None:
         self._saboteur.take_back(all_of_it=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from asyncrl.checkpoint.digests import seal, verify
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, StorageError, explain
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 
 logger = logging.getLogger(__name__)
 

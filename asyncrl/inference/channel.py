@@ -15,7 +15,7 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference import build_engine
 from asyncrl.inference.replica import Replica, ReplicaStats
-from asyncrl.remote import reply
+from asyncrl.remote.reply import reply
 from asyncrl.types import Manifest, PauseMode
 from asyncrl.weights.transport import Digest, TransferSource
 

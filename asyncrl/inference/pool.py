@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.replica import ReplicaStats
-from asyncrl.restarts import RestartBudget
+from asyncrl.remote.restart_budget import RestartBudget
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.remote import ended, reply
+from asyncrl.remote.reply import ended, reply
+from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.types import LeaseManifest, PartialGroup
-from asyncrl.waits import MESSAGE_QUEUE
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 from asyncrl.types import (
     FinishReason,
     PartialGroup,

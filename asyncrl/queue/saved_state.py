@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 from asyncrl.queue.group_files import load_groups, load_partials, save_groups, save_partials
 from asyncrl.queue.masking import StoredGroup
 from asyncrl.queue.records import LedgerSnapshot

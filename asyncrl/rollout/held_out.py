@@ -10,10 +10,10 @@ from typing import Any
 from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
 from asyncrl.evaluation import Answer, EvalResult, summarise
+from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.user_code import summary
 from asyncrl.types import Trajectory
-from asyncrl.waits import ROLLOUTER
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.evaluation import EvalResult
+from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
 from asyncrl.rollout.held_out import answer_held_out
@@ -44,7 +45,6 @@ from asyncrl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from asyncrl.waits import ROLLOUTER
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.evaluation import EvalResult
-from asyncrl.restarts import RestartBudget
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.types import PartialGroup
-from asyncrl.waits import ROLLOUTER
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import uvicorn
 from asyncrl.errors import RunFailed, explain
 from asyncrl.serving.guard import Guard, GuardedConfig
 
-logger = logging.getLogger("asyncrl.serve")
+logger = logging.getLogger("asyncrl.commands.serve")
 
 END_TIMEOUT_S = 3.0
 """Longest that the server may take beyond its grace to end what it is answering."""

@@ -21,11 +21,11 @@ import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.remote import ended, reply, reply_now
+from asyncrl.remote.reply import ended, reply, reply_now
+from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
-from asyncrl.waits import MESSAGE_QUEUE
 from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from rich.console import Console
 from asyncrl import coordinator, evaluations
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.coordinator import Coordinator
+from asyncrl.driver.coordinator import Coordinator
+from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
 from asyncrl.evaluation import EvalResult
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.parts import Parts
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from asyncrl.errors import LedgerError
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 from asyncrl.queue.ledger import Ledger, LedgerCounts, LedgerSnapshot
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.types import Ticket

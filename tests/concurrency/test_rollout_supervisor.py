@@ -7,10 +7,10 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.evaluation import EvalResult
-from asyncrl.restarts import RestartBudget
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.rollout.supervisor import RolloutSupervisor
-from asyncrl.waits import ROLLOUTER
 
 pytestmark = pytest.mark.concurrency
 

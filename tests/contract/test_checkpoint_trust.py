@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.store import RunState, render_state
+from asyncrl.commands.export import main
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.export import main
 from asyncrl.queue.records import LedgerCounts, LedgerSnapshot
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.trainer.fsdp.state import read_weights, save
@@ -94,7 +94,7 @@ def test_a_command_in_the_metadata_does_not_run_and_is_named(trainer, tmp_path, 
 
 
 def test_names_that_only_lead_to_code_are_refused(trainer):
-    for name in ("builtins.eval", "torch.load", "torch.os", "asyncrl.export.main", "copyreg._reconstructor"):
+    for name in ("builtins.eval", "torch.load", "torch.os", "asyncrl.commands.export.main", "copyreg._reconstructor"):
         module, _, attribute = name.rpartition(".")
         code = b"\x80\x04" + b"".join(b"\x8c%c" % len(w) + w.encode() for w in (module, attribute)) + b"\x93."
         (trainer / ".metadata").write_bytes(code)

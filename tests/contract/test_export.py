@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl import evaluate
 from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import RunState, render_state
+from asyncrl.commands import evaluate
+from asyncrl.commands.export import export, main, model_of
 from asyncrl.config.load import load
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.export import export, main, model_of
 from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp.lora import BASE, SCALE
 from asyncrl.trainer.fsdp.state import save

@@ -16,17 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("command", "asked"),
     [
-        ("asyncrl.cli recipes/quickstart.yaml model.path=org/none", "the tokenizer of the model org/none"),
-        ("asyncrl.cli recipes/quickstart.yaml data.train=org/none", "the dataset org/none:train from the hub"),
-        ("asyncrl.serve org/none", "the tokenizer of the model org/none"),
-        ("asyncrl.evaluate org/none data/arithmetic_test.jsonl", "the tokenizer of the model org/none"),
+        ("asyncrl.commands.train recipes/quickstart.yaml model.path=org/none", "the tokenizer of the model org/none"),
+        (
+            "asyncrl.commands.train recipes/quickstart.yaml data.train=org/none",
+            "the dataset org/none:train from the hub",
+        ),
+        ("asyncrl.commands.serve org/none", "the tokenizer of the model org/none"),
+        ("asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl", "the tokenizer of the model org/none"),
     ],
 )
 def test_no_command_retries_a_hub_that_is_not_there(tmp_path: Path, inputs, command: str, asked: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = f"http://127.0.0.1:{server.getsockname()[1]}"
     module, *words = command.split()
-    words += [f"run.dir={tmp_path}/run"] if module == "asyncrl.cli" else []
+    words += [f"run.dir={tmp_path}/run"] if module == "asyncrl.commands.train" else []
     environment = {**os.environ, "HF_ENDPOINT": gone, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": ""}
     ended = subprocess.run(
         [sys.executable, "-m", module, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl import cli
+from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.data.dataset import load_rows
 from asyncrl.errors import ConfigError, DataError

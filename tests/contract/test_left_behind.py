@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.cluster.janitor import RUN_VARIABLE, processes_of
 from asyncrl.errors import Stalled
-from asyncrl.janitor import RUN_VARIABLE, processes_of
 from asyncrl.observability import stacks
 from asyncrl.observability.report import write_report
 from asyncrl.observability.watchdog import Watchdog
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
 
 DRIVER = """
 import os, pathlib, subprocess, sys, time
-from asyncrl.janitor import Janitor, RUN_VARIABLE
+from asyncrl.cluster.janitor import Janitor, RUN_VARIABLE
 from asyncrl.weights.leftovers import SEGMENT, SHARED_MEMORY, create_locked
 os.environ[RUN_VARIABLE] = sys.argv[1]
 janitor = Janitor(sys.argv[1])

@@ -19,7 +19,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed, StorageError
-from asyncrl.remote import reply
+from asyncrl.remote.reply import reply
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
 from asyncrl.trainer.pool import TrainerPool
 from asyncrl.trainer.spec import TrainerSpec

@@ -21,7 +21,7 @@ from asyncrl.audit import audit_run
 from tests.unit.audit_model import edited, mutations, sealed
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "asyncrl.cli"]
+COMMAND = [sys.executable, "-m", "asyncrl.commands.train"]
 SMALL = (
     "batch.groups_per_step=4",
     "batch.group_size=4",

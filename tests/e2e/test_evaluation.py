@@ -69,7 +69,7 @@ def test_steps_go_on_while_one_leased_replica_answers_with_one_version(start):
     rows = run.directory / "rows.jsonl"
     options = ["--max-prompts", "16", "--rows", str(rows), "--json", "--trust-run"]
     words = [str(run.directory), "data/arithmetic_test.jsonl", *options]
-    command = [sys.executable, "-m", "asyncrl.evaluate", *words, "--log-file", str(run.directory / "eval.txt")]
+    command = [sys.executable, "-m", "asyncrl.commands.evaluate", *words, "--log-file", str(run.directory / "eval.txt")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl import cli
+from asyncrl.commands import train as cli
 from asyncrl.errors import ConfigError
 from asyncrl.observability.metrics import REQUIRED
 from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound

@@ -156,7 +156,7 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
     reports = [p.read_text() for p in (run.directory / "faults").glob("*/report.txt")]
     assert any("lease of message queue" in text for text in reports)
     stacks = "".join(p.read_text() for p in (run.directory / "faults").glob("*/stacks/*"))
-    assert "asyncrl/run.py" in stacks, "the driver"
+    assert "asyncrl/driver/run.py" in stacks, "the driver"
     assert "default_worker.py" in stacks, "the actors"
 
 

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-from asyncrl import serve as serve_command
+from asyncrl.commands import serve as serve_command
 from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,16 @@ MODEL = "runs/tiny-qwen3"
 class Server:
     def __init__(self, directory, *options):
         self.output, self.file = directory / "serve.out", directory / "fleet.json"
-        command = [sys.executable, "-m", "asyncrl.serve", MODEL, "--port", "0", "--discovery-file", str(self.file)]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.commands.serve",
+            MODEL,
+            "--port",
+            "0",
+            "--discovery-file",
+            str(self.file),
+        ]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, "--log-file", str(directory / "log.txt"), *options],

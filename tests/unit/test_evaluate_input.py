@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.evaluate import _parser, load_evaluation, main
+from asyncrl.commands.evaluate import _parser, load_evaluation, main
 from tests.environments import QWEN, tokenizer_with
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
-from asyncrl.cli import main
+from asyncrl.commands.train import main
 from asyncrl.config.hidden import MIN_LENGTH, Hidden
 from asyncrl.config.load import load
 from asyncrl.data.rows import ChatMessage, PromptRow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 from asyncrl.queue.records import LedgerSnapshot
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.preflight import check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.preflight import check_recipe, describe
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import cli
 from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules

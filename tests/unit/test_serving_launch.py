@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
-from asyncrl import serve
+from asyncrl.commands import serve
 from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress

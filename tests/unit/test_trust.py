@@ -11,13 +11,13 @@ from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.found import FoundCheckpoint
 from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.checkpoint.trust import CODE_KEYS, reaches_out
+from asyncrl.commands.evaluate import _parser, load_evaluation
+from asyncrl.commands.evaluate import main as evaluate
+from asyncrl.commands.export import main as export
+from asyncrl.commands.export import model_of
 from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.evaluate import _parser, load_evaluation
-from asyncrl.evaluate import main as evaluate
-from asyncrl.export import main as export
-from asyncrl.export import model_of
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit

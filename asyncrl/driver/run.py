@@ -11,8 +11,8 @@
                                   +-- commit(step) ; publish(version) ==> CheckpointEngine ========+
 
 The driver's process runs the coordinator; MessageQueue, Rollouter, Replica and TrainerWorker are Ray actors, held
-by handles of `actors.py` for the whole run. Control carries ids, lengths, rewards and versions; tokens go from the
-rollouter to the queue and from there to the trainer rank that needs them.
+by handles of `driver/actors.py` for the whole run. Control carries ids, lengths, rewards and versions; tokens go from
+the rollouter to the queue and from there to the trainer rank that needs them.
 
 A coordinator lives as long as its queue and its trainer ranks. When one of these is gone, they are built anew, and
 another coordinator goes on from the last checkpoint. Replicas and the rollouter are replaced under a living one.
@@ -35,10 +35,13 @@ from typing import TypeVar
 import psutil
 from rich.console import Console
 
-from asyncrl.actors import Actors
 from asyncrl.checkpoint.store import CheckpointStore, read_state
-from asyncrl.cluster import Cluster, ray_cluster
-from asyncrl.coordinator import Coordinator
+from asyncrl.cluster.janitor import processes_of
+from asyncrl.cluster.ray_session import Cluster, ray_cluster
+from asyncrl.driver.actors import Actors
+from asyncrl.driver.coordinator import Coordinator
+from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.run_spec import Job, RunResult
 from asyncrl.errors import (
     AsyncRLError,
     DeadlineExceeded,
@@ -49,17 +52,14 @@ from asyncrl.errors import (
     explain,
     unwritable,
 )
-from asyncrl.janitor import processes_of
-from asyncrl.job import Job, RunResult
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.report import write_report
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.parts import Parts
-from asyncrl.restarts import RestartBudget
-from asyncrl.waits import MESSAGE_QUEUE, WAITS
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.waits import MESSAGE_QUEUE, WAITS
 from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)

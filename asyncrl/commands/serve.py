@@ -38,14 +38,14 @@ from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineC
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.driver.preflight import check_packages
 from asyncrl.errors import AsyncRLError, ConfigError, explain
-from asyncrl.preflight import check_packages
 
 if TYPE_CHECKING:
     from asyncrl.inference.channel import ReplicaControl
     from asyncrl.serving.model_text import ModelText
 
-logger = logging.getLogger("asyncrl.serve")
+logger = logging.getLogger("asyncrl.commands.serve")
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -161,7 +161,7 @@ def _log_file() -> Path:
 
 def run(service: Service) -> int:
     """Serves until a signal, whose number it returns. Raises what ended it, after everything was shut down."""
-    from asyncrl.cluster import ray_cluster
+    from asyncrl.cluster.ray_session import ray_cluster
 
     with ray_cluster(None, service.log_file) as cluster:
         return asyncio.run(_run(service, cluster.engine_environment(service.rollout.engine)))
@@ -271,7 +271,7 @@ def _spawn(service: Service, environment: Mapping[str, str]) -> dict[int, Replic
 
 async def _start(replicas: Mapping[int, ReplicaControl], timeout_s: float) -> dict[int, str]:
     """The address of every replica's machine, once all have loaded the model. Raises what any of them raises."""
-    from asyncrl.remote import reply
+    from asyncrl.remote.reply import reply
 
     async def start(replica_id: int, control: ReplicaControl) -> str:
         await control.start(timeout_s)

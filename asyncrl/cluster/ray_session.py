@@ -21,8 +21,8 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
 
+from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.config.load import engine_environment, environment_defaults
-from asyncrl.janitor import RUN_VARIABLE, Janitor
 from asyncrl.observability.logs import HIDDEN_VARIABLE, LOG_PATH_VARIABLE
 
 LOOPBACK = "127.0.0.1"

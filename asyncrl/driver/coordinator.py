@@ -18,14 +18,14 @@ from typing import Any
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.evaluation_schedule import Evaluations
+from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.step_record import StepClock, StepRecord, tokens_between
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.evaluations import Evaluations
-from asyncrl.observability.step import StepClock, StepRecord, tokens_between
-from asyncrl.parts import Parts
 from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest
-from asyncrl.waits import WAITS
 from asyncrl.weights.checkpoint_engine import PublishReport
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.waits import WAITS, Wait
+from asyncrl.remote.waits import WAITS, Wait
 
 ENDED_POLL_S = 0.05
 SLEPT_S = 2.0

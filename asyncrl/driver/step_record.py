@@ -12,9 +12,9 @@ import numpy as np
 from asyncrl.inference.replica import ReplicaStats
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
+from asyncrl.remote.waits import WaitTotals
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.types import LeaseManifest
-from asyncrl.waits import WaitTotals
 from asyncrl.weights.checkpoint_engine import PublishReport
 
 

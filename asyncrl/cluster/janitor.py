@@ -50,7 +50,7 @@ class Janitor:
         self.scratch = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=_for_sockets()))
         """Directory for sockets and temporary files of the run, for its user alone (0700); removed at its end."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.janitor", run_id],
+            [sys.executable, "-m", "asyncrl.cluster.janitor", run_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

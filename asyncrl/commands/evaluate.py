@@ -35,16 +35,16 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
 from asyncrl.data.rows import to_record
 from asyncrl.data.tokenizer import RenderedPrompts
+from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.evaluation import EvalResult
-from asyncrl.preflight import check_packages, check_recipe
 from asyncrl.registry import make_importable
 from asyncrl.types import Admission, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
     from asyncrl.inference.channel import ReplicaControl
 
-logger = logging.getLogger("asyncrl.evaluate")
+logger = logging.getLogger("asyncrl.commands.evaluate")
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
@@ -175,8 +175,8 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     models = filter(is_hub_model, [arguments.checkpoint if found is None else sections["model"]["path"]])
     use_cache_if_unreachable([*models, *([] if is_place(arguments.dataset) else [arguments.dataset])])
     if found is not None:
+        from asyncrl.commands.export import export
         from asyncrl.config.model import ModelConfig
-        from asyncrl.export import export
 
         model = ModelConfig(**sections["model"])
         export(found, model, scratch / "model", dtype=model.inference_dtype)
@@ -267,7 +267,7 @@ def _plain(model: str, engine: str) -> dict[str, Any]:
 
 def run(recipe: Recipe, name: str, prompts: RenderedPrompts, *, log: Path, hidden: Collection[str] = ()) -> EvalResult:
     """The held-out set `name` on replicas of `model.path`. Raises what ended it, after everything was shut down."""
-    from asyncrl.cluster import ray_cluster
+    from asyncrl.cluster.ray_session import ray_cluster
 
     with ray_cluster(recipe.ray.address, log, hidden) as cluster:
         return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))

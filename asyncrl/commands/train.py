@@ -31,14 +31,14 @@ from asyncrl.checkpoint.store import check_resumable
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load
+from asyncrl.driver.preflight import check_packages, check_recipe, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
-from asyncrl.preflight import check_packages, check_recipe, describe, hub_names
 from asyncrl.registry import make_importable
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
 
-logger = logging.getLogger("asyncrl.cli")
+logger = logging.getLogger("asyncrl.commands.train")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,9 +93,9 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
         check_resumable(recipe, found.train.digest, start_from)
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
-    from asyncrl.job import Job
+    from asyncrl.driver.run import run
+    from asyncrl.driver.run_spec import Job
     from asyncrl.observability.logs import configure_driver
-    from asyncrl.run import run
 
     configure_driver(directory.log, console, hide)
     directory.write_config(recipe, loaded.written, name)

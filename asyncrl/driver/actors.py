@@ -17,15 +17,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.cluster import Cluster
+from asyncrl.cluster.ray_session import Cluster
+from asyncrl.driver.run_spec import Job
 from asyncrl.errors import AsyncRLError
 from asyncrl.inference.channel import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.pool import PoolSettings, ReplicaPool
-from asyncrl.job import Job
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.channel import QueueControl
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.restarts import RestartBudget
+from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.rollout.channels import QueueChannel, RolloutControl
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.supervisor import RolloutSupervisor

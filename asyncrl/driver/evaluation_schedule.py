@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
 from asyncrl.evaluation import EvalResult
-from asyncrl.parts import Parts
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
-from asyncrl.plain import from_plain
+from asyncrl.json_records import from_plain
 
 if TYPE_CHECKING:
     import torch
