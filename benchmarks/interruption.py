@@ -37,14 +37,14 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.inference.channel import spawn_replica
-from asyncrl.rollout.channels import ReplicaActorChannel
+from asyncrl.inference.replica_actor import spawn_replica
+from asyncrl.publish.checkpoint_engine import CheckpointEngine, PublishReport
+from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import Generation, GenerationClient
 from asyncrl.testing.random_model import write_random_qwen3
-from asyncrl.trainer.pool import TrainerPool
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
-from asyncrl.weights.checkpoint_engine import CheckpointEngine, PublishReport
 
 RESULTS = Path(__file__).parent / "results" / "interruption.md"
 MODES = ("none", "abort_resume", "keep", "drain", "rolling abort_resume", "rolling drain")

@@ -132,7 +132,7 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
     from asyncrl.testing.publishing import Publisher
     from asyncrl.trainer.fsdp.backend import FsdpBackend
     from asyncrl.trainer.planner import StepPlanner
-    from asyncrl.trainer.spec import TrainerSpec
+    from asyncrl.trainer.trainer_spec import TrainerSpec
     from asyncrl.types import LeaseManifest
 
     overrides = [*cell.overrides(), f"run.seed={seed}", f"run.max_steps={steps}"]

@@ -72,7 +72,7 @@ def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
     from asyncrl.config.trainer import FsdpConfig, TrainerConfig
     from asyncrl.trainer.fsdp.backend import FsdpBackend
     from asyncrl.trainer.packing import PackingRules, plan_step
-    from asyncrl.trainer.spec import TrainerSpec
+    from asyncrl.trainer.trainer_spec import TrainerSpec
     from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
 
     torch.set_num_threads(1)

@@ -41,11 +41,11 @@ from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import engine_environment, environment_defaults
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
-from asyncrl.inference.channel import ReplicaControl, spawn_replica
+from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.vllm.launch import Launcher
-from asyncrl.inference.vllm.requests import sampling_params
+from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.remote.reply import reply
-from asyncrl.rollout.channels import ReplicaActorChannel
+from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks
 from asyncrl.testing.random_model import write_random_qwen3

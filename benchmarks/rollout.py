@@ -29,7 +29,7 @@ import transformers
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.inference.torch_engine import TorchEngine
-from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.testing.engine_suite import Client
 from asyncrl.testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl.types import GenerationRequest, SamplingParams, TensorSpec

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import xxhash
 import zmq
 
-from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.digest import copy_with_digest, make_scratch, slice_digest
 from asyncrl.weights.plan import make_manifest, make_spec

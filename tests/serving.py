@@ -22,8 +22,8 @@ from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
 from asyncrl.serving.app import Api, ServedModel
+from asyncrl.serving.connection_guard import Guard, Limits, connections_that_fit
 from asyncrl.serving.fleet import Fleet
-from asyncrl.serving.guard import Guard, Limits, connections_that_fit
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.server import Server

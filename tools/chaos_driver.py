@@ -21,7 +21,7 @@ COMMANDS = {
     "rollouter": "ray::Rollouter",
     "trainer": "ray::TrainerActor",
     "queue": "ray::MessageQueue",
-    "reward": "asyncrl.rewards.worker",
+    "reward": "asyncrl.rewards.reward_worker",
 }
 """Role -> what the command line of its processes contains."""
 FOREIGN = re.compile(r"ray|torchinductor_.*|pymp-.*|vllm.*")

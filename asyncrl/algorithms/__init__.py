@@ -48,6 +48,6 @@ def build_advantage(name: str, group_std: str = "population") -> Advantage:
 
 def build_objective(config: AlgorithmConfig) -> Objective:
     """What `config` composes. Imports torch. Raises ConfigError: a name that is not known."""
-    from asyncrl.algorithms import shelf
+    from asyncrl.algorithms import objective_registry as shelf
 
     return shelf.build_objective(config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group import centred
+from asyncrl.algorithms.group_rewards import centred
 
 
 def dr_grpo_advantages(rewards: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group import centred
+from asyncrl.algorithms.group_rewards import centred
 
 EPSILON = 1e-6
 """Keeps the quotient finite; small against any spread of rewards that means something."""

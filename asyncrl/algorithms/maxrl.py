@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group import centred
+from asyncrl.algorithms.group_rewards import centred
 from asyncrl.errors import ConfigError, explain
 
 

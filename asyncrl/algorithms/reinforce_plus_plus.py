@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group import centred, checked
+from asyncrl.algorithms.group_rewards import centred, checked
 
 
 def own_rewards(rewards: np.ndarray) -> np.ndarray:

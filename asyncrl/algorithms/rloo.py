@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group import centred
+from asyncrl.algorithms.group_rewards import centred
 
 
 def rloo_advantages(rewards: np.ndarray) -> np.ndarray:

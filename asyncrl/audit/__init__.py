@@ -22,10 +22,10 @@ import json
 import sys
 from pathlib import Path
 
+from asyncrl.audit.audit_report import AuditReport, Finding, Limits
 from asyncrl.audit.log import read_log
 from asyncrl.audit.metrics import METRICS, check_metrics
 from asyncrl.audit.replay import EVENTS, Audit
-from asyncrl.audit.report import AuditReport, Finding, Limits
 from asyncrl.audit.saved import read_saved
 from asyncrl.errors import ConfigError, explain
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.audit.report import Limits
+from asyncrl.audit.audit_report import Limits
 
 _REPLICA: dict[str, tuple[tuple[str, ...], str]] = {
     "replica_failed": (("new", "serving", "leased", "suspended", "down"), "down"),

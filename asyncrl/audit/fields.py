@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.audit.report import COUNTS
+from asyncrl.audit.audit_report import COUNTS
 
 Check = Callable[[Any], bool]
 

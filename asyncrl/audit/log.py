@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from asyncrl.audit.audit_report import Finding
 from asyncrl.audit.replay import EVENTS, Audit
-from asyncrl.audit.report import Finding
 
 _BEGINNING = b'{"event": '
 _SEAL = re.compile(rb', "writer": "(\w+)", "at": (\d{1,18})(, "chain": "([0-9a-f]{32})"\}\n)\Z')

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.audit.audit_report import COUNTS, ENDS, STATES, Finding
 from asyncrl.audit.log import parsed
 from asyncrl.audit.replay import Audit
-from asyncrl.audit.report import COUNTS, ENDS, STATES, Finding
 
 METRICS = "metrics.jsonl"
 

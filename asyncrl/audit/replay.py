@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from asyncrl.audit.audit_report import COUNTS, STATES, Finding, Limits, Rollback
 from asyncrl.audit.driver import Driver
 from asyncrl.audit.fields import malformed
-from asyncrl.audit.records import NOTHING, Announced, GroupNow, Mark
-from asyncrl.audit.report import COUNTS, STATES, Finding, Limits, Rollback
+from asyncrl.audit.replay_state import NOTHING, Announced, GroupNow, Mark
 from asyncrl.audit.saved import Saved
 
 EVENTS = "events.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.audit.fields import are_counts, is_whole
-from asyncrl.audit.records import GroupNow
+from asyncrl.audit.replay_state import GroupNow
 
 _NAME = re.compile(r"(abandoned_)?step_\d+(\.replaced)?")
 _STATE, _LEDGER = "state.json", "queue/ledger.json"

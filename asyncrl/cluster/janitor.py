@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.sandbox import remove_stale_sandboxes
-from asyncrl.weights.leftovers import remove_stale_publishes, remove_stale_segments
+from asyncrl.weights.lock_files import remove_stale_publishes, remove_stale_segments
 
 logger = logging.getLogger(__name__)
 

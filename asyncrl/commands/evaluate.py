@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
@@ -42,7 +42,7 @@ from asyncrl.registry import make_importable
 from asyncrl.types import Admission, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
-    from asyncrl.inference.channel import ReplicaControl
+    from asyncrl.inference.replica_actor import ReplicaControl
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
@@ -300,7 +300,7 @@ async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment:
 
 
 async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
-    from asyncrl.rollout.channels import ReplicaActorChannel
+    from asyncrl.rollout.actor_channels import ReplicaActorChannel
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"
@@ -325,7 +325,7 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
 
 def _spawn(recipe: Recipe, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
     """A process for every replica, with the weights of the model's files. Raises ConfigError: too few GPUs."""
-    from asyncrl.inference.channel import replica_gpus, require_gpus, spawn_replica
+    from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
 
     rollout = recipe.rollout
     gpus = replica_gpus(rollout, rollout.num_replicas)

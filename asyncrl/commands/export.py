@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, require_trusted
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
@@ -104,8 +104,8 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
     import safetensors.torch
 
     from asyncrl.trainer.fsdp.lora import SCALE
-    from asyncrl.trainer.fsdp.state import adapter_facts
-    from asyncrl.trainer.fsdp.stored import StoredState
+    from asyncrl.trainer.fsdp.sharded_state import adapter_facts
+    from asyncrl.trainer.fsdp.stored_state import StoredState
 
     require_new(out)
     written = StoredState(found.directory / "trainer", f"export the adapter of {found.directory}")
@@ -225,7 +225,7 @@ def _write_weights(
     """safetensors of at most `max_shard_bytes`, unless a single tensor is larger, and their index."""
     import safetensors.torch
 
-    from asyncrl.trainer.fsdp.state import read_weights
+    from asyncrl.trainer.fsdp.sharded_state import read_weights
 
     shards: list[list[str]] = []
     parameters = nbytes = 0

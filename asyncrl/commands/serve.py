@@ -42,7 +42,7 @@ from asyncrl.driver.preflight import check_packages
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 
 if TYPE_CHECKING:
-    from asyncrl.inference.channel import ReplicaControl
+    from asyncrl.inference.replica_actor import ReplicaControl
     from asyncrl.serving.model_text import ModelText
 
 logger = logging.getLogger("asyncrl.commands.serve")
@@ -197,12 +197,12 @@ async def _serve(
     service: Service, replicas: Mapping[int, ReplicaControl], *, nodes: Mapping[int, str], stop: asyncio.Task[Any]
 ) -> None:
     """Serves until `stop` is done. Raises what ended the fleet or the HTTP server before."""
-    from asyncrl.rollout.channels import ReplicaActorChannel
+    from asyncrl.rollout.actor_channels import ReplicaActorChannel
     from asyncrl.rollout.generation import GenerationClient
     from asyncrl.serving.app import Api, ServedModel
+    from asyncrl.serving.connection_guard import SPARE_CONNECTIONS, Guard, Limits, connections_that_fit
     from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
     from asyncrl.serving.fleet import Fleet
-    from asyncrl.serving.guard import SPARE_CONNECTIONS, Guard, Limits, connections_that_fit
     from asyncrl.serving.metrics import ServingMetrics
     from asyncrl.serving.server import Server, serve_until
 
@@ -253,7 +253,7 @@ async def _serve(
 
 def _spawn(service: Service, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
     """A process for every replica, with the model's own weights. Raises ConfigError: too few GPUs for them."""
-    from asyncrl.inference.channel import replica_gpus, require_gpus, spawn_replica
+    from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
 
     rollout = service.rollout
     gpus = replica_gpus(rollout, rollout.num_replicas)
@@ -297,7 +297,7 @@ async def _end(replicas: Mapping[int, ReplicaControl]) -> None:
 def _bind(host: str, port: int) -> socket.socket:
     """A socket on that address, where clients may already queue. Raises ConfigError: it is taken, or not of this
     machine."""
-    from asyncrl.serving.guard import BACKLOG
+    from asyncrl.serving.connection_guard import BACKLOG
 
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,8 +1,8 @@
 """The processes of a run, and what is built anew when one of them is gone.
 
-Three groups live and die apart: each replica (`inference.pool`), the rollouter (`rollout.supervisor`), and the training
-side: message queue, trainer ranks and, because its groups belong to the queue's ledger, the rollouter with them. The
-training side comes back as the last checkpoint has it; the replicas stay and get its weights.
+Three groups live and die apart: each replica (`inference.replica_pool`), the rollouter (`rollout.supervisor`), and the
+training side: message queue, trainer ranks and, because its groups belong to the queue's ledger, the rollouter with
+them. The training side comes back as the last checkpoint has it; the replicas stay and get its weights.
 
 The handles here are the only ones that keep the actors alive: none is detached, none is found by name.
 """
@@ -20,17 +20,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.driver.run_spec import Job
 from asyncrl.errors import AsyncRLError
-from asyncrl.inference.channel import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
-from asyncrl.inference.pool import PoolSettings, ReplicaPool
+from asyncrl.inference.replica_actor import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
-from asyncrl.queue.channel import QueueControl
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.restart_budget import RestartBudget
-from asyncrl.rollout.channels import QueueChannel, RolloutControl
+from asyncrl.rollout.actor_channels import QueueChannel, RolloutControl
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.supervisor import RolloutSupervisor
-from asyncrl.trainer.pool import TrainerPool
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from asyncrl.inference.replica import ReplicaStats
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
+from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
 from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.types import LeaseManifest, PartialGroup, RankPlan
-from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 
 class Queue(Protocol):
@@ -56,7 +56,7 @@ class RolloutSide(Protocol):
 
 
 class Replicas(Protocol):
-    """The replicas of the run: `inference.pool.ReplicaPool`."""
+    """The replicas of the run: `inference.replica_pool.ReplicaPool`."""
 
     @property
     def newcomers(self) -> Mapping[int, Any]: ...

@@ -53,14 +53,14 @@ from asyncrl.errors import (
     unwritable,
 )
 from asyncrl.observability.events import EventLog
+from asyncrl.observability.failure_report import write_report
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.observability.report import write_report
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
+from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, WAITS
-from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from fastapi.responses import JSONResponse, Response
 from asyncrl.environments.agent_requests import AgentReply, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.serving.connection_guard import Guard, Limits
 from asyncrl.serving.errors import ApiError
-from asyncrl.serving.guard import Guard, Limits
 from asyncrl.serving.http import (
     ClientLeft,
     EventStream,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncrl.errors import unwritable
 
 if TYPE_CHECKING:
-    from asyncrl.observability.sinks.feed import SinkFeed
+    from asyncrl.observability.sinks.sink_thread import SinkFeed
 
 DECLARED: dict[str, str] = {
     "step": "global_steps after the step",

@@ -20,9 +20,9 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.errors import ConfigError, LedgerError, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.budgets import EndBudgets, EndShares
+from asyncrl.queue.group_records import GroupEvent, GroupRecord, LedgerCounts
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
-from asyncrl.queue.records import GroupEvent, GroupRecord, LedgerCounts
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.queue.staleness import OnOverdue, StalenessPolicy
 from asyncrl.types import Admission, LeaseManifest, PartialGroup, Ticket, TrajectoryGroup

@@ -15,8 +15,8 @@ import psutil
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.rewards.guard import Guard
 from asyncrl.rewards.messages import LENGTH, Answer, Raised
+from asyncrl.rewards.orphan_reaper import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class RewardProcess:
         # parent's.
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.rewards.worker", *config.names],
+                [sys.executable, "-m", "asyncrl.rewards.reward_worker", *config.names],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,

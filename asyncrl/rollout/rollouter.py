@@ -30,10 +30,10 @@ from asyncrl.environments import Chat, Environment, Managed, Task, build_environ
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.evaluation import EvalResult
 from asyncrl.remote.waits import ROLLOUTER
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
 from asyncrl.rollout.held_out import answer_held_out
-from asyncrl.rollout.records import QuarantineFile, SampleFile
+from asyncrl.rollout.sample_files import QuarantineFile, SampleFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
 from asyncrl.rollout.user_code import UserCode, summary
 from asyncrl.types import (

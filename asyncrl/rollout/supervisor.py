@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Process(Protocol):
-    """One rollouter, as `rollout.channels.RolloutControl` reaches it; its errors name `ROLLOUTER`."""
+    """One rollouter, as `rollout.actor_channels.RolloutControl` reaches it; its errors name `ROLLOUTER`."""
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
     async def run(self) -> None: ...

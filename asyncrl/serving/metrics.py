@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from asyncrl.serving.choice import Finished
+from asyncrl.serving.connection_guard import REASONS, Reason
 from asyncrl.serving.fleet import Fleet
-from asyncrl.serving.guard import REASONS, Reason
 
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 

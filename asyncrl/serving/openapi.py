@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.inference.requests import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
+from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 from asyncrl.serving.protocol import (
     HARMLESS,
     INFORMATION,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.data.rows import ChatMessage
-from asyncrl.inference.requests import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
+from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 from asyncrl.serving.errors import ApiError, bad_field, unsupported
 
 MAX_CHOICES = 128

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from asyncrl.errors import RunFailed, explain
-from asyncrl.serving.guard import Guard, GuardedConfig
+from asyncrl.serving.connection_guard import Guard, GuardedConfig
 
 logger = logging.getLogger("asyncrl.commands.serve")
 

@@ -17,7 +17,7 @@ import numpy as np
 from asyncrl.errors import ConfigError, RunFailed, StorageError, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.schedule import scheduled_rate
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan, TensorSpec, TrainSequence, Trajectory
 
 if TYPE_CHECKING:

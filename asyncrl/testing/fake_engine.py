@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engine import EngineHealth, PauseMode
-from asyncrl.inference.requests import misfit
+from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.types import FinishReason, GenerationRequest, Manifest, TokenChunk
 from asyncrl.weights.transport import Digest, TransferSource
 

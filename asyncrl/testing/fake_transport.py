@@ -14,8 +14,8 @@ from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError,
 from asyncrl.types import Bucket, Manifest
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
-from asyncrl.weights.transports.channel import Deadline, layout_of
-from asyncrl.weights.transports.guard import GuardedSender
+from asyncrl.weights.transports.control_channel import Deadline, layout_of
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
 
 _POLL_S = 0.02
 

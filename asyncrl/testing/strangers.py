@@ -22,7 +22,7 @@ from asyncrl.testing.transport_rig import (
 )
 from asyncrl.types import Manifest
 from asyncrl.weights.transport import TransferSource
-from asyncrl.weights.transports.channel import Kind, Message, layout_of
+from asyncrl.weights.transports.control_channel import Kind, Message, layout_of
 
 _REFUSED = (
     zmq.EVENT_DISCONNECTED,

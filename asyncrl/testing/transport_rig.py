@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from asyncrl.errors import AsyncRLError, WeightTransferError
-from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Manifest, TensorSpec
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver, WeightSender
 
 BUCKET_BYTES = 8192

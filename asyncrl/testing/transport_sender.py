@@ -29,7 +29,7 @@ from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import Digest, TransferSource
 from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.guard import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
 
 EXIT_OF_SIGTERM = 143
 

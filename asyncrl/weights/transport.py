@@ -1,7 +1,7 @@
 """The protocols of a weight transport. One sender (trainer rank 0), any number of receivers (replica workers).
 
 A transport only moves buckets. When to pause, verify, retry and commit is the checkpoint engine's business
-(`weights/checkpoint_engine.py`), the manifest travels by the control plane.
+(`publish/checkpoint_engine.py`), the manifest travels by the control plane.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class TransferSource:
     `address`, `segment`: transport specific (ZeroMQ endpoint and the rings of `ipc` as JSON or the directory of `disk`;
     host:port of the store and ZeroMQ endpoint for `collective`).
     `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
-    `digest`: the sender's choice, which receivers follow. `key`: of the control channel (`channel.py`), in no log.
+    `digest`: the sender's choice, which receivers follow. `key`: of the control channel (`control_channel.py`); no log
+    has it.
     """
 
     transport: str

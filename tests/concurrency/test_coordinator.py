@@ -20,6 +20,7 @@ from asyncrl.evaluation import EvalResult
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import MetricsLog
 from asyncrl.observability.progress import ProgressView
+from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
@@ -27,7 +28,6 @@ from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 pytestmark = pytest.mark.concurrency
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.checkpoint.digests import seal
-from asyncrl.checkpoint.found import FoundCheckpoint, find_checkpoint
+from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.commands import evaluate
@@ -22,7 +22,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp.lora import BASE, SCALE
-from asyncrl.trainer.fsdp.state import save
+from asyncrl.trainer.fsdp.sharded_state import save
 from tests.contract.export_ranks import RANKS, rank_main
 
 pytestmark = pytest.mark.contract

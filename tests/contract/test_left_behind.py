@@ -15,16 +15,16 @@ import pytest
 from asyncrl.cluster.janitor import RUN_VARIABLE, processes_of
 from asyncrl.errors import Stalled
 from asyncrl.observability import stacks
-from asyncrl.observability.report import write_report
+from asyncrl.observability.failure_report import write_report
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.weights.leftovers import SEGMENT, SHARED_MEMORY
+from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY
 
 pytestmark = pytest.mark.contract
 
 DRIVER = """
 import os, pathlib, subprocess, sys, time
 from asyncrl.cluster.janitor import Janitor, RUN_VARIABLE
-from asyncrl.weights.leftovers import SEGMENT, SHARED_MEMORY, create_locked
+from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY, create_locked
 os.environ[RUN_VARIABLE] = sys.argv[1]
 janitor = Janitor(sys.argv[1])
 (janitor.scratch / "a.sock").write_text("")

@@ -22,15 +22,15 @@ from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineCon
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import GenerationError, ProcessDied
-from asyncrl.inference.channel import spawn_replica
-from asyncrl.inference.pool import PoolSettings, ReplicaPool
-from asyncrl.rollout.channels import ReplicaActorChannel
+from asyncrl.inference.replica_actor import spawn_replica
+from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
-from asyncrl.trainer.pool import TrainerPool
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, SamplingParams
-from asyncrl.weights.checkpoint_engine import CheckpointEngine
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -18,7 +18,7 @@ from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
-from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reward_pool import RewardPool
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -143,7 +143,7 @@ def workers(below: int | None = None) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(below).children(recursive=True):
         try:
-            if "asyncrl.rewards.worker" in process.cmdline():
+            if "asyncrl.rewards.reward_worker" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue
@@ -471,7 +471,7 @@ async def test_nothing_outlives_its_owner(module, tmp_path, way):
 async def test_workers_end_with_their_owner_without_the_guard_too(module, tmp_path):
     async with owner_of(module, ["regex", "sleep"], tmp_path) as owner:
         left = workers(owner.pid)
-        (guard,) = [pid for pid in marked(tmp_path) if "guard.py" in psutil.Process(pid).cmdline()[-1]]
+        (guard,) = [pid for pid in marked(tmp_path) if "orphan_reaper.py" in psutil.Process(pid).cmdline()[-1]]
         os.kill(guard, signal.SIGKILL)
     assert len(left) == 3
     await until(lambda: not any(marked(tmp_path)), "a worker lives")

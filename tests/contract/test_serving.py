@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.channel import require_gpus
+from asyncrl.inference.replica_actor import require_gpus
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.http import MAX_BODY_BYTES
 from asyncrl.testing.local import publish

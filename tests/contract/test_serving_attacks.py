@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from asyncrl.environments.agent_server import AgentServer
-from asyncrl.serving.guard import Limits
+from asyncrl.serving.connection_guard import Limits
 from tests.serving import ASK, serving, until
 
 pytestmark = pytest.mark.contract

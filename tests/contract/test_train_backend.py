@@ -9,7 +9,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
 from asyncrl.testing.backend_suite import VOCAB_SIZE, TrainBackendSuite
 from asyncrl.testing.fake_backend import FakeBackend
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 pytestmark = pytest.mark.contract
 

@@ -21,9 +21,9 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed, StorageError
 from asyncrl.remote.reply import reply
 from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
-from asyncrl.trainer.pool import TrainerPool
-from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.worker import await_peers
+from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transports.process_group import host_store

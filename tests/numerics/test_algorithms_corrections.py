@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.loss import FittedCorrection
-from asyncrl.algorithms.shelf import CORRECTIONS, build_objective
+from asyncrl.algorithms.objective_registry import CORRECTIONS, build_objective
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw

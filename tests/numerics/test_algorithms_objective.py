@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.algorithms import ADVANTAGES, build_advantage, build_objective
 from asyncrl.algorithms.loss import LossInputs
-from asyncrl.algorithms.shelf import CORRECTIONS, LOSSES
+from asyncrl.algorithms.objective_registry import CORRECTIONS, LOSSES
 from asyncrl.config.algorithm import (
     WEIGHING,
     AdvantageName,

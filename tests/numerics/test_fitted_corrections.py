@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.batch_normalized import BatchNormalized
 from asyncrl.algorithms.loss import FittedCorrection
 from asyncrl.algorithms.m2po import M2po
-from asyncrl.algorithms.shelf import CORRECTIONS, build_correction, build_objective
+from asyncrl.algorithms.objective_registry import CORRECTIONS, build_correction, build_objective
 from asyncrl.config.algorithm import WEIGHING, AlgorithmConfig, CorrectionConfig
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes

@@ -27,7 +27,7 @@ from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.model import choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
 

@@ -22,7 +22,7 @@ from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
 
 pytestmark = pytest.mark.numerics

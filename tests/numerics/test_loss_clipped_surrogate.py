@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.clipped_surrogate import ClippedSurrogate, clipped_surrogate
-from asyncrl.algorithms.shelf import build_objective
+from asyncrl.algorithms.objective_registry import build_objective
 from asyncrl.config.algorithm import AlgorithmConfig
 from tests.numerics.losses import draw, slopes
 

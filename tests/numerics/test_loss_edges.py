@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.loss import MAX_LOG_RATIO, bounded_ratio
-from asyncrl.algorithms.shelf import LOSSES
+from asyncrl.algorithms.objective_registry import LOSSES
 from asyncrl.config.algorithm import AlgorithmConfig, SapoConfig
 from tests.numerics.losses import draw
 

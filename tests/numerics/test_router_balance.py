@@ -16,7 +16,7 @@ from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.testing.random_model import random_qwen3_moe, write_random_qwen3
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 

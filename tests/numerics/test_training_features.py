@@ -10,16 +10,16 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, GaeConfig, K
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl.testing.random_model import random_qwen3
-from asyncrl.trainer.fsdp import state
+from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.model import compile_layers
 from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 from asyncrl.weights.adapters import BaseWeights
 from asyncrl.weights.packing import spec_of

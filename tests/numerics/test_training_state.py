@@ -22,7 +22,7 @@ from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]

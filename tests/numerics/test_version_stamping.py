@@ -15,7 +15,7 @@ from asyncrl.testing.fake_engine import FakeEngine, FakeScript
 from asyncrl.testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
 from asyncrl.testing.random_model import write_random_qwen3
 from asyncrl.testing.stamping_suite import BoundarySuite, StampingSuite
-from asyncrl.weights.sinks import AssemblingSink
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transports import build_receiver
 
 pytestmark = pytest.mark.numerics

@@ -21,7 +21,7 @@ from asyncrl.inference.vllm import VllmEngine
 from asyncrl.testing.engine_client import Client, make_request, within
 from asyncrl.testing.random_model import greedy_continuation, random_qwen3, random_qwen3_moe, write_random_qwen3
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import TensorSpec
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest

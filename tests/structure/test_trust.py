@@ -12,13 +12,13 @@ pytestmark = pytest.mark.structure
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 
 ALLOWED = {
-    r"\bdcp\.load\(|FileSystemReader|torch\.load\(": {"trainer/fsdp/stored.py"},
+    r"\bdcp\.load\(|FileSystemReader|torch\.load\(": {"trainer/fsdp/stored_state.py"},
     r"\bpickle\.(?:Unp|loads?\()": {  # but for the first: pipes between a process and its own children
-        "trainer/fsdp/stored.py",
+        "trainer/fsdp/stored_state.py",
         "rewards/process.py",
-        "rewards/worker.py",
-        "environments/tools/pool.py",
-        "environments/tools/worker.py",
+        "rewards/reward_worker.py",
+        "environments/tools/tool_pool.py",
+        "environments/tools/tool_worker.py",
         "inference/vllm/weight_transfer.py",
     },
     r"allow_pickle=True|weights_only=False": set(),

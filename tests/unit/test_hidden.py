@@ -16,7 +16,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import configure_driver
-from asyncrl.rollout.records import QuarantineFile
+from asyncrl.rollout.sample_files import QuarantineFile
 from asyncrl.types import Ticket
 from tests.unit.test_recipes import QUICKSTART
 

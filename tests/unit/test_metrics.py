@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics import REQUIRED, MetricsLog
 from asyncrl.observability.sinks import build_sinks
-from asyncrl.observability.sinks.feed import BACKLOG, SinkFeed
+from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.json_records import from_plain
-from asyncrl.queue.records import LedgerSnapshot
+from asyncrl.queue.group_records import LedgerSnapshot
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import copy
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
-from asyncrl.inference.pool import PoolSettings, ReplicaPool
+from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 
 pytestmark = pytest.mark.unit
 

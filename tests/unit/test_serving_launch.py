@@ -15,9 +15,9 @@ import uvicorn
 from asyncrl.commands import serve
 from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
+from asyncrl.serving.connection_guard import REASONS, Guard, Limits
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaState
-from asyncrl.serving.guard import REASONS, Guard, Limits
 from asyncrl.serving.server import serve_until
 
 pytestmark = pytest.mark.unit
@@ -110,7 +110,7 @@ def test_each_reason_is_counted_always_and_told_once_a_minute(caplog):
 def test_the_limit_on_descriptors_is_raised_as_far_as_connections_need_it(soft, hard, wanted, fits):
     program = f"""
 import resource
-from asyncrl.serving.guard import connections_that_fit
+from asyncrl.serving.connection_guard import connections_that_fit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(connections_that_fit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """

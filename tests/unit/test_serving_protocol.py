@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from asyncrl.inference.requests import misfit
+from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.protocol import parse_chat, parse_completion
 from asyncrl.types import GenerationRequest, SamplingParams

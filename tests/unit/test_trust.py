@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checkpoint.digests import seal
-from asyncrl.checkpoint.found import FoundCheckpoint
+from asyncrl.checkpoint.locate import FoundCheckpoint
 from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.checkpoint.trust import CODE_KEYS, reaches_out
 from asyncrl.commands.evaluate import _parser, load_evaluation

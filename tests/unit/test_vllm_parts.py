@@ -13,12 +13,12 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
-from asyncrl.inference.requests import misfit
+from asyncrl.inference.shared.admission import Admission
+from asyncrl.inference.shared.request_checks import misfit
+from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm import support
-from asyncrl.inference.vllm.admission import Admission
-from asyncrl.inference.vllm.feed import Feed
 from asyncrl.inference.vllm.launch import engine_arguments
-from asyncrl.inference.vllm.requests import stream_seed
+from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import Stream, spans_of
 from asyncrl.inference.vllm.transfer import agree
 from asyncrl.testing.engine_client import make_request

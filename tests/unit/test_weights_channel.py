@@ -8,7 +8,14 @@ import zmq
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.testing.strangers import known_to
 from asyncrl.weights.plan import make_manifest, make_spec
-from asyncrl.weights.transports.channel import Deadline, Kind, Message, ReceiverChannel, SenderChannel, layout_of
+from asyncrl.weights.transports.control_channel import (
+    Deadline,
+    Kind,
+    Message,
+    ReceiverChannel,
+    SenderChannel,
+    layout_of,
+)
 
 pytestmark = pytest.mark.unit
 

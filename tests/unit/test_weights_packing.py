@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightTransferError
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate, spec_of
 from asyncrl.weights.plan import make_manifest, make_spec
-from asyncrl.weights.sinks import AssemblingSink
 
 pytestmark = pytest.mark.unit
 

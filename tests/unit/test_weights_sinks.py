@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightTransferError
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.plan import make_spec
-from asyncrl.weights.sinks import AssemblingSink
 from asyncrl.weights.transport import DirectSink
 
 pytestmark = pytest.mark.unit

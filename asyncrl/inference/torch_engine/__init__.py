@@ -3,7 +3,7 @@
     asyncio side (engine.py)  --commands-->  DecodeLoop (loop.py, its own thread)  -->  ModelRunner (runner.py)
                               <--reports---  SlotTable (slots.py), sampling.py          SlotCache (cache.py)
 
-Weights arrive through a `ParameterSink` (sink.py) straight in the parameters' storage: nothing is fused or copied.
+Weights arrive through a `ParameterSink` (parameter_sink.py) in the parameters' own storage: nothing is fused or copied.
 """
 
 from asyncrl.inference.torch_engine.engine import TorchEngine

@@ -16,7 +16,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import EngineHealth, PauseMode
-from asyncrl.inference.requests import misfit, samplable_stops
+from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model

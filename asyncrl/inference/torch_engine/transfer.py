@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.inference.torch_engine.sink import ParameterSink
+from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.adapters import BaseWeights, is_adapters
-from asyncrl.weights.sinks import AssemblingSink
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver
 from asyncrl.weights.transports import build_receiver
 

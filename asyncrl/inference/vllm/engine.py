@@ -12,10 +12,10 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import EngineHealth
-from asyncrl.inference.requests import misfit
-from asyncrl.inference.vllm.admission import Admission
+from asyncrl.inference.shared.admission import Admission
+from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.vllm.launch import Launcher, death_of
-from asyncrl.inference.vllm.requests import sampling_params
+from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import Stream, empty_chunk
 from asyncrl.inference.vllm.transfer import Transfer
 from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk

@@ -65,8 +65,8 @@ def engine_arguments(
 class Launcher:
     """A thread that starts vLLM, stays while it runs, and shuts it down.
 
-    One thread for all of it: Linux can end a process when the thread that created it ends (`guard.py`), and the event
-    loop goes on while vLLM loads.
+    One thread for all of it: Linux can end a process when the thread that created it ends (`shared/orphan_guard.py`),
+    and the event loop goes on while vLLM loads.
     """
 
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:

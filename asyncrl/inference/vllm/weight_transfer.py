@@ -19,18 +19,18 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.inference.vllm.expected import ExpectedTensors
-from asyncrl.inference.vllm.feed import Feed
-from asyncrl.inference.vllm.guard import die_with
+from asyncrl.inference.shared.orphan_guard import die_with
+from asyncrl.inference.shared.tensor_feed import Feed
+from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
-from asyncrl.inference.vllm.native import NativeReceiver, VllmNccl
-from asyncrl.inference.vllm.reload import Reload
+from asyncrl.inference.vllm.layerwise_reload import Reload
+from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
 from asyncrl.types import Manifest, TensorSpec
 from asyncrl.weights.adapters import BaseWeights, is_adapters
-from asyncrl.weights.sinks import AssemblingSink
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transport import Digest, DigestKind, TransferSource, WeightReceiver
 from asyncrl.weights.transports import build_receiver
-from asyncrl.weights.transports.vllm_native import VLLM_NCCL
+from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL
 
 logger = logging.getLogger(__name__)
 

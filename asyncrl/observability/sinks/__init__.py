@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.observability.sinks.feed import SinkFeed
+from asyncrl.observability.sinks.sink_thread import SinkFeed
 from asyncrl.observability.sinks.tensorboard import TensorBoardSink
 from asyncrl.observability.sinks.wandb import WandbSink
 

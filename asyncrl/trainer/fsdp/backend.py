@@ -25,10 +25,10 @@ from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.prepare import Prepared, Preparer
-from asyncrl.trainer.fsdp.publish import Publication
+from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.fsdp.totals import StepTotals
 from asyncrl.trainer.schedule import scheduled_rate
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Microbatch, RankPlan, TensorSpec, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.critic import Critic
 from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 
 class Models:

@@ -8,9 +8,9 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.weights.transport import TransferSource, WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
-from asyncrl.weights.transports.guard import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
-from asyncrl.weights.transports.vllm_native import VLLM_NCCL, VllmNcclSender
+from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
     "ipc": (IpcSender, IpcReceiver),

@@ -9,7 +9,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.weights.transports.channel import Deadline
+from asyncrl.weights.transports.control_channel import Deadline
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ Two buckets are under way: while one is on the wire, the sender packs the next a
 Over gloo the wire itself needs the processor, so large slices are not copied: each is broadcast on its own, straight
 from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together.
 The group forms at the first publish and again whenever one has failed or a receiver has come back without it. Who takes
-part, progress and errors travel beside it (`channel.py`), because a broadcast cannot say which receiver is missing.
+part, progress and errors travel beside it (`control_channel.py`): a broadcast cannot say which receiver is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.types import Bucket, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
-from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, join_store
 
 _UNDER_WAY = 2

@@ -20,10 +20,10 @@ import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Manifest
-from asyncrl.weights.leftovers import create_locked, publish_lock, remove_stale_publishes
+from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
-from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _DIGEST = "xxh3"
 class PublishDirectory:
     """A sender's own directory below `root`, with the newest complete publish as `publish-<id>`.
 
-    A lock beside it says that its owner lives (`weights/leftovers.py`). Leftovers of dead owners of this machine are
+    A lock beside it says that its owner lives (`weights/lock_files.py`). Leftovers of dead owners of this machine are
     removed; those of other machines stay, because their locks may not be seen from here.
     """
 

@@ -25,7 +25,7 @@ from asyncrl.types import Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import Digest, TransferSource, WeightSink
-from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel, SenderChannel
+from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (
     CudaMedium,
     HostMapping,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
-from asyncrl.weights.transports.channel import Deadline
+from asyncrl.weights.transports.control_channel import Deadline
 
 _GLOO_THREADS = 2
 """Two broadcasts are under way at once; each occupies a thread."""

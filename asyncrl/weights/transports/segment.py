@@ -2,7 +2,7 @@
 
 `multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when a process
 that only attached to it exits. Here the owner holds a lock on the file for as long as it lives
-(`weights/leftovers.py`): a file without a lock is left over, and the next owner on the machine removes it.
+(`weights/lock_files.py`): a file without a lock is left over, and the next owner on the machine removes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, explain
-from asyncrl.weights.leftovers import SEGMENT, SHARED_MEMORY, create_locked, remove_stale_segments
+from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY, create_locked, remove_stale_segments
 
 
 class Segment:

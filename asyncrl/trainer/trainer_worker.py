@@ -25,7 +25,7 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend, TrainMetrics, TrajectoryKey
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, Trajectory, TrajectoryGroup
 from asyncrl.weights.transport import Digest, TransferSource, WeightSender
 from asyncrl.weights.transports import build_sender

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.inference.requests import samplable_stops
+from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.types import GenerationRequest
 
 _MASK = (1 << 64) - 1

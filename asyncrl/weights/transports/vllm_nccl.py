@@ -1,8 +1,8 @@
 """Weights to vLLM's workers through vLLM's own NCCL backend: its rendezvous, its packed broadcasts, its wire format.
 
 A `VllmNcclSender` is rank 0 of vLLM's group; the worker with number `receiver` is rank `receiver + 1`, in vLLM's own
-engine (`inference/vllm/native.py`). Beside the group runs the control channel of the other transports (`channel.py`),
-since NCCL cannot say who is missing, and a worker that refuses the weights has to say so before anybody waits in NCCL:
+engine (`inference/vllm/nccl_receiver.py`). Beside the group runs the control channel of the other transports: NCCL
+cannot say who is missing, and a worker that refuses the weights has to say so before anybody waits in NCCL:
 
     receiver: READY (the port of the group that it is in) -> sender: BEGIN (the port of the group that is used)
     -> receiver: ACK 0 (the weights fit) -> vLLM's broadcasts -> receiver: ACK 1 (loaded) -> sender: DONE
@@ -27,7 +27,7 @@ from asyncrl.types import Manifest
 from asyncrl.weights.packing import dtype_name
 from asyncrl.weights.transport import Digest, TransferSource
 from asyncrl.weights.transports.blocking import BlockingCalls, HandOver, wait_for
-from asyncrl.weights.transports.channel import Deadline, Kind, SenderChannel
+from asyncrl.weights.transports.control_channel import Deadline, Kind, SenderChannel
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ import psutil
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.environments.tools.frames import LENGTH, CallFrame, Start, ToolResult, packed
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.rewards.guard import Guard
+from asyncrl.rewards.orphan_reaper import Guard
 
 TOOL_PROCESS = "tool process"
 _REAP_S = 2.0
@@ -127,7 +127,7 @@ class _ToolProcess:
 
     async def start(self, config: ToolUseConfig, timeout_s: float, guard: Guard) -> None:
         asked = f"a process for rollout.tool_use.tools={config.tools}"
-        command = [sys.executable, "-m", "asyncrl.environments.tools.worker"]
+        command = [sys.executable, "-m", "asyncrl.environments.tools.tool_worker"]
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.errors import AsyncRLError, WeightTransferError, explain
-from asyncrl.inference.vllm.expected import ExpectedTensors
+from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 
 
 class Reload:

@@ -32,8 +32,8 @@ from asyncrl.errors import (
     WeightTransferError,
     explain,
 )
+from asyncrl.publish.participants import Fleet, PublishedReplica, PublishingTrainer
 from asyncrl.types import Manifest, PauseMode
-from asyncrl.weights.parties import Fleet, PublishedReplica, PublishingTrainer
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transport import Digest, TransferSource
 

@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.remote.reply import ended, reply, reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
 from asyncrl.weights.transport import Digest, TransferSource
 
@@ -57,7 +57,7 @@ class TrainerActor:
     """A TrainerWorker as a Ray actor. It names the worker only inside, so that the driver never imports torch."""
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
-        from asyncrl.trainer.worker import TrainerWorker
+        from asyncrl.trainer.trainer_worker import TrainerWorker
 
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
 

@@ -1,4 +1,4 @@
-"""A tool process: `python -m asyncrl.environments.tools.worker`. Answers calls until its standard input ends.
+"""A tool process: `python -m asyncrl.environments.tools.tool_worker`. Answers calls until its standard input ends.
 
 Consumes: frames on the original standard input: `Start`, then `CallFrame`s.
 Produces: one `ToolResult` each on the original standard output.

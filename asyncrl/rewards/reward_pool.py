@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.rewards.guard import Guard
 from asyncrl.rewards.messages import Raised, Scored
+from asyncrl.rewards.orphan_reaper import Guard
 from asyncrl.rewards.process import REWARD_PROCESS, RewardProcess, error_of
 from asyncrl.rewards.reward import RewardResult
 

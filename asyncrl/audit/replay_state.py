@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncrl.audit.report import COUNTS
+from asyncrl.audit.audit_report import COUNTS
 
 
 class GroupNow(NamedTuple):

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.inference.vllm.feed import Feed
+from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.types import Manifest
 from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
-from asyncrl.weights.transports.channel import Deadline, Kind, ReceiverChannel
-from asyncrl.weights.transports.vllm_native import (
+from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel
+from asyncrl.weights.transports.vllm_nccl import (
     FITS,
     LOADED,
     NUM_BUFFERS,
@@ -28,7 +28,7 @@ from asyncrl.weights.transports.vllm_native import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.inference.vllm.expected import ExpectedTensors
+    from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 
 
 class Backend(Protocol):

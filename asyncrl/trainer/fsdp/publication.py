@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.trainer.fsdp import lora, state
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import TensorSpec
 from asyncrl.weights.adapters import LORA_B
 from asyncrl.weights.experts import unfused

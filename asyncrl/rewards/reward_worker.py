@@ -1,4 +1,4 @@
-"""A reward process: `python -m asyncrl.rewards.worker NAME...`. Answers requests until the end of its standard input.
+"""A reward process: `python -m asyncrl.rewards.reward_worker NAME...`. Answers requests until its standard input ends.
 The names are for people who look at the list of processes.
 
 Consumes: frames on the original standard input: first (`sys.path` of the parent, RewardConfig), then (response, row),

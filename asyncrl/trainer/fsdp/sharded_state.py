@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.fsdp import lora
-from asyncrl.trainer.fsdp.stored import StoredState, by_rank
+from asyncrl.trainer.fsdp.stored_state import StoredState, by_rank
 from asyncrl.weights.adapters import LORA_B, BaseWeights
 from asyncrl.weights.experts import unfused
 

@@ -35,7 +35,7 @@ class PublishedReplica(Protocol):
 
 
 class Fleet(Protocol):
-    """Who is there to publish to: `inference.pool.ReplicaPool`."""
+    """Who is there to publish to: `inference.replica_pool.ReplicaPool`."""
 
     @property
     def members(self) -> Mapping[int, PublishedReplica]:

@@ -34,7 +34,7 @@ ASK_AGAIN_S = 0.2
 
 
 class Control(Protocol):
-    """What the pool itself calls of a replica, as `inference.channel.ReplicaControl` reaches it."""
+    """What the pool itself calls of a replica, as `inference.replica_actor.ReplicaControl` reaches it."""
 
     async def start(self, timeout_s: float) -> ReplicaStats: ...
 

@@ -11,7 +11,7 @@ import torch
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Manifest
 from asyncrl.weights.transport import Digest, TransferSource, WeightSender
-from asyncrl.weights.transports.channel import Deadline
+from asyncrl.weights.transports.control_channel import Deadline
 
 _CLOSE_MARGIN_S = 10.0
 """How long after its deadline a send may still take to end."""
