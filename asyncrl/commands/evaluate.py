@@ -33,8 +33,8 @@ from asyncrl.config.load import hidden_by, load, load_recipe
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
-from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.evaluation import EvalResult

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncrl.config.data import CurriculumConfig
+from asyncrl.data.prompts import SourceRows
 
 if TYPE_CHECKING:
     from asyncrl.data.training_set import TrainingSet
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 _CACHED_EPOCHS = 2  # ordinals in flight straddle at most one epoch boundary
 _SHARES = 10_000
 """Weights of a mixture are held to one part in so many."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRows:
-    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
-
-    name: str
-    weight: float
-    start: int
-    stop: int
 
 
 class Stream(Protocol):

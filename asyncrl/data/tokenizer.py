@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,22 +12,13 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import ConfigError, DataError, explain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RenderedPrompts:
-    """The rows of a held-out set beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`;
-    `num_dropped` were too long. Training prompts are a `data.training_set.TrainingSet`."""
-
-    rows: tuple[PromptRow, ...]
-    prompt_ids: tuple[np.ndarray, ...]
-    num_dropped: int
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -14,10 +14,10 @@ from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import check_model
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import (
     PromptRenderer,
-    RenderedPrompts,
     load_tokenizer,
     render_rows,
     stop_token_ids,

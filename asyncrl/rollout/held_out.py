@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from asyncrl.data.tokenizer import RenderedPrompts
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
 from asyncrl.evaluation import Answer, EvalResult, summarise
 from asyncrl.remote.waits import ROLLOUTER

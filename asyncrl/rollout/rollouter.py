@@ -23,8 +23,9 @@ from typing import Any, Protocol, TypeVar
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import build_stream
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, RenderedPrompts, load_tokenizer, stop_token_ids
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied

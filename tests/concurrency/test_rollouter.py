@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.load import load_recipe
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.row_table import RowWriter
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.data.tokenizer import RenderedPrompts
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import LedgerError, ProcessDied
