@@ -41,10 +41,10 @@ from asyncrl.inference.replica_actor import spawn_replica
 from asyncrl.publish.checkpoint_engine import CheckpointEngine, PublishReport
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import Generation, GenerationClient
-from asyncrl.testing.random_model import write_random_qwen3
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
+from asyncrl_testing.random_model import write_random_qwen3
 
 RESULTS = Path(__file__).parent / "results" / "interruption.md"
 MODES = ("none", "abort_resume", "keep", "drain", "rolling abort_resume", "rolling drain")

@@ -129,11 +129,11 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
     from asyncrl.driver.preflight import check_recipe
     from asyncrl.inference.torch_engine.engine import TorchEngine
     from asyncrl.queue.masking import StoredGroup, summarize
-    from asyncrl.testing.publishing import Publisher
     from asyncrl.trainer.fsdp.backend import FsdpBackend
     from asyncrl.trainer.planner import StepPlanner
     from asyncrl.trainer.trainer_spec import TrainerSpec
     from asyncrl.types import LeaseManifest
+    from asyncrl_testing.publishing import Publisher
 
     overrides = [*cell.overrides(), f"run.seed={seed}", f"run.max_steps={steps}"]
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)

@@ -48,8 +48,8 @@ from asyncrl.remote.reply import reply
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks
-from asyncrl.testing.random_model import write_random_qwen3
 from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl_testing.random_model import write_random_qwen3
 
 RESULTS = Path(__file__).parent / "results" / "replica.md"
 START_S, RUN_S = 240.0, 180.0

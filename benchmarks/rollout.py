@@ -30,9 +30,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.inference.torch_engine import TorchEngine
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.testing.engine_suite import Client
-from asyncrl.testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl.types import GenerationRequest, SamplingParams, TensorSpec
+from asyncrl_testing.engine_suite import Client
+from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 
 REQUESTS, GROUP, PROMPT, TOKENS = 64, 8, 16, 64
 RESULTS = Path(__file__).parent / "results" / "rollout.md"

@@ -27,8 +27,8 @@ from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.server import Server
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
-from asyncrl.testing.local import LocalReplicaChannel
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.local import LocalReplicaChannel
 
 SPECIALS = ["<end>", "<user>", "<assistant>"]
 TEMPLATE = (

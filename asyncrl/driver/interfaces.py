@@ -11,7 +11,7 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.evaluation import EvalResult
 from asyncrl.inference.replica import ReplicaStats
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.queue.budgets import EndShares

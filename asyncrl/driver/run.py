@@ -54,7 +54,7 @@ from asyncrl.errors import (
 )
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.failure_report import write_report
-from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog

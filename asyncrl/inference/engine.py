@@ -1,4 +1,4 @@
-"""The protocol that every inference engine implements; its conformance suite is `asyncrl.testing.engine_suite`."""
+"""The protocol that every inference engine implements; its conformance suite is `asyncrl_testing.engine_suite`."""
 
 from __future__ import annotations
 

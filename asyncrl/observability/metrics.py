@@ -1,17 +1,9 @@
-"""The metrics of one optimizer step: declared once with unit and meaning, written to `metrics.jsonl` and the sinks."""
+"""The metrics of one optimizer step, declared once with unit and meaning."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-from asyncrl.errors import unwritable
-
-if TYPE_CHECKING:
-    from asyncrl.observability.sinks.sink_thread import SinkFeed
+from collections.abc import Mapping
+from typing import Protocol
 
 DECLARED: dict[str, str] = {
     "step": "global_steps after the step",
@@ -119,57 +111,3 @@ class Sink(Protocol):
     def abandon(self) -> None:
         """Gives up what keeps the process from ending well. Called, in another thread, when `close` does not return."""
         ...
-
-
-class MetricsLog:
-    """Writes one object per optimizer step to `path`, and to every sink.
-
-    A non-finite value is written as null: JSON has no other way to say it.
-    """
-
-    def __init__(self, path: Path, sinks: Sequence[SinkFeed] = ()) -> None:
-        self._path = path
-        self._sinks = sinks
-
-    def write(self, record: Record) -> None:
-        """Adds `sinks/failed_records`.
-
-        Raises ValueError naming a metric that is not declared, or a required one that is missing; StorageError."""
-        record = {**record, "sinks/failed_records": sum(sink.failed for sink in self._sinks)}
-        unknown = [n for n in record if n not in DECLARED and not n.startswith(tuple(DECLARED_FAMILIES))]
-        missing = sorted(REQUIRED - set(record))
-        if unknown or missing:
-            raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")
-        values = {name: (value if math.isfinite(value) else None) for name, value in record.items()}
-        try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        for sink in self._sinks:
-            sink.write(int(record["step"]), record)
-
-    def truncate_after(self, step: int) -> None:
-        """Drops the lines of steps after `step`: the run goes on from there and will take them again."""
-        if not self._path.exists():
-            return
-        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(self._path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(self._path, error) from error
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-
-def _step_of(line: str) -> float:
-    """Infinity for a line that a crash left incomplete."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf

@@ -18,16 +18,16 @@ from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
 from asyncrl.evaluation import EvalResult
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.queue.budgets import EndShares
 from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.queue.message_queue import LeaseWait
 from asyncrl.rollout.rollouter import RolloutStats
-from asyncrl.testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.concurrency
 

@@ -16,10 +16,10 @@ from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.evaluation import EvalResult
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.testing.fake_fleet import FakeReplica, FakeTrainer
+from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers
 
 pytestmark = pytest.mark.concurrency

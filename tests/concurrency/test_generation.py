@@ -8,9 +8,9 @@ import pytest
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import Draft, GenerationClient
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
-from asyncrl.testing.local import NO_SOURCE, LocalReplicaChannel, publish
 from asyncrl.types import Manifest, RecordedCall, SamplingParams, Segment
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, publish
 
 pytestmark = pytest.mark.concurrency
 

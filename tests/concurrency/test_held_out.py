@@ -11,9 +11,9 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
-from asyncrl.testing.local import LocalReplicaChannel, publish
 from asyncrl.types import SamplingParams, Ticket
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.local import LocalReplicaChannel, publish
 from tests.concurrency.test_generation import PROMPT, Fleet, check
 from tests.concurrency.test_rollouter import Queue, Rig, until
 from tests.concurrency.test_rollouter import tokenizer as tokenizer

@@ -7,9 +7,9 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript, fake_token
-from asyncrl.testing.local import NO_SOURCE, publish
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_token
+from asyncrl_testing.local import NO_SOURCE, publish
 
 pytestmark = pytest.mark.concurrency
 

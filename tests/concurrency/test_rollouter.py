@@ -21,8 +21,6 @@ from asyncrl.inference.replica import Replica
 from asyncrl.rollout import rollouter as rollouter_module
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sessions import RolloutSession, SessionTools
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
-from asyncrl.testing.local import LocalReplicaChannel, publish
 from asyncrl.types import (
     Admission,
     PartialGroup,
@@ -33,6 +31,8 @@ from asyncrl.types import (
     Ticket,
     Trajectory,
 )
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.local import LocalReplicaChannel, publish
 
 pytestmark = pytest.mark.concurrency
 

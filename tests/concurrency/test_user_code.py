@@ -16,8 +16,8 @@ from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import GenerationError, ProcessDied
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.rollout import rollouter as rollouter_module
-from asyncrl.testing.local import publish
 from asyncrl.types import Admission, Ticket
+from asyncrl_testing.local import publish
 from tests.concurrency.endings import ENDINGS, IGNORES
 from tests.concurrency.test_rollouter import Queue, Rig, until
 from tests.concurrency.test_rollouter import tokenizer as tokenizer

@@ -8,11 +8,11 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig, VllmEngineConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.testing.engine_client import Client, make_request, within
-from asyncrl.testing.publishing import Publisher
-from asyncrl.testing.random_model import random_qwen3, write_random_qwen3
-from asyncrl.testing.weight_swap_suite import Part, check_recomputed
 from asyncrl.weights.adapters import merged
+from asyncrl_testing.engine_client import Client, make_request, within
+from asyncrl_testing.publishing import Publisher
+from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
+from asyncrl_testing.weight_swap_suite import Part, check_recomputed
 from tests.make import require_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio]

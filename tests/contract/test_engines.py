@@ -5,8 +5,8 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.testing.engine_suite import EngineConformance
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.engine_suite import EngineConformance
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,7 +31,7 @@ class TestFakeEngine(EngineConformance):
 @pytest.fixture(scope="module")
 def make_torch_engine(tmp_path_factory):
     from asyncrl.inference.torch_engine import TorchEngine
-    from asyncrl.testing.random_model import write_random_qwen3
+    from asyncrl_testing.random_model import write_random_qwen3
 
     path = write_random_qwen3(tmp_path_factory.mktemp("model"))
 

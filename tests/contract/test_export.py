@@ -20,9 +20,9 @@ from asyncrl.commands.export import export, main, model_of
 from asyncrl.config.load import load
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp.lora import BASE, SCALE
 from asyncrl.trainer.fsdp.sharded_state import save
+from asyncrl_testing.random_model import random_qwen3
 from tests.contract.export_ranks import RANKS, rank_main
 
 pytestmark = pytest.mark.contract

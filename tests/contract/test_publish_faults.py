@@ -27,10 +27,10 @@ from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.replica_actor import require_gpus
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.http import MAX_BODY_BYTES
-from asyncrl.testing.local import publish
+from asyncrl_testing.local import publish
 from tests.serving import ASK, REPLY, GatedTokenizer, byte_tokenizer, serving, until
 
 pytestmark = pytest.mark.contract

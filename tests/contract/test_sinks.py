@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.observability.metrics import MetricsLog
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
 from tests.conftest import ROOT
 from tests.unit.test_metrics import record

@@ -7,9 +7,9 @@ import pytest
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
-from asyncrl.testing.backend_suite import VOCAB_SIZE, TrainBackendSuite
-from asyncrl.testing.fake_backend import FakeBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl_testing.backend_suite import VOCAB_SIZE, TrainBackendSuite
+from asyncrl_testing.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.contract
 

@@ -20,13 +20,13 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed, StorageError
 from asyncrl.remote.reply import reply
-from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transports.process_group import host_store
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 

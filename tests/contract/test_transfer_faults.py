@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.testing.transport_rig import (
+from asyncrl.weights.packing import byte_view
+from asyncrl.weights.transports import build_receiver
+from asyncrl.weights.transports.ipc import Offer
+from asyncrl.weights.transports.segment import SHARED_MEMORY, attach
+from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
     PROMPT_S,
     TIMEOUT_S,
@@ -25,11 +29,7 @@ from asyncrl.testing.transport_rig import (
     files_in,
     poll,
 )
-from asyncrl.testing.transport_sender import EXIT_OF_SIGTERM, Open, Send, SenderProcess, Sent, weights_of
-from asyncrl.weights.packing import byte_view
-from asyncrl.weights.transports import build_receiver
-from asyncrl.weights.transports.ipc import Offer
-from asyncrl.weights.transports.segment import SHARED_MEMORY, attach
+from asyncrl_testing.transport_sender import EXIT_OF_SIGTERM, Open, Send, SenderProcess, Sent, weights_of
 
 pytestmark = pytest.mark.contract
 

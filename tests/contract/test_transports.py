@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightTransferError
-from asyncrl.testing.fake_transport import FakeNetwork
-from asyncrl.testing.second_memory import SecondMemory, build_second_memory_receiver
-from asyncrl.testing.strangers import StrangerSuite
-from asyncrl.testing.transport_lifecycle_suite import TransportLifecycleSuite
-from asyncrl.testing.transport_rig import BUCKET_BYTES, Rig, Worker, many_weights, plain_weights
-from asyncrl.testing.transport_suite import TransportSuite
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver, build_sender
 from asyncrl.weights.transports.ipc import IpcSender, Offer
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
 from asyncrl.weights.transports.segment import SHARED_MEMORY
+from asyncrl_testing.fake_transport import FakeNetwork
+from asyncrl_testing.second_memory import SecondMemory, build_second_memory_receiver
+from asyncrl_testing.strangers import StrangerSuite
+from asyncrl_testing.transport_lifecycle_suite import TransportLifecycleSuite
+from asyncrl_testing.transport_rig import BUCKET_BYTES, Rig, Worker, many_weights, plain_weights
+from asyncrl_testing.transport_suite import TransportSuite
 
 pytestmark = pytest.mark.contract
 

@@ -9,9 +9,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError
 from asyncrl.inference.vllm import VllmEngine
-from asyncrl.testing.engine_client import Client, make_request, within
-from asyncrl.testing.engine_suite import EngineConformance
-from asyncrl.testing.random_model import write_random_qwen3
+from asyncrl_testing.engine_client import Client, make_request, within
+from asyncrl_testing.engine_suite import EngineConformance
+from asyncrl_testing.random_model import write_random_qwen3
 from tests.make import require_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from asyncrl.testing.random_model import random_qwen3_moe
+from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.testing.strangers import listeners
+from asyncrl_testing.strangers import listeners
 from tests.e2e.conftest import SMALL
 
 pytestmark = pytest.mark.e2e

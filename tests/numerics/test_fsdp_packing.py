@@ -22,7 +22,6 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.model import choose_attention, load_model
@@ -30,6 +29,7 @@ from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 

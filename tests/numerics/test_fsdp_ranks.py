@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
-from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
-from asyncrl.testing.random_model import random_qwen3_moe
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.random_model import random_qwen3_moe
 
 pytestmark = pytest.mark.numerics
 

@@ -12,11 +12,11 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
-from asyncrl.testing.random_model import random_qwen3_moe, write_random_qwen3
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 

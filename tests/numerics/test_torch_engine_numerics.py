@@ -13,11 +13,11 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.torch_engine import TorchEngine
-from asyncrl.testing.engine_suite import Client, make_request, within
-from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TensorSpec
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transports import build_sender
+from asyncrl_testing.engine_suite import Client, make_request, within
+from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,8 +11,8 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import Abort, Commit, Pause, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
-from asyncrl.testing.engine_suite import make_request
-from asyncrl.testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from asyncrl_testing.engine_suite import make_request
+from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
 pytestmark = pytest.mark.numerics
 

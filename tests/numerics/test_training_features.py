@@ -11,8 +11,6 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
-from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.batch import pack
@@ -23,6 +21,8 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 from asyncrl.weights.adapters import BaseWeights
 from asyncrl.weights.packing import spec_of
+from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
+from asyncrl_testing.random_model import random_qwen3
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 

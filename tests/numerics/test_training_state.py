@@ -15,8 +15,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, RunFailed
-from asyncrl.testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
-from asyncrl.testing.random_model import random_qwen3
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
@@ -24,6 +22,8 @@ from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
+from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
+from asyncrl_testing.random_model import random_qwen3
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 

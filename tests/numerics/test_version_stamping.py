@@ -10,13 +10,13 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.inference.torch_engine import TorchEngine
-from asyncrl.testing.engine_client import within
-from asyncrl.testing.fake_engine import FakeEngine, FakeScript
-from asyncrl.testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
-from asyncrl.testing.random_model import write_random_qwen3
-from asyncrl.testing.stamping_suite import BoundarySuite, StampingSuite
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transports import build_receiver
+from asyncrl_testing.engine_client import within
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
+from asyncrl_testing.random_model import write_random_qwen3
+from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
 
 pytestmark = pytest.mark.numerics
 

@@ -7,9 +7,9 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.inference.vllm import VllmEngine
-from asyncrl.testing.engine_client import within
-from asyncrl.testing.random_model import write_random_qwen3
-from asyncrl.testing.stamping_suite import StampingSuite
+from asyncrl_testing.engine_client import within
+from asyncrl_testing.random_model import write_random_qwen3
+from asyncrl_testing.stamping_suite import StampingSuite
 from tests.make import require_vllm
 
 pytestmark = pytest.mark.numerics

@@ -6,9 +6,12 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from asyncrl.config.load import known_keys, load_recipe
 
@@ -35,7 +38,6 @@ PARTS = {
     "trainer": {"algorithms", "weights", "queue"},
     "checkpoint": set(),
     "observability": set(),
-    "testing": {"inference", "weights", "trainer", "queue", "rollout", "data", "rewards", "environments", "algorithms"},
 }
 FOUNDATION = {"types", "errors", "json_records", "registry", "remote", "config"}
 TOP = {"audit", "cluster", "driver", "commands"}
@@ -63,7 +65,7 @@ def test_imports_run_one_way(path):
     part = part_of(path)
     used = {m.split(".")[1] for m in imports(path) if m.startswith("asyncrl.")} - {part}
     if part in TOP or part == "__init__":
-        allowed = FOUNDATION | set(PARTS) - {"testing"} | TOP
+        allowed = FOUNDATION | set(PARTS) | TOP
         if part != "commands":
             allowed -= {"commands"}
     elif part in FOUNDATION:
@@ -149,6 +151,35 @@ def test_no_room_is_too_large():
     assert not offenders
 
 
+def test_the_wheel_holds_no_test_code():
+    """What is installed knows neither the suites and fakes of `asyncrl_testing` nor pytest."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    packages = find_packages(str(ROOT), **settings)
+    assert "asyncrl.driver" in packages
+    assert {name.split(".")[0] for name in packages} == {"asyncrl"}
+    users = [
+        str(p) for p in FILES if {m.split(".")[0] for m in imports(p)} & {"asyncrl_testing", "pytest", "hypothesis"}
+    ]
+    assert not users
+
+
+def test_the_root_is_small():
+    """Folders are the nouns of the flow; the root keeps what every folder uses."""
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert modules == {"errors", "json_records", "registry", "types"}
+
+
+def test_imports_have_no_circle():
+    """Between modules, imports for type checking included: a circle hides which of two parts is the lower one."""
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+    of = {name: path for path, name in dotted.items()}
+    graph = {name: {m for m in imports(path) if m in of and m != name} for name, path in of.items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
 def test_omegaconf_has_one_user():
     users = [p for p in FILES if any(m.split(".")[0] == "omegaconf" for m in imports(p))]
     assert users == [PACKAGE / "config" / "load.py"]
@@ -157,7 +188,7 @@ def test_omegaconf_has_one_user():
 def test_every_wait_on_another_process_has_a_deadline_and_a_name():
     """Answers of actors come through `remote.reply`; nobody awaits a reference itself, or looks an actor up by name."""
     for path in FILES:
-        if part_of(path) in ("remote", "testing"):
+        if part_of(path) == "remote":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
+from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import REQUIRED, MetricsLog
+from asyncrl.observability.metrics import REQUIRED
+from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from tests.unit.test_recipes import QUICKSTART

@@ -21,7 +21,7 @@ from asyncrl.inference.vllm.launch import engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import Stream, spans_of
 from asyncrl.inference.vllm.transfer import agree
-from asyncrl.testing.engine_client import make_request
+from asyncrl_testing.engine_client import make_request
 
 pytestmark = pytest.mark.unit
 

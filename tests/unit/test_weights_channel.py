@@ -6,7 +6,6 @@ import pytest
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.testing.strangers import known_to
 from asyncrl.weights.plan import make_manifest, make_spec
 from asyncrl.weights.transports.control_channel import (
     Deadline,
@@ -16,6 +15,7 @@ from asyncrl.weights.transports.control_channel import (
     SenderChannel,
     layout_of,
 )
+from asyncrl_testing.strangers import known_to
 
 pytestmark = pytest.mark.unit
 

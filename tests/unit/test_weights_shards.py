@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.testing.transport_rig import many_weights
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import DTYPE_BYTES, make_spec
 from asyncrl.weights.transports.disk import PublishDirectory
 from asyncrl.weights.transports.shards import INDEX_NAME, ShardReader, ShardWriter, plan_shards
+from asyncrl_testing.transport_rig import many_weights
 
 pytestmark = pytest.mark.unit
 

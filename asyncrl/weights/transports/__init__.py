@@ -1,4 +1,4 @@
-"""The weight transports by name. The conformance suite is `asyncrl.testing.transport_suite`."""
+"""The weight transports by name. The conformance suite is `asyncrl_testing.transport_suite`."""
 
 from __future__ import annotations
 

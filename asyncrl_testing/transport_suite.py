@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightTransferError
-from asyncrl.testing.transport_rig import (
+from asyncrl.weights.packing import spec_of
+from asyncrl.weights.plan import make_manifest
+from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
     PROMPT_S,
     TIMEOUT_S,
@@ -24,8 +26,6 @@ from asyncrl.testing.transport_rig import (
     many_weights,
     plain_weights,
 )
-from asyncrl.weights.packing import spec_of
-from asyncrl.weights.plan import make_manifest
 
 
 class TransportSuite:

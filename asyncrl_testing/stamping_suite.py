@@ -27,11 +27,11 @@ import pytest_asyncio
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.rollout.generation import Generation
-from asyncrl.testing.engine_client import Client, make_request, settle, within
-from asyncrl.testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
-from asyncrl.testing.publishing import Publisher
-from asyncrl.testing.weight_swap_suite import WeightSwapSuite
 from asyncrl.types import PauseMode, SamplingParams
+from asyncrl_testing.engine_client import Client, make_request, settle, within
+from asyncrl_testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
+from asyncrl_testing.publishing import Publisher
+from asyncrl_testing.weight_swap_suite import WeightSwapSuite
 
 _MODES: tuple[PauseMode, ...] = ("abort", "keep", "drain")
 

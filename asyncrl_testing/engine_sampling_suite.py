@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.testing.engine_client import Client, complete, make_request, within
-from asyncrl.testing.fake_engine import FakeEngine
+from asyncrl_testing.engine_client import Client, complete, make_request, within
+from asyncrl_testing.fake_engine import FakeEngine
 
 
 class SamplingConformance:

@@ -8,9 +8,9 @@ from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.testing.local import NO_SOURCE
 from asyncrl.types import Manifest, PauseMode, TensorSpec
 from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl_testing.local import NO_SOURCE
 
 SPECS = (TensorSpec("embed.weight", (4, 4), "float32", 64), TensorSpec("norm.weight", (4,), "float32", 16))
 GOOD: Digest = (1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.testing.random_model import random_qwen3
+from asyncrl_testing.random_model import random_qwen3
 
 NUM_MARKS = 8
 _TOKENS_PER_MARK = 16

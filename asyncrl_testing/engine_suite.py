@@ -16,9 +16,9 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.testing.engine_client import Client, MakeEngine, complete, make_request, within
-from asyncrl.testing.engine_pause_suite import PauseConformance
-from asyncrl.testing.engine_sampling_suite import SamplingConformance
+from asyncrl_testing.engine_client import Client, MakeEngine, complete, make_request, within
+from asyncrl_testing.engine_pause_suite import PauseConformance
+from asyncrl_testing.engine_sampling_suite import SamplingConformance
 
 
 class EngineConformance(SamplingConformance, PauseConformance):

@@ -6,7 +6,7 @@ import asyncio
 from typing import ClassVar
 
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.testing.engine_client import Client, complete, make_request, settle, within
+from asyncrl_testing.engine_client import Client, complete, make_request, settle, within
 
 
 class PauseConformance:

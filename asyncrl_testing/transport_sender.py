@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.testing.transport_rig import (
+from asyncrl.types import Manifest
+from asyncrl.weights.packing import spec_of
+from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.weights.transports import build_sender
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
     PROMPT_S,
     TIMEOUT_S,
@@ -24,12 +30,6 @@ from asyncrl.testing.transport_rig import (
     process_context,
     small_weights,
 )
-from asyncrl.types import Manifest
-from asyncrl.weights.packing import spec_of
-from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import Digest, TransferSource
-from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
 
 EXIT_OF_SIGTERM = 143
 

@@ -183,7 +183,7 @@ def _serve_process(commands: Connection, build_receiver: Callable[[TransferSourc
 def process_context() -> Any:
     """Makes processes out of one that has imported torch already: a test that kills some starts many."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["asyncrl.testing.transport_rig", "asyncrl.weights.transports"])
+    context.set_forkserver_preload(["asyncrl_testing.transport_rig", "asyncrl.weights.transports"])
     return context
 
 

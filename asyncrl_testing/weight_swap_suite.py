@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from asyncrl.testing.engine_client import Client, make_request, within
-from asyncrl.testing.publishing import Publisher
-from asyncrl.testing.random_model import greedy_continuation, random_qwen3
 from asyncrl.types import PauseMode, SamplingParams
+from asyncrl_testing.engine_client import Client, make_request, within
+from asyncrl_testing.publishing import Publisher
+from asyncrl_testing.random_model import greedy_continuation, random_qwen3
 
 _TOLERANCE = 1e-4
 _LONG_PROMPT = 260

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.testing.transport_rig import (
+from asyncrl.types import Manifest
+from asyncrl.weights.transport import Digest, WeightSender
+from asyncrl_testing.transport_rig import (
     PROMPT_S,
     TIMEOUT_S,
     Receive,
@@ -26,8 +28,6 @@ from asyncrl.testing.transport_rig import (
     contents,
     plain_weights,
 )
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import Digest, WeightSender
 
 
 class TransportLifecycleSuite:

@@ -11,7 +11,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.testing.transport_rig import (
+from asyncrl.types import Manifest
+from asyncrl.weights.transport import TransferSource
+from asyncrl.weights.transports.control_channel import Kind, Message, layout_of
+from asyncrl_testing.transport_rig import (
     TIMEOUT_S,
     Hold,
     Receive,
@@ -20,9 +23,6 @@ from asyncrl.testing.transport_rig import (
     contents,
     plain_weights,
 )
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import TransferSource
-from asyncrl.weights.transports.control_channel import Kind, Message, layout_of
 
 _REFUSED = (
     zmq.EVENT_DISCONNECTED,
