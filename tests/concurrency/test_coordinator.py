@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl import coordinator, evaluations
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
+from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
@@ -56,7 +56,7 @@ TRAINED = TrainMetrics(
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch):
-    for module in (coordinator, evaluations):
+    for module in (coordinator, evaluation_schedule):
         monkeypatch.setattr(module, "POLL_S", 0.005)
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from asyncrl import coordinator, evaluations
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
+from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.concurrency
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch):
-    for module in (coordinator, evaluations):
+    for module in (coordinator, evaluation_schedule):
         monkeypatch.setattr(module, "POLL_S", 0.005)
 
 

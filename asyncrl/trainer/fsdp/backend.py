@@ -20,7 +20,7 @@ from asyncrl.algorithms.router_balance import balance_loss
 from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from asyncrl.errors import RunFailed, explain
 from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
-from asyncrl.trainer.fsdp import lora, state
+from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.optimizer import Update
@@ -228,21 +228,21 @@ class FsdpBackend:
     def capture(self) -> None:
         self._captured = None  # freed before the next one is made
         live = self._live_state() | self._facts()
-        self._captured = state.capture(live, rank=self._rank, device=self._device)
+        self._captured = sharded_state.capture(live, rank=self._rank, device=self._device)
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
-        state.save(directory, captured, self._saving)
+        sharded_state.save(directory, captured, self._saving)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
         facts = self._facts()
-        written = state.read_entries(directory, facts)
+        written = sharded_state.read_entries(directory, facts)
         lora.check_same(facts, written)
-        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.get(state.TOTAL_STEPS)
+        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.get(sharded_state.TOTAL_STEPS)
         follows_length = trainer.schedule != "constant" and trainer.decay_steps is None
         if follows_length and self._rank == 0 and then is not None and int(then) != now:
             logger.warning(
@@ -252,18 +252,18 @@ class FsdpBackend:
                 now,
                 int(then),
             )
-        state.load(directory, self._live_state(), rank=self._rank, device=self._device)
+        sharded_state.load(directory, self._live_state(), rank=self._rank, device=self._device)
 
     def _live_state(self) -> dict[str, torch.Tensor]:
-        found = state.of_model("model", self._policy.causal_lm, "optimizer", self._update.optimizer)
+        found = sharded_state.of_model("model", self._policy.causal_lm, "optimizer", self._update.optimizer)
         if self._critic is not None and self._critic_update is not None:
-            found |= state.of_model("critic", self._critic, "critic_optimizer", self._critic_update.optimizer)
+            found |= sharded_state.of_model("critic", self._critic, "critic_optimizer", self._critic_update.optimizer)
         return found
 
     def _facts(self) -> dict[str, torch.Tensor]:
         """What a checkpoint says beside the state that is loaded."""
         total = torch.tensor(self._spec.total_steps, dtype=torch.int64)
-        return self._models.lora_facts() | {state.TOTAL_STEPS: total}
+        return self._models.lora_facts() | {sharded_state.TOTAL_STEPS: total}
 
     def _agree(self, loss: torch.Tensor, trained: int, norms: Sequence[float], place: str) -> bool:
         """Whether the update trains a token on any rank. All ranks see the same reduced numbers, so all of them raise.

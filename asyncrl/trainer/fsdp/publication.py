@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.trainer.fsdp import lora, state
+from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import TensorSpec
 from asyncrl.weights.adapters import LORA_B
@@ -29,16 +29,16 @@ class Publication:
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(name, tuple(part.shape), self._dtype_name, part.numel() * self._dtype.itemsize)
-            for fused, tensor in state.published_tensors(self._model)
+            for fused, tensor in sharded_state.published_tensors(self._model)
             for name, part in unfused(fused, torch.empty(tensor.shape, device="meta"))
         )
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective: every rank must walk all of it."""
-        for name, tensor in state.published_tensors(self._model):
+        for name, tensor in sharded_state.published_tensors(self._model):
             # cast before gathering: half the bytes for 16-bit replicas
-            whole = state.full(tensor.detach().to(self._dtype)).to(self._device)
+            whole = sharded_state.full(tensor.detach().to(self._dtype)).to(self._device)
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
             yield from unfused(name, whole)

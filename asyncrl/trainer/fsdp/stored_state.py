@@ -1,4 +1,4 @@
-"""A directory that `state.save` wrote, read as data: nothing in it is executed.
+"""A directory that `sharded_state.save` wrote, read as data: nothing in it is executed.
 
 torch.distributed.checkpoint keeps names, shapes and places of the tensors in `.metadata`, a pickle, and a pickle calls
 what it names. Here its few classes become records without code, every field is checked, and what torch's reader gets is
@@ -62,7 +62,7 @@ class StoredState:
         """`asked`: what it is opened for, for messages.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that was not written by `state.save`.
+            ConfigError: there is no checkpoint, or one that was not written by `sharded_state.save`.
         """
         self._asked, self._directory = asked, directory
         try:
