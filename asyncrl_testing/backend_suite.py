@@ -12,9 +12,18 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError, RunFailed, StorageError
-from asyncrl.trainer.backend import TrainBackend, TrajectoryKey
+from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths, RankPlan, Segment, Trajectory, TrajectoryGroup
+from asyncrl.types import (
+    GroupSummary,
+    LeaseManifest,
+    Lengths,
+    RankPlan,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryKey,
+)
 
 VOCAB_SIZE = 40
 MakeBackend = Callable[[], TrainBackend]

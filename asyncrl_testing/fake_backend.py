@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.errors import ConfigError, RunFailed, StorageError, explain
-from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import RankPlan, TensorSpec, TrainSequence, Trajectory
+from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, TrainSequence, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
     import torch

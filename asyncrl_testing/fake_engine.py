@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.errors import GenerationError, explain
-from asyncrl.inference.engine import EngineHealth, PauseMode
+from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.request_checks import misfit
-from asyncrl.types import FinishReason, GenerationRequest, Manifest, TokenChunk
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, EngineHealth, FinishReason, GenerationRequest, Manifest, TokenChunk, TransferSource
 
 LoadHook = Callable[[Manifest, TransferSource, float], Awaitable[Digest | None]]
 ResponseLength = Callable[[GenerationRequest], int]

@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.types import Manifest, PauseMode, TensorSpec
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, Manifest, PauseMode, TensorSpec, TransferSource
 from asyncrl_testing.local import NO_SOURCE
 
 SPECS = (TensorSpec("embed.weight", (4, 4), "float32", 64), TensorSpec("norm.weight", (4,), "float32", 16))

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Bucket, Manifest
+from asyncrl.types import Bucket, Digest, Manifest, TransferSource
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
-from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, layout_of
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 

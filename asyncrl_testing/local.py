@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from asyncrl.errors import ProcessDied
 from asyncrl.inference.replica import Replica
-from asyncrl.types import GenerationRequest, Manifest, TokenChunk
-from asyncrl.weights.transport import TransferSource
+from asyncrl.types import GenerationRequest, Manifest, TokenChunk, TransferSource
 
 NO_SOURCE = TransferSource("fake", "", "", 0, 1, 0, 0)
 

@@ -11,10 +11,9 @@ from typing import Any
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.types import Manifest, PauseMode
+from asyncrl.types import Digest, Manifest, PauseMode, TransferSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import Digest, TransferSource
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.local import LocalReplicaChannel

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.weights.transport import TransferSource
+from asyncrl.types import TransferSource
 from asyncrl.weights.transports.ipc import IpcReceiver
 from asyncrl.weights.transports.media import HostMapping, Mapping
 from asyncrl.weights.transports.segment import Segment, attach

@@ -11,8 +11,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import TransferSource
+from asyncrl.types import Manifest, TransferSource
 from asyncrl.weights.transports.control_channel import Kind, Message, layout_of
 from asyncrl_testing.transport_rig import (
     TIMEOUT_S,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import Digest, WeightSender
+from asyncrl.types import Digest, Manifest
+from asyncrl.weights.transport import WeightSender
 from asyncrl_testing.transport_rig import (
     PROMPT_S,
     TIMEOUT_S,

@@ -23,11 +23,11 @@ import torch
 
 from asyncrl.errors import AsyncRLError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver, WeightSender
+from asyncrl.weights.transport import WeightReceiver, WeightSender
 
 BUCKET_BYTES = 8192
 TIMEOUT_S = 30.0

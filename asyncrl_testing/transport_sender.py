@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.types import Manifest
+from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import Digest, TransferSource
 from asyncrl.weights.transports import build_sender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl_testing.transport_rig import (

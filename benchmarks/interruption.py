@@ -38,12 +38,12 @@ from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineCon
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.inference.replica_actor import spawn_replica
-from asyncrl.publish.checkpoint_engine import CheckpointEngine, PublishReport
+from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import Generation, GenerationClient
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
+from asyncrl.types import GenerationRequest, PublishReport, SamplingParams, TokenChunk
 from asyncrl_testing.random_model import write_random_qwen3
 
 RESULTS = Path(__file__).parent / "results" / "interruption.md"

@@ -38,10 +38,10 @@ import xxhash
 import zmq
 
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Manifest, TensorSpec, TransferSource
 from asyncrl.weights.digest import copy_with_digest, make_scratch, slice_digest
 from asyncrl.weights.plan import make_manifest, make_spec
-from asyncrl.weights.transport import TransferSource, WeightReceiver, WeightSender
+from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports import TRANSPORTS, build_receiver, build_sender
 
 BUCKET_BYTES = 4 << 20

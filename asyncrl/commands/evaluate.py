@@ -37,9 +37,8 @@ from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
-from asyncrl.evaluation import EvalResult
 from asyncrl.registry import make_importable
-from asyncrl.types import Admission, Ticket, TrajectoryGroup
+from asyncrl.types import Admission, EvalResult, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
     from asyncrl.inference.replica_actor import ReplicaControl

@@ -22,11 +22,9 @@ from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import StepClock, StepRecord, tokens_between
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, explain
-from asyncrl.publish.checkpoint_engine import PublishReport
-from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
-from asyncrl.types import LeaseManifest
+from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
-from asyncrl.evaluation import EvalResult
+from asyncrl.types import EvalResult
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.evaluation import EvalResult
-from asyncrl.inference.replica import ReplicaStats
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.queue.budgets import EndShares
-from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.rollout.rollouter import RolloutStats
-from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
-from asyncrl.types import LeaseManifest, PartialGroup, RankPlan
+from asyncrl.types import (
+    EndShares,
+    EvalResult,
+    LeaseManifest,
+    LeaseWait,
+    LedgerCounts,
+    PartialGroup,
+    RankPlan,
+    ReplicaStats,
+    RolloutStats,
+    TrainMetrics,
+    TrajectoryKey,
+)
 
 
 class Queue(Protocol):

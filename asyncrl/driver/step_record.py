@@ -9,13 +9,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from asyncrl.inference.replica import ReplicaStats
-from asyncrl.publish.checkpoint_engine import PublishReport
-from asyncrl.queue.budgets import EndShares
-from asyncrl.queue.ledger import LedgerCounts
 from asyncrl.remote.waits import WaitTotals
-from asyncrl.trainer.backend import TrainMetrics
-from asyncrl.types import LeaseManifest
+from asyncrl.types import EndShares, LeaseManifest, LedgerCounts, PublishReport, ReplicaStats, TrainMetrics
 
 
 class StepClock:

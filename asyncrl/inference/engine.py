@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
-from asyncrl.weights.transport import Digest, TransferSource
-
-
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
-    """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
-    `generated_tokens` counts since start."""
-
-    alive: bool
-    running: int
-    waiting: int
-    version: int | None
-    busy_s: float
-    generated_tokens: int
-    detail: str = ""
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
 
 
 class InferenceEngine(Protocol):

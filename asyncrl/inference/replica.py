@@ -22,23 +22,18 @@ import numpy as np
 import psutil
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError, explain
-from asyncrl.inference.engine import EngineHealth, InferenceEngine
-from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.types import (
+    Digest,
+    GenerationRequest,
+    Manifest,
+    PauseMode,
+    ReplicaStats,
+    TokenChunk,
+    TransferSource,
+)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
-    those below it."""
-
-    replica_id: int
-    pid: int
-    health: EngineHealth
-    paused_s: float
-    cpu_s: float
 
 
 class _Outbox:

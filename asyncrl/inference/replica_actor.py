@@ -14,10 +14,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference import build_engine
-from asyncrl.inference.replica import Replica, ReplicaStats
+from asyncrl.inference.replica import Replica
 from asyncrl.remote.reply import reply
-from asyncrl.types import Manifest, PauseMode
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
 
 GRACE_S = 5.0
 """What a call may take beyond the deadline that the replica itself keeps, so that its own error arrives."""

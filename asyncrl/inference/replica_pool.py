@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
-from asyncrl.inference.replica import ReplicaStats
 from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.types import ReplicaStats
 
 logger = logging.getLogger(__name__)
 

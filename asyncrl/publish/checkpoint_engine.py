@@ -33,9 +33,8 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.publish.participants import Fleet, PublishedReplica, PublishingTrainer
-from asyncrl.types import Manifest, PauseMode
+from asyncrl.types import Digest, Manifest, PauseMode, PublishReport, TransferSource
 from asyncrl.weights.plan import plan_buckets
-from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)
 
@@ -46,26 +45,6 @@ Replicas = dict[int, PublishedReplica]
 
 BLAME_S = 5.0
 """How long a sender may go on by itself when a receiver has failed: it may hear of it, or end first."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """Seconds of the whole publish and of its parts.
-
-    `pause_s` is the time that the fleet did not generate: of each transfer the time from pause to commit, times the
-    share of the replicas that it held up. A publish to all at once counts in full; a rolling one adds up to what one
-    replica was paused for, on average. `attempts`: transfers; above 1, or the number of waves, weights were sent again.
-    `replicas` serve the version; `nbytes` are those of the model.
-    """
-
-    version: int | None
-    publish_s: float
-    pause_s: float
-    transfer_s: float
-    nbytes: int
-    verified: bool
-    attempts: int
-    replicas: int
 
 
 @dataclass(slots=True)

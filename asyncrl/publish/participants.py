@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.types import Manifest, PauseMode, TensorSpec
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, Manifest, PauseMode, TensorSpec, TransferSource
 
 
 class PublishingTrainer(Protocol):

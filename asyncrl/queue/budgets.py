@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import RunFailed, explain
+from asyncrl.types import EndShares
 
 MIN_ENDED_FOR_FAILED = 32
 """Ended groups from which on the share of failed ones says something."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndShares:
-    """Shares of the last ended groups, each over its own window; 0 before the first end."""
-
-    filtered: float = 0.0
-    failed: float = 0.0
 
 
 class EndWindow:

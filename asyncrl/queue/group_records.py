@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.types import Ticket
+from asyncrl.types import LedgerCounts, Ticket
 
 State = Literal["running", "ready", "leased"]
 End = Literal["trained", "filtered", "expired", "failed"]
@@ -45,28 +45,6 @@ class GroupRecord:
     @property
     def ticket(self) -> Ticket:
         return Ticket(self.ordinal, self.attempt, self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerCounts:
-    """Groups: `admitted` and the four ends are cumulative, the three states are current."""
-
-    admitted: int = 0
-    running: int = 0
-    ready: int = 0
-    leased: int = 0
-    trained: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
-
-    @property
-    def active(self) -> int:
-        return self.running + self.ready + self.leased
-
-    @property
-    def ended(self) -> int:
-        return self.trained + self.filtered + self.expired + self.failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from asyncrl.errors import LedgerError
-from asyncrl.queue.group_records import End, EventKind, GroupEvent, GroupRecord, LedgerCounts, LedgerSnapshot, State
+from asyncrl.queue.group_records import End, EventKind, GroupEvent, GroupRecord, LedgerSnapshot, State
 from asyncrl.queue.staleness import Candidate, Selection, StalenessPolicy
-from asyncrl.types import Ticket
+from asyncrl.types import LedgerCounts, Ticket
 
 
 class Ledger:

@@ -19,13 +19,22 @@ from pathlib import Path
 from asyncrl.config.hidden import Hidden
 from asyncrl.errors import ConfigError, LedgerError, explain
 from asyncrl.observability.events import EventLog
-from asyncrl.queue.budgets import EndBudgets, EndShares
-from asyncrl.queue.group_records import GroupEvent, GroupRecord, LedgerCounts
+from asyncrl.queue.budgets import EndBudgets
+from asyncrl.queue.group_records import GroupEvent, GroupRecord
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.queue.staleness import OnOverdue, StalenessPolicy
-from asyncrl.types import Admission, LeaseManifest, PartialGroup, Ticket, TrajectoryGroup
+from asyncrl.types import (
+    Admission,
+    EndShares,
+    LeaseManifest,
+    LeaseWait,
+    LedgerCounts,
+    PartialGroup,
+    Ticket,
+    TrajectoryGroup,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +56,6 @@ class QueueSpec:
     max_filtered_fraction: float = 0.99
     filtered_window: int = 256
     hide: Hidden = field(default_factory=Hidden)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseWait:
-    """Why a step has no groups yet. `overdue_s`: how long only mandatory groups have been missing."""
-
-    missing: int
-    overdue: int
-    overdue_s: float
-    counts: LedgerCounts
 
 
 class MessageQueue:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.queue.budgets import EndShares
-from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.queue.message_queue import LeaseWait
 from asyncrl.remote.reply import ended, reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.types import LeaseManifest, PartialGroup
+from asyncrl.types import EndShares, LeaseManifest, LeaseWait, LedgerCounts, PartialGroup
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""

@@ -9,11 +9,18 @@ from typing import Any
 
 import ray
 
-from asyncrl.evaluation import EvalResult
 from asyncrl.remote.reply import ended, reply
 from asyncrl.remote.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER
-from asyncrl.rollout.rollouter import RolloutStats
-from asyncrl.types import Admission, GenerationRequest, PartialGroup, Ticket, TokenChunk, TrajectoryGroup
+from asyncrl.types import (
+    Admission,
+    EvalResult,
+    GenerationRequest,
+    PartialGroup,
+    RolloutStats,
+    Ticket,
+    TokenChunk,
+    TrajectoryGroup,
+)
 
 CALL_TIMEOUT_S = 60.0
 """Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""

@@ -29,7 +29,6 @@ from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_id
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied
-from asyncrl.evaluation import EvalResult
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
@@ -39,8 +38,10 @@ from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
 from asyncrl.rollout.user_code import UserCode, summary
 from asyncrl.types import (
     Admission,
+    EvalResult,
     PartialGroup,
     PartialTrajectory,
+    RolloutStats,
     SamplingParams,
     Ticket,
     Trajectory,
@@ -78,23 +79,6 @@ class RolloutSpec:
     samples_path: Path
     quarantine_path: Path
     hide: Hidden = field(default_factory=Hidden)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutStats:
-    """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
-    this process. Since its start: `reprefilled_tokens`, of prompts and responses, were sent again because a request was
-    interrupted; `cancelled_groups` were given up because the queue had ended them."""
-
-    pid: int
-    groups: int
-    requests: int
-    replicas: tuple[int, ...]
-    rows: int
-    dropped_rows: int
-    cpu_s: float
-    reprefilled_tokens: int = 0
-    cancelled_groups: int = 0
 
 
 class Rollouter:

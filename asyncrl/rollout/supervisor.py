@@ -20,11 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
-from asyncrl.evaluation import EvalResult
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
-from asyncrl.rollout.rollouter import RolloutStats
-from asyncrl.types import PartialGroup
+from asyncrl.types import EvalResult, PartialGroup, RolloutStats
 
 logger = logging.getLogger(__name__)
 

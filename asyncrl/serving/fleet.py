@@ -16,10 +16,9 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.inference.replica import ReplicaStats
 from asyncrl.rollout.generation import Generation, GenerationClient, OnChunk
 from asyncrl.rollout.router import prefix_blocks
-from asyncrl.types import SamplingParams
+from asyncrl.types import ReplicaStats, SamplingParams
 
 logger = logging.getLogger(__name__)
 

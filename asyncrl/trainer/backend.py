@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.types import RankPlan, TensorSpec, Trajectory
+from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
     import torch
-
-TrajectoryKey = tuple[int, int]
-"""(ordinal, index of the trajectory in its group)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainMetrics:
-    """Of one step, over all ranks; of several updates the mean, but for `trained_tokens` and `packed_tokens` (prompts
-    included), which are global counts, and `ratio_max`, the largest ratio of a trained token.
-
-    `skipped_updates` had no trained token on any rank, and moved nothing.
-
-    `loss` is the objective; `means` are means over the trained tokens, by the names of observability/metrics.py
-    (train/clip_fraction, train/ratio_mean, train/kl_behavior, train/entropy, and those of the algorithm's parts).
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    ratio_max: float
-    trained_tokens: int
-    packed_tokens: int
-    means: tuple[tuple[str, float], ...]
-    skipped_updates: int = 0
-
-    def mean(self, name: str) -> float:
-        return dict(self.means)[name]
 
 
 class TrainBackend(Protocol):

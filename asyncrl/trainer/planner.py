@@ -8,9 +8,8 @@ import numpy as np
 
 from asyncrl.algorithms import build_advantage, shaped_rewards
 from asyncrl.config.recipe import Recipe
-from asyncrl.trainer.backend import TrajectoryKey
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.types import GroupSummary, LeaseManifest, RankPlan
+from asyncrl.types import GroupSummary, LeaseManifest, RankPlan, TrajectoryKey
 
 TOKEN_ADVANTAGES = ("gae", "reinforce_plus_plus")
 """Advantages that the trainer makes token by token, the divergence from the reference included."""

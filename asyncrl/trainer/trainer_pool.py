@@ -23,10 +23,17 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
 from asyncrl.remote.reply import ended, reply, reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import Manifest, RankPlan, TensorSpec, TrajectoryGroup
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import (
+    Digest,
+    Manifest,
+    RankPlan,
+    TensorSpec,
+    TrainMetrics,
+    TrajectoryGroup,
+    TrajectoryKey,
+    TransferSource,
+)
 
 logger = logging.getLogger(__name__)
 

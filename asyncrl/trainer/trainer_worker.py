@@ -23,11 +23,21 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
-from asyncrl.trainer.backend import TrainBackend, TrainMetrics, TrajectoryKey
+from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import Manifest, RankPlan, TensorSpec, Trajectory, TrajectoryGroup
-from asyncrl.weights.transport import Digest, TransferSource, WeightSender
+from asyncrl.types import (
+    Digest,
+    Manifest,
+    RankPlan,
+    TensorSpec,
+    TrainMetrics,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryKey,
+    TransferSource,
+)
+from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
 from asyncrl.weights.transports.process_group import host_store
 

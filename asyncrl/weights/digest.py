@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import xxhash
 
-from asyncrl.weights.transport import DigestKind
+from asyncrl.types import DigestKind
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

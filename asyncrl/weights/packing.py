@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.types import Bucket, Manifest, TensorSlice, TensorSpec
+from asyncrl.types import Bucket, Digest, DigestKind, Manifest, TensorSlice, TensorSpec
 from asyncrl.weights.digest import combine, copy_with_digest, make_scratch, slice_digest
 from asyncrl.weights.plan import make_spec
-from asyncrl.weights.transport import Digest, DigestKind, DirectSink, WeightSink
+from asyncrl.weights.transport import DirectSink, WeightSink
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -7,41 +7,12 @@ A transport only moves buckets. When to pause, verify, retry and commit is the c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 
 if TYPE_CHECKING:
     import torch
-
-Digest = tuple[int, ...]
-"""One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
-
-DigestKind = Literal["xxh3", "words"]
-"""The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSource:
-    """What a receiver needs to join a sender; plain values, so that it can cross any process boundary.
-
-    `address`, `segment`: transport specific (ZeroMQ endpoint and the rings of `ipc` as JSON or the directory of `disk`;
-    host:port of the store and ZeroMQ endpoint for `collective`).
-    `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
-    `digest`: the sender's choice, which receivers follow. `key`: of the control channel (`control_channel.py`); no log
-    has it.
-    """
-
-    transport: str
-    address: str
-    segment: str
-    bucket_bytes: int
-    num_receivers: int
-    receiver: int
-    epoch: int
-    digest: DigestKind = "xxh3"
-    key: str = field(default="", repr=False)
 
 
 class WeightSink(Protocol):

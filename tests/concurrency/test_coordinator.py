@@ -16,17 +16,21 @@ from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
-from asyncrl.evaluation import EvalResult
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.queue.budgets import EndShares
-from asyncrl.queue.ledger import LedgerCounts
-from asyncrl.queue.message_queue import LeaseWait
-from asyncrl.rollout.rollouter import RolloutStats
-from asyncrl.trainer.backend import TrainMetrics
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from asyncrl.types import (
+    EndShares,
+    EvalResult,
+    GroupSummary,
+    LeaseManifest,
+    LeaseWait,
+    LedgerCounts,
+    Lengths,
+    RolloutStats,
+    TrainMetrics,
+)
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.concurrency

@@ -13,12 +13,12 @@ from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.evaluation import EvalResult
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers
 

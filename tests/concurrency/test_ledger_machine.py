@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from asyncrl.errors import LedgerError
 from asyncrl.json_records import from_plain
-from asyncrl.queue.ledger import Ledger, LedgerCounts, LedgerSnapshot
+from asyncrl.queue.ledger import Ledger, LedgerSnapshot
 from asyncrl.queue.staleness import StalenessPolicy
-from asyncrl.types import Ticket
+from asyncrl.types import LedgerCounts, Ticket
 
 pytestmark = pytest.mark.concurrency
 

@@ -6,11 +6,10 @@ from collections import Counter
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
-from asyncrl.evaluation import EvalResult
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
-from asyncrl.rollout.rollouter import RolloutStats
 from asyncrl.rollout.supervisor import RolloutSupervisor
+from asyncrl.types import EvalResult, RolloutStats
 
 pytestmark = pytest.mark.concurrency
 

@@ -25,10 +25,11 @@ from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.commands.export import main
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.queue.group_records import LedgerCounts, LedgerSnapshot
+from asyncrl.queue.group_records import LedgerSnapshot
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.trainer.fsdp.sharded_state import read_weights, save
 from asyncrl.trainer.fsdp.stored_state import StoredState
+from asyncrl.types import LedgerCounts
 
 pytestmark = [
     pytest.mark.contract,

@@ -21,9 +21,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
+from asyncrl.types import TransferSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3

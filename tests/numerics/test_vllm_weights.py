@@ -20,10 +20,9 @@ from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import TensorSpec
+from asyncrl.types import TensorSpec, TransferSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, random_qwen3_moe, write_random_qwen3

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.errors import LedgerError, RunFailed
-from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, LeaseWait
 from tests.make import group
 
 pytestmark = pytest.mark.unit

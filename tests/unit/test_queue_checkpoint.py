@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.errors import LedgerError
 from asyncrl.queue.group_files import CALL_ARRAYS, load_partials, save_partials
-from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, RecordedCall, Segment, Ticket
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, LeaseWait, PartialGroup, PartialTrajectory, RecordedCall, Segment, Ticket
 from tests.make import group, trajectory
 
 pytestmark = pytest.mark.unit

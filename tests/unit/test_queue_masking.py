@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.errors import LedgerError
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
-from asyncrl.queue.message_queue import LeaseWait, MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, Segment
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, LeaseWait, Segment
 from tests.make import group
 
 pytestmark = pytest.mark.unit

@@ -12,8 +12,7 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.torch_engine import TorchEngine
 from asyncrl.inference.torch_engine.runner import check_architecture
-from asyncrl.types import GenerationRequest, Manifest, SamplingParams
-from asyncrl.weights.transport import TransferSource
+from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TransferSource
 from asyncrl_testing.engine_suite import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 

@@ -20,9 +20,9 @@ from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, init_info, update_info
+from asyncrl.types import TransferSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import build_receiver, build_sender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.vllm_nccl import VllmNcclSender, checked_walk, require_nccl, reserve_port

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, WeightTransferError
+from asyncrl.types import TransferSource
 from asyncrl.weights.lock_files import remove_stale_segments
-from asyncrl.weights.transport import TransferSource
 from asyncrl.weights.transports import TRANSPORTS, build_receiver, build_sender
 from asyncrl.weights.transports.segment import Segment, attach
 

@@ -15,15 +15,14 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
-from asyncrl.inference.engine import EngineHealth, PauseMode
+from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import Transfer
-from asyncrl.types import GenerationRequest, Manifest, TokenChunk
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
 from asyncrl.weights.experts import unfused
-from asyncrl.weights.transport import Digest, TransferSource
 
 logger = logging.getLogger(__name__)
 

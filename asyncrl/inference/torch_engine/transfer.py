@@ -11,10 +11,10 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.adapters import BaseWeights, is_adapters
 from asyncrl.weights.assembling_sink import AssemblingSink
-from asyncrl.weights.transport import Digest, TransferSource, WeightReceiver
+from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError, explain
-from asyncrl.inference.engine import EngineHealth
 from asyncrl.inference.shared.admission import Admission
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import Stream, empty_chunk
 from asyncrl.inference.vllm.transfer import Transfer
-from asyncrl.types import GenerationRequest, Manifest, PauseMode, TokenChunk
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import torch
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import TransferSource
+from asyncrl.types import Manifest, TransferSource
 from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel
 from asyncrl.weights.transports.vllm_nccl import (

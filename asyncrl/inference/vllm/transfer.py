@@ -11,8 +11,7 @@ from typing import Any
 
 from asyncrl import errors
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import Digest, TransferSource
+from asyncrl.types import Digest, Manifest, TransferSource
 
 _GRACE_S = 2.0
 """What vLLM may take beyond the deadline that its workers keep, so that their own error arrives."""

@@ -25,10 +25,10 @@ from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.types import Manifest, TensorSpec
+from asyncrl.types import Digest, DigestKind, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.adapters import BaseWeights, is_adapters
 from asyncrl.weights.assembling_sink import AssemblingSink
-from asyncrl.weights.transport import Digest, DigestKind, TransferSource, WeightReceiver
+from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL
 

@@ -19,7 +19,6 @@ from asyncrl.algorithms.proximal import log_linear
 from asyncrl.algorithms.router_balance import balance_loss
 from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from asyncrl.errors import RunFailed, explain
-from asyncrl.trainer.backend import TrainMetrics, TrajectoryKey
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.models import Models
@@ -29,7 +28,7 @@ from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.fsdp.totals import StepTotals
 from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import Microbatch, RankPlan, TensorSpec, Trajectory
+from asyncrl.types import Microbatch, RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.loss import LossInputs
-from asyncrl.trainer.backend import TrajectoryKey
 from asyncrl.trainer.fsdp.attention import PackedLayout
 from asyncrl.trainer.packing import Microbatch
-from asyncrl.types import Trajectory
+from asyncrl.types import Trajectory, TrajectoryKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,11 +16,10 @@ from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, FittedCorrection, masked
 from asyncrl.algorithms.returns import discounted_returns, token_rewards, whitened, whitening_sums
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.trainer.backend import TrajectoryKey
 from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.totals import ERRORS, ERRORS_SQUARED, RETURNS, RETURNS_SQUARED
 from asyncrl.trainer.planner import TOKEN_ADVANTAGES
-from asyncrl.types import Microbatch, RankPlan, Trajectory
+from asyncrl.types import Microbatch, RankPlan, Trajectory, TrajectoryKey
 
 TokenLogprobs = Callable[[PackedTokens], torch.Tensor]
 """[n] float32 of the predicted tokens; without gradient. Collective over ranks."""

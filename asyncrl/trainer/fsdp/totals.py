@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.algorithms.objective import LossStatistics
-from asyncrl.trainer.backend import TrainMetrics
 from asyncrl.trainer.fsdp.batch import PackedBatch
+from asyncrl.types import TrainMetrics
 
 RETURNS, RETURNS_SQUARED, ERRORS, ERRORS_SQUARED = "_returns", "_returns_squared", "_errors", "_errors_squared"
 """Sums over the trained tokens that critic/explained_variance is made of: returns, and returns minus values."""

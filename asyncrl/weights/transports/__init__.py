@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.weights.transport import TransferSource, WeightReceiver, WeightSender
+from asyncrl.types import TransferSource
+from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Manifest
+from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
-from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
 

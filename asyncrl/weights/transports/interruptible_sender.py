@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Manifest
-from asyncrl.weights.transport import Digest, TransferSource, WeightSender
+from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports.control_channel import Deadline
 
 _CLOSE_MARGIN_S = 10.0

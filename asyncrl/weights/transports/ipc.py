@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Manifest
+from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
-from asyncrl.weights.transport import Digest, TransferSource, WeightSink
+from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (
     CudaMedium,

@@ -23,9 +23,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Manifest
+from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.packing import dtype_name
-from asyncrl.weights.transport import Digest, TransferSource
 from asyncrl.weights.transports.blocking import BlockingCalls, HandOver, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, SenderChannel
 

@@ -1,0 +1,77 @@
+"""The records that cross module boundaries, by subject. Frozen, slotted, numpy arrays; no dicts."""
+
+from asyncrl.types.evaluation import EvalResult
+from asyncrl.types.generation import (
+    EngineHealth,
+    GenerationRequest,
+    PauseMode,
+    ReplicaStats,
+    SamplingParams,
+    TokenChunk,
+)
+from asyncrl.types.groups import (
+    Admission,
+    EndShares,
+    GroupSummary,
+    LeaseManifest,
+    LeaseWait,
+    LedgerCounts,
+    Lengths,
+    PartialGroup,
+    PartialTrajectory,
+    RecordedCall,
+    RolloutStats,
+    Ticket,
+)
+from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
+from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
+from asyncrl.types.weights import (
+    Bucket,
+    Digest,
+    DigestKind,
+    Manifest,
+    PublishReport,
+    TensorSlice,
+    TensorSpec,
+    TransferSource,
+)
+
+__all__ = [
+    "Admission",
+    "Bucket",
+    "Digest",
+    "DigestKind",
+    "EndShares",
+    "EngineHealth",
+    "EvalResult",
+    "FinishReason",
+    "GenerationRequest",
+    "GroupSummary",
+    "LeaseManifest",
+    "LeaseWait",
+    "LedgerCounts",
+    "Lengths",
+    "Manifest",
+    "Microbatch",
+    "PartialGroup",
+    "PartialTrajectory",
+    "PauseMode",
+    "PublishReport",
+    "RankPlan",
+    "RecordedCall",
+    "ReplicaStats",
+    "RolloutStats",
+    "SamplingParams",
+    "Segment",
+    "SegmentKind",
+    "TensorSlice",
+    "TensorSpec",
+    "Ticket",
+    "TokenChunk",
+    "TrainMetrics",
+    "TrainSequence",
+    "Trajectory",
+    "TrajectoryGroup",
+    "TrajectoryKey",
+    "TransferSource",
+]

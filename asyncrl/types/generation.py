@@ -1,0 +1,114 @@
+"""Requests to a replica, their answers, and what a replica says of itself.
+
+Shape letters: P prompt tokens, T response tokens, n tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncrl.types.trajectories import FinishReason, packed
+
+PauseMode = Literal["abort", "keep", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
+
+    `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response. Before
+    `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens)
+        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """Token ids in, token ids out.
+
+    `request_id` is unique per attempt to send it. The uniform draw for the token at absolute response position
+    `i` depends only on `(seed, first_position + i)`, so a resumed request continues the same random stream:
+    `first_position` is the number of response tokens that `prompt_ids` already ends with. `prompt_ids` is [P] int32.
+    `sampling.max_tokens` is the remaining budget.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int = 0
+    first_position: int = 0
+    session_id: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.sampling, self.seed, self.first_position, self.session_id)
+        return _unpack_request, (self.request_id, packed(self.prompt_ids, np.int32), rest)
+
+
+def _unpack_request(request_id: str, prompt_ids: bytes, rest: tuple[Any, ...]) -> GenerationRequest:
+    return GenerationRequest(request_id, np.frombuffer(prompt_ids, np.int32), *rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenChunk:
+    """Newly sampled tokens of one request, all by one policy version.
+
+    `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
+    the request goes on; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
+    `cached_tokens`, on the chunk that has a finish_reason: tokens of the prompt whose KV cache was there already.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    version: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = packed(self.token_ids, np.int32), packed(self.logprobs, np.float32)
+        rest = (self.version, self.finish_reason, self.error, self.cached_tokens)
+        return _unpack_chunk, (self.request_id, *arrays, rest)
+
+
+def _unpack_chunk(request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...]) -> TokenChunk:
+    return TokenChunk(request_id, np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
+    `generated_tokens` counts since start."""
+
+    alive: bool
+    running: int
+    waiting: int
+    version: int | None
+    busy_s: float
+    generated_tokens: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
+    those below it."""
+
+    replica_id: int
+    pid: int
+    health: EngineHealth
+    paused_s: float
+    cpu_s: float

@@ -1,0 +1,176 @@
+"""Prompt groups between rollouter, message queue and trainer: tickets, what is running, counts and leases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.types.trajectories import FinishReason, Segment, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to generate one group: `(ordinal, attempt)` names it, `version` is the one published at admission."""
+
+    ordinal: int
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCall:
+    """One call of an environment to the policy, as far as it had come.
+
+    `prompt_ids` [P] int32, what was asked; `token_ids` [T] int32, `logprobs` [T] float32 and `segments`, which tile
+    `[0, T)`, what had been sampled. `finish_reason` is None while the response goes on.
+    """
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialTrajectory:
+    """A trajectory that was being generated: `done` when it was complete, else its calls in order, the last one perhaps
+    unfinished. Replaying them to the environment brings it to the state that it had."""
+
+    calls: tuple[RecordedCall, ...] = ()
+    done: Trajectory | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialGroup:
+    """What a checkpoint keeps of a running group: one entry per trajectory, in their order.
+
+    `ticket` is the one under which the tokens were sampled; its version bounds theirs from below.
+    """
+
+    ticket: Ticket
+    trajectories: tuple[PartialTrajectory, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens that it holds."""
+        return sum(
+            len(t.done.response_ids) if t.done else sum(len(c.token_ids) for c in t.calls) for t in self.trajectories
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """What the rollout side is to do: generate `tickets`, and give up `cancelled`, whose groups have ended.
+
+    `partials`: what a checkpoint kept of groups among `tickets`, under the ticket of now; the rest starts anew.
+    """
+
+    tickets: tuple[Ticket, ...] = ()
+    cancelled: tuple[Ticket, ...] = ()
+    partials: tuple[PartialGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What packing needs to know of a trajectory: token counts, and how many of them are trained."""
+
+    prompt: int
+    response: int
+    trained: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """A leased group without its tokens, for planning: one entry per trajectory in `lengths` and `rewards`.
+
+    `lag_sum`, `lag_max`, `trained_tokens` are over the tokens of the group that will be trained; lags in optimizer
+    steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put. `masked_tokens` were
+    sampled by the policy and are not trained because they are over the limit. `truncated` trajectories were cut off at
+    their token limit. `reward_parts`: the mean of each, over the trajectories that have it.
+    """
+
+    ordinal: int
+    attempt: int
+    lengths: tuple[Lengths, ...]
+    rewards: tuple[float, ...]
+    lag_sum: int
+    lag_max: int
+    lag_in_flight_sum: int
+    trained_tokens: int
+    segments: int
+    interrupted: int
+    masked_tokens: int = 0
+    truncated: int = 0
+    reward_parts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseManifest:
+    """The groups that step `step` trains, oldest deadline first. `overdue_wait_s`: time spent on mandatory ones."""
+
+    step: int
+    groups: tuple[GroupSummary, ...]
+    overdue_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """Groups: `admitted` and the four ends are cumulative, the three states are current."""
+
+    admitted: int = 0
+    running: int = 0
+    ready: int = 0
+    leased: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+
+    @property
+    def active(self) -> int:
+        return self.running + self.ready + self.leased
+
+    @property
+    def ended(self) -> int:
+        return self.trained + self.filtered + self.expired + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWait:
+    """Why a step has no groups yet. `overdue_s`: how long only mandatory groups have been missing."""
+
+    missing: int
+    overdue: int
+    overdue_s: float
+    counts: LedgerCounts
+
+
+@dataclass(frozen=True, slots=True)
+class EndShares:
+    """Shares of the last ended groups, each over its own window; 0 before the first end."""
+
+    filtered: float = 0.0
+    failed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
+    this process. Since its start: `reprefilled_tokens`, of prompts and responses, were sent again because a request was
+    interrupted; `cancelled_groups` were given up because the queue had ended them."""
+
+    pid: int
+    groups: int
+    requests: int
+    replicas: tuple[int, ...]
+    rows: int
+    dropped_rows: int
+    cpu_s: float
+    reprefilled_tokens: int = 0
+    cancelled_groups: int = 0

@@ -1,0 +1,67 @@
+"""What a trainer rank is to do in one step, and what the step measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.types.groups import Lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainSequence:
+    """One trajectory as a trainer rank consumes it: where to fetch it, its advantage (its reward, where advantages are
+    made token by token) and `token_weight`, the share of the update's objective that each of its trained tokens has."""
+
+    ordinal: int
+    index: int
+    advantage: float
+    lengths: Lengths
+    token_weight: float = 0.0
+
+
+Microbatch = tuple[TrainSequence, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """What one rank does in one step: its micro-batches, update by update.
+
+    Every rank has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
+    """
+
+    step: int
+    updates: tuple[tuple[Microbatch, ...], ...]
+    ordinals: tuple[int, ...] = field(default=())
+
+    @property
+    def microbatches(self) -> tuple[Microbatch, ...]:
+        """Those of all updates, in order."""
+        return tuple(microbatch for update in self.updates for microbatch in update)
+
+
+TrajectoryKey = tuple[int, int]
+"""(ordinal, index of the trajectory in its group)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMetrics:
+    """Of one step, over all ranks; of several updates the mean, but for `trained_tokens` and `packed_tokens` (prompts
+    included), which are global counts, and `ratio_max`, the largest ratio of a trained token.
+
+    `skipped_updates` had no trained token on any rank, and moved nothing.
+
+    `loss` is the objective; `means` are means over the trained tokens, by the names of observability/metrics.py
+    (train/clip_fraction, train/ratio_mean, train/kl_behavior, train/entropy, and those of the algorithm's parts).
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    ratio_max: float
+    trained_tokens: int
+    packed_tokens: int
+    means: tuple[tuple[str, float], ...]
+    skipped_updates: int = 0
+
+    def mean(self, name: str) -> float:
+        return dict(self.means)[name]

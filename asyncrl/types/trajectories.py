@@ -1,0 +1,167 @@
+"""Sampled trajectories: what the rollouter makes and the trainer trains.
+
+Shape letters: P prompt tokens, T response tokens (policy and environment together).
+
+The records that travel by the hundred between processes say in `__reduce__` how: arrays as plain bytes, fields by
+position. The default of a frozen dataclass looks its fields up one by one and costs several times as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+SegmentKind = Literal["policy", "environment"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `[start, stop)` of a response that one source wrote.
+
+    `version` is the policy version that sampled them, stamped by the replica; for `kind="environment"` it is the
+    version of the policy segment before it and carries no meaning for staleness.
+    """
+
+    start: int
+    stop: int
+    version: int
+    replica_id: int
+    kind: SegmentKind = "policy"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Segment, (self.start, self.stop, self.version, self.replica_id, self.kind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One attempt at a prompt.
+
+    Attributes:
+        prompt_ids: [P] int32.
+        response_ids: [T] int32, tokens of the policy and, in multi-turn tasks, of the environment.
+        logprobs: [T] float32, behaviour policy, as the replica reported at sampling time after temperature, top-k
+            and top-p; 0 where the environment wrote the token.
+        loss_mask: [T] bool, True where the policy wrote the token and it may be trained.
+        segments: tile `[0, T)` in order; empty only when T is 0.
+        reward: total reward; `reward_parts` its named components.
+        started_s, finished_s: wall-clock seconds since the epoch.
+
+    Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
+        prompt_ids=[5, 6, 7], response_ids=[9, 9, 4, 4, 2], logprobs=[-.1, -.2, -.1, -.3, -.1], loss_mask=[True] * 5,
+        segments=(Segment(0, 2, version=7, replica_id=0), Segment(2, 5, version=8, replica_id=1))
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    loss_mask: np.ndarray
+    segments: tuple[Segment, ...]
+    reward: float
+    reward_parts: tuple[tuple[str, float], ...] = ()
+    finish_reason: FinishReason = "stop"
+    turns: int = 1
+    started_s: float = 0.0
+    finished_s: float = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (
+            packed(self.prompt_ids, np.int32),
+            packed(self.response_ids, np.int32),
+            packed(self.logprobs, np.float32),
+            packed(self.loss_mask, np.bool_),
+        )
+        rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
+        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s))
+
+    def normalized(self) -> Trajectory:
+        """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
+
+        Raises ValueError: something is not an array, or not a number.
+        """
+        try:
+            return replace(
+                self,
+                prompt_ids=np.asarray(self.prompt_ids, np.int32),
+                response_ids=np.asarray(self.response_ids, np.int32),
+                logprobs=np.asarray(self.logprobs, np.float32),
+                loss_mask=np.asarray(self.loss_mask, np.bool_),
+                segments=tuple(self.segments),
+                reward=float(self.reward),
+                reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
+            )
+        except (TypeError, AttributeError) as e:
+            raise ValueError(f"malformed trajectory: {e}") from e
+
+    def validate(self) -> Trajectory:
+        """Returns self after checking the length relations. Raises ValueError naming the relation that fails."""
+        n = len(self.response_ids)
+        if len(self.prompt_ids) == 0:
+            raise ValueError("prompt_ids is empty: a trajectory needs at least one prompt token")
+        if len(self.logprobs) != n or len(self.loss_mask) != n:
+            raise ValueError(f"response_ids {n}, logprobs {len(self.logprobs)}, loss_mask {len(self.loss_mask)} differ")
+        at = 0
+        for segment in self.segments:
+            if segment.start != at or segment.stop <= segment.start:
+                raise ValueError(f"segments do not tile [0, {n}): {segment} after {at}")
+            if segment.kind == "environment" and bool(self.loss_mask[segment.start : segment.stop].any()):
+                raise ValueError(f"loss_mask is set inside an environment segment: {segment}")
+            at = segment.stop
+        if at != n:
+            raise ValueError(f"segments end at {at}, the response has {n} tokens")
+        if not np.isfinite(self.reward):
+            raise ValueError(f"reward is {self.reward}")
+        return self
+
+    def untrained(self) -> Trajectory:
+        """A copy none of whose tokens is trained."""
+        return replace(self, loss_mask=np.zeros(len(self.response_ids), np.bool_))
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among policy segments; None when the policy wrote nothing."""
+        return min((s.version for s in self.segments if s.kind == "policy"), default=None)
+
+
+def packed(array: np.ndarray, dtype: type[np.generic]) -> bytes:
+    """The array's bytes as `dtype`."""
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _unpack_trajectory(arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...]) -> Trajectory:
+    prompt_ids, response_ids, logprobs, loss_mask = arrays
+    return Trajectory(
+        np.frombuffer(prompt_ids, np.int32),
+        np.frombuffer(response_ids, np.int32),
+        np.frombuffer(logprobs, np.float32),
+        np.frombuffer(loss_mask, np.bool_),
+        *rest,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryGroup:
+    """The `group_size` trajectories of one prompt. `attempt` counts re-issues of the same ordinal, from 0."""
+
+    ordinal: int
+    attempt: int
+    trajectories: tuple[Trajectory, ...]
+
+    def validate(self) -> TrajectoryGroup:
+        if not self.trajectories:
+            raise ValueError(f"group {self.ordinal} has no trajectories")
+        for trajectory in self.trajectories:
+            trajectory.validate()
+        return self
+
+    @property
+    def oldest_version(self) -> int | None:
+        versions = [v for t in self.trajectories if (v := t.oldest_version) is not None]
+        return min(versions, default=None)

@@ -1,0 +1,102 @@
+"""A publish: its tensors and buckets, how a receiver joins it, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype (torch's name without the prefix, e.g. "bfloat16") of one weight tensor in HF naming."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Bytes `[offset, offset + nbytes)` of tensor number `tensor`, placed at `bucket_offset` of its bucket."""
+
+    tensor: int
+    offset: int
+    nbytes: int
+    bucket_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One unit of transfer: `nbytes` bytes holding `slices` at 16-byte aligned offsets."""
+
+    index: int
+    nbytes: int
+    slices: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one publish sends. Built by `weights.plan.plan_buckets`; equal on both sides.
+
+    `version` None leaves the replicas' version as it is. `verify`: whether both sides compute the digest.
+    """
+
+    publish_id: int
+    version: int | None
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    verify: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+Digest = tuple[int, ...]
+"""One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
+
+DigestKind = Literal["xxh3", "words"]
+"""The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSource:
+    """What a receiver needs to join a sender; plain values, so that it can cross any process boundary.
+
+    `address`, `segment`: transport specific (ZeroMQ endpoint and the rings of `ipc` as JSON or the directory of `disk`;
+    host:port of the store and ZeroMQ endpoint for `collective`).
+    `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
+    `digest`: the sender's choice, which receivers follow. `key`: of the control channel (`control_channel.py`); no log
+    has it.
+    """
+
+    transport: str
+    address: str
+    segment: str
+    bucket_bytes: int
+    num_receivers: int
+    receiver: int
+    epoch: int
+    digest: DigestKind = "xxh3"
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """Seconds of the whole publish and of its parts.
+
+    `pause_s` is the time that the fleet did not generate: of each transfer the time from pause to commit, times the
+    share of the replicas that it held up. A publish to all at once counts in full; a rolling one adds up to what one
+    replica was paused for, on average. `attempts`: transfers; above 1, or the number of waves, weights were sent again.
+    `replicas` serve the version; `nbytes` are those of the model.
+    """
+
+    version: int | None
+    publish_s: float
+    pause_s: float
+    transfer_s: float
+    nbytes: int
+    verified: bool
+    attempts: int
+    replicas: int
