@@ -14,7 +14,7 @@ from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import TrajectoryLimits, limits_of
 from asyncrl.environments.tool_calls import PARSERS, Call, MalformedCall, ToolSignature, described, parser_for
 from asyncrl.environments.tools import Tool, build_tools, schema_of
-from asyncrl.environments.tools.frames import ToolResult
+from asyncrl.environments.tools.tool import ToolResult
 from asyncrl.environments.tools.tool_pool import ToolPool
 from asyncrl.types import Trajectory
 

@@ -1,7 +1,6 @@
 """Runs a Python program that nobody has read: `run_python`. docs/rewards.md says what each level guarantees.
 
-Blocking and of the standard library (but for psutil at the lowest level); one call is one program in processes of its
-own, all of which have ended when it returns.
+Blocking; one call is one program in processes of its own, all of which have ended when it returns.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import ConfigError, ProcessDied, explain
+from asyncrl.sandbox.process_tree import kill_tree
 
 logger = logging.getLogger(__name__)
 
@@ -311,26 +311,7 @@ def _read_now(pipe: int) -> bytes:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kills what is left. With namespaces that is the kernel's work; without, nothing could leave the group, but at
     the lowest level, where what has left it is looked for."""
-    if process.poll() is None:
-        import psutil
-
-        try:
-            below = psutil.Process(process.pid).children(recursive=True)
-        except psutil.Error:
-            below = []
-        for child in below:
-            try:
-                child.kill()
-            except psutil.Error:
-                pass  # it has ended
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except OSError:
-        pass  # all of it has ended
-    try:
-        process.wait(_LEAVE_S)
-    except subprocess.TimeoutExpired:
-        pass  # in the kernel's hands: it ends when its system call does
+    kill_tree(process, _LEAVE_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()

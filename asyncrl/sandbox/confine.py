@@ -38,8 +38,9 @@ def libc() -> ctypes.CDLL:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends. A change of user or of namespace undoes it: call it after."""
-    libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Linux kills this process when its parent ends. A change of user or of namespace undoes it: call it after."""
+    if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def hide_from_program() -> None:

@@ -172,7 +172,7 @@ async def test_every_call_gets_the_result_of_its_own_response(make, module):
     texts = ["x" * n for n in range(50)] + ["y" * 300_000, "\ud800 a lone surrogate", ""]
     results = await asyncio.gather(*(pool.score(text, ROW) for text in texts))
     assert results == [RewardResult(float(len(t)), (("length", float(len(t))),)) for t in texts]
-    assert (pool.scored, pool.killed, pool.died) == (len(texts), 0, 0)
+    assert (pool.answered, pool.killed, pool.died) == (len(texts), 0, 0)
 
 
 async def test_built_in_rewards_answer_as_they_do_here(make):
@@ -241,7 +241,7 @@ async def test_an_exception_of_a_reward_comes_back(make, module, response, kind,
     assert "rewards_of_a_user.py" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="no value"):
         await pool.score("value", ROW)
-    assert (pool.scored, pool.killed, pool.died) == (0, 0, 0), "the worker had to be replaced"
+    assert (pool.answered, pool.killed, pool.died) == (0, 0, 0), "the worker had to be replaced"
 
 
 async def test_a_reward_that_gives_no_result_says_so(make, module):
@@ -270,7 +270,7 @@ async def test_a_reward_that_hangs_is_killed_with_what_it_has_started(make, modu
         await until(lambda: not alive(int(place.read_text())), "what it had started was left")
     await until(lambda: len(workers()) == 2, "no new worker")
     assert len(set(workers()) & set(before)) == 1
-    assert (pool.killed, pool.died, pool.scored) == (1, 0, 20)
+    assert (pool.killed, pool.died, pool.answered) == (1, 0, 20)
     assert {(await pool.score("plain", ROW)).reward for _ in range(4)} == {5.0}
 
 
@@ -320,7 +320,7 @@ async def test_a_worker_that_dies_fails_its_call_alone(make, module, what, how):
     assert how in str(outcomes[0])
     assert "data/sums.jsonl:12" in str(outcomes[0])
     assert outcomes[0].process == "reward process"
-    assert (pool.died, pool.killed, pool.scored) == (2, 0, 3)
+    assert (pool.died, pool.killed, pool.answered) == (2, 0, 3)
     assert (await pool.score("plain", ROW)).reward == 5.0
 
 

@@ -85,7 +85,7 @@ async def test_a_call_that_hangs_is_killed_at_its_deadline_and_the_next_one_is_s
     assert time.monotonic() - started < 5
     assert (result.failed, result.text) == (True, "Error: odd took more than 1 s")
     assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
-    assert pool.killed == 1
+    assert pool.workers.killed == 1
     await until_gone(before)
     below = psutil.Process().children(recursive=True)
     assert not [p for p in below if p.pid == before]
@@ -94,7 +94,7 @@ async def test_a_call_that_hangs_is_killed_at_its_deadline_and_the_next_one_is_s
 async def test_a_call_that_kills_its_process_is_an_error_and_the_next_one_is_served(pool):
     assert (await pool.call("odd", {"how": "die"})).text == "Error: odd ended without a result"
     assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
-    assert pool.died == 1
+    assert pool.workers.died == 1
 
 
 async def test_what_a_tool_raises_or_exits_with_is_text_and_costs_nothing(pool):
@@ -117,7 +117,7 @@ async def test_closing_ends_what_runs_and_refuses_what_waits(pool):
     running = asyncio.create_task(pool.call("odd", {"how": "sleep"}))
     waiting = [asyncio.create_task(pool.call("odd", {"how": "pid"})) for _ in range(3)]
     await asyncio.sleep(0)
-    pid = next(iter(pool._processes)).pid
+    pid = next(iter(pool.workers._processes)).pid
     await pool.close()
     for call in (running, *waiting):
         with pytest.raises(ProcessDied):
@@ -140,7 +140,7 @@ async def test_a_tool_that_cannot_start_is_a_config_error():
     pool = ToolPool(config(f"{__name__}:Refuses"))
     with pytest.raises(ConfigError, match="its index is gone"):
         await pool.start()
-    assert not pool._processes
+    assert not pool.workers._processes
 
 
 async def test_python_prints_fails_and_is_stopped():
@@ -156,7 +156,7 @@ async def test_python_prints_fails_and_is_stopped():
         assert stuck.failed
         assert "limit of" in stuck.text
         assert "begun" in stuck.text
-        assert pool.killed == 0, "the sandbox ends it before the deadline of the call"
+        assert pool.workers.killed == 0, "the sandbox ends it before the deadline of the call"
     finally:
         await pool.close()
 

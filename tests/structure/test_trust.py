@@ -15,10 +15,8 @@ ALLOWED = {
     r"\bdcp\.load\(|FileSystemReader|torch\.load\(": {"trainer/fsdp/stored_state.py"},
     r"\bpickle\.(?:Unp|loads?\()": {  # but for the first: pipes between a process and its own children
         "trainer/fsdp/stored_state.py",
-        "rewards/process.py",
-        "rewards/reward_worker.py",
-        "environments/tools/tool_pool.py",
-        "environments/tools/tool_worker.py",
+        "workers/worker_process.py",
+        "workers/worker_loop.py",
         "inference/vllm/weight_transfer.py",
     },
     r"allow_pickle=True|weights_only=False": set(),

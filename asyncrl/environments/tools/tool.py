@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the policy reads. `failed`: it is an error."""
+
+    text: str
+    failed: bool = False
 
 
 class Tool(Protocol):

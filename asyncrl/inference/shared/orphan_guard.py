@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
 import threading
 
-_PR_SET_PDEATHSIG = 1
+from asyncrl.sandbox.confine import die_with_parent
 
 
 def die_with(owner_pid: int) -> None:
@@ -17,8 +16,7 @@ def die_with(owner_pid: int) -> None:
     The kernel kills this process when the thread that created it ends, and a thread here watches the owner: vLLM's
     EngineCore, where it has workers below it, runs none of our code, so its workers end it too. Returns at once.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    die_with_parent()
     parent = os.getppid()
     try:
         owner = os.pidfd_open(owner_pid)

@@ -1,4 +1,4 @@
-"""One reward process, as its owner sees it."""
+"""One worker process, as its owner sees it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,26 @@ import subprocess
 import sys
 from typing import Any
 
-import psutil
-
-from asyncrl.config.rewards import RewardConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.rewards.messages import LENGTH, Answer, Raised
-from asyncrl.rewards.orphan_reaper import Guard
+from asyncrl.sandbox.process_tree import kill_group, kill_tree
+from asyncrl.workers.messages import LENGTH, Raised, Start, WorkerSpec, packed
+from asyncrl.workers.orphan_reaper import Guard
 
 logger = logging.getLogger(__name__)
 
-REWARD_PROCESS = "reward process"
 _REAP_S = 2.0
 """Longest that a killed process is waited for."""
 
 
-class RewardProcess:
+class WorkerProcess:
     """Leads a session and process group of its own. Whoever makes one must `end` it, whether it has started or not.
 
-    Ending it ends what it has started too, but for a process that left both its parent and its group (a daemon).
-
-    Raises ProcessDied: the system gives no process.
+    Ending it also ends what it has started, except a daemon (it left both its parent and its group).
     """
 
-    def __init__(self, config: RewardConfig, guard: Guard) -> None:
-        self._config = config
+    def __init__(self, spec: WorkerSpec, guard: Guard) -> None:
+        """Raises ProcessDied: the system gives no process."""
+        self._spec = spec
         self._guard = guard
         self._answers = _Answers()
         self._writer: asyncio.WriteTransport | None = None
@@ -46,7 +42,7 @@ class RewardProcess:
         # parent's.
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.rewards.reward_worker", *config.names],
+                [sys.executable, "-m", spec.module, *spec.labels],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -54,29 +50,29 @@ class RewardProcess:
             )
         except OSError as error:
             do = "free memory, processes or file descriptors"
-            raise ProcessDied(explain(f"a process for {config.asked}", str(error), do)).of(REWARD_PROCESS) from error
+            raise ProcessDied(explain(f"a process for {spec.asked}", str(error), do)).of(spec.name) from error
         guard.watch(self.pid)
 
-    async def start(self, timeout_s: float) -> None:
-        """Returns when it has built the reward.
+    async def start(self) -> None:
+        """Returns when the process is ready to be asked.
 
         Raises:
-            ConfigError: the reward cannot be built there.
+            ConfigError: what it should run cannot be built there.
             ProcessDied, DeadlineExceeded: it ended, or was not ready in time.
         """
-        asked = self._config.asked
+        spec = self._spec
         try:
             await self._connect()
-            answer = await self.ask(pickle.dumps((list(sys.path), self._config)), timeout_s)
+            answer = await self.ask(packed(Start(tuple(sys.path), spec.asked, spec.settings)), spec.start_timeout_s)
         except TimeoutError:
-            found = f"its process was not ready within {timeout_s:g} s"
-            do = "let its module import less, or wait less while it is imported"
-            raise DeadlineExceeded(explain(asked, found, do)).of(REWARD_PROCESS) from None
+            found = f"its process was not ready within {spec.start_timeout_s:g} s"
+            do = "let its module import or load less, or wait longer for it"
+            raise DeadlineExceeded(explain(spec.asked, found, do)).of(spec.name) from None
         except EOFError:
             await self.end()
-            raise self.died(asked, "its process ended while it started") from None
+            raise self.died(spec.asked, "its process ended while it started") from None
         if isinstance(answer, Raised):
-            raise error_of(answer)
+            raise error_of(answer, spec.name)
         self._ready = True
 
     @property
@@ -85,17 +81,17 @@ class RewardProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked: it has started, and the event loop has not seen it go."""
-        return self._ready and not self._answers.ended and self._end is None
+        """True while it can be asked: it has started, and neither the event loop nor the system has seen it end."""
+        return self._ready and not self._answers.ended and self._end is None and self._process.poll() is None
 
-    async def ask(self, request: bytes, timeout_s: float) -> Answer:
-        """Sends one request, once the one before was answered.
+    async def ask(self, request: bytes, timeout_s: float) -> Any:
+        """Sends one frame, once the one before was answered; returns the answer.
 
         Raises TimeoutError: no answer in time. EOFError: it died, or sent what is no answer. After either: `end` it.
         """
         answer = self._answers.expect()
         assert self._writer is not None
-        self._writer.write(LENGTH.pack(len(request)) + request)
+        self._writer.write(request)
         # What has arrived when the deadline fires counts: it was the event loop that was late.
         await asyncio.wait([answer], timeout=timeout_s)
         if not answer.done():
@@ -115,26 +111,25 @@ class RewardProcess:
         else:
             how = f"exit code {code}"
         do = "see its output in the log; SIGKILL is often the system, out of memory"
-        return ProcessDied(explain(asked, f"{found}: {how}", do)).of(REWARD_PROCESS)
+        return ProcessDied(explain(asked, f"{found}: {how}", do)).of(self._spec.name)
 
     async def end(self, grace_s: float = 0.0) -> None:
         """Ends it and what it has started: by itself within `grace_s` seconds if it is idle, else it is killed.
         Idempotent; goes on when its caller is cancelled."""
         if self._end is None:
-            self._end = asyncio.create_task(self._ending(grace_s), name=f"end of reward process {self.pid}")
+            self._end = asyncio.create_task(self._ending(grace_s), name=f"end of {self._spec.name} {self.pid}")
         await asyncio.shield(self._end)
 
     async def _ending(self, grace_s: float) -> None:
         self._forget_exit()
-        if self._writer is not None:
-            self._writer.close()
-        elif self._process.stdin is not None:
-            self._process.stdin.close()
-        await asyncio.to_thread(_end_tree, self._process, grace_s)
-        if self._reader is not None:
-            self._reader.close()
-        elif self._process.stdout is not None:
-            self._process.stdout.close()
+        writer = self._writer or self._process.stdin
+        if writer is not None:
+            writer.close()
+        if not await asyncio.to_thread(_end_tree, self._process, grace_s):
+            logger.critical("%s %d does not end although it was killed", self._spec.name, self.pid)
+        reader = self._reader or self._process.stdout
+        if reader is not None:
+            reader.close()
         self._guard.forget(self.pid)
 
     async def _connect(self) -> None:
@@ -151,7 +146,7 @@ class RewardProcess:
     def _exited(self) -> None:
         """It is dead, whoever still holds its pipe: a child that it had forked, say. Their end is the pipe's."""
         self._forget_exit()
-        _kill_group(self.pid)
+        kill_group(self.pid)
 
     def _forget_exit(self) -> None:
         if self._exit_fd is not None:
@@ -193,47 +188,27 @@ class _Answers(asyncio.Protocol):
             self._next.exception()  # whoever asked may have been cancelled
 
 
-def error_of(raised: Raised) -> Exception:
-    """The exception as its own type where it can be had here, with the traceback of the reward process as a note."""
+def error_of(raised: Raised, process: str) -> Exception:
+    """The exception as its own type where it can be had here, with the traceback of the process as a note."""
     error: Any = None
     try:
         error = pickle.loads(raised.error) if raised.error is not None else None
     except BaseException:  # what a user's exception does when it is made again is not ours
-        logger.debug("an exception of a reward cannot be made again here", exc_info=True)
+        logger.debug("an exception of a %s cannot be made again here", process, exc_info=True)
     if not isinstance(error, Exception):
         error = RuntimeError(raised.summary)
-    error.add_note(f"In the reward process:\n{raised.trace}")
+    error.add_note(f"In the {process}:\n{raised.trace}")
     return error
 
 
-def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> bool:
     """Blocks for at most `grace_s` and `_REAP_S` seconds."""
     if grace_s > 0:
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
             pass  # it works on a request, or has threads that go on
-    try:
-        below = psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
-        below = []
-    _kill_group(process.pid)
-    for child in below:  # those with a group of their own
-        try:
-            child.kill()
-        except psutil.Error:
-            pass  # it went with the group
-    try:
-        process.wait(_REAP_S)
-    except subprocess.TimeoutExpired:
-        logger.critical("reward process %d does not end although it was killed", process.pid)
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass  # all of it has ended
+    return kill_tree(process, _REAP_S)
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Ends what reward processes had started when the process that owns them is killed.
+"""Ends worker processes and what they had started when the process that owns them is killed.
 
 `Guard` is the owner's side. The other side is this file run by its path: it imports nothing but the standard library,
 is no child of its owner (who may take its children along when it ends), and waits for the end of a pipe that the owner

@@ -1,0 +1,224 @@
+"""Calls of user code in worker processes, so that one that hangs or crashes ends alone.
+
+Consumes: `call`s.   Produces: one answer or one error for each.
+Waits for: a free worker, then its answer (`timeout_s`); a new worker until it is ready (`start_timeout_s`).
+Unblocked by: an answer; a worker that died or was killed, as soon as another one has taken its place.
+Stops when: `close` is called, or no worker can be started any more: every call then raises ProcessDied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.workers.messages import Raised, WorkerSpec, packed
+from asyncrl.workers.orphan_reaper import Guard
+from asyncrl.workers.worker_process import WorkerProcess, error_of
+
+logger = logging.getLogger(__name__)
+
+MAX_STARTS = 3
+"""Starts of a worker that may fail in a row while no other one serves."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
+_GRACE_S = 0.5
+"""What an idle worker may take to end by itself when the pool is closed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    request: bytes
+    asked: str
+    answer: asyncio.Future[Any]
+
+
+class WorkerPool:
+    """Owns the worker processes of one kind. Belongs to one event loop; its thread must live as long as the pool.
+
+    Counts: `answered` calls, workers `killed` at the deadline of a call, workers that `died` by themselves.
+
+    A worker and what it has started are one process group. It goes with its worker: at a deadline, when the worker
+    dies, when the pool is closed, and when this process is killed. What the called code starts in a session of its own
+    is found and killed in the first and third case; in the others it is left to whoever cleans up behind the run.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Workers have the working directory, environment and `sys.path` of this process."""
+        self.answered = self.killed = self.died = 0
+        self._spec = spec
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._processes: set[WorkerProcess] = set()
+        self._seats: set[asyncio.Task[None]] = set()
+        self._guard: Guard | None = None
+        self._closed = False
+        self._refusal: str | None = f"the {spec.name}es have not been started"
+        self._cause: BaseException | None = None
+
+    @property
+    def refuses(self) -> bool:
+        """True before the start, after `close`, and once no worker can be started any more."""
+        return self._refusal is not None
+
+    async def start(self) -> None:
+        """Starts the workers.
+
+        Raises:
+            ConfigError: what they should run cannot be built there.
+            ProcessDied, DeadlineExceeded: a worker ended, or was not ready in time.
+        """
+        self._guard = Guard()
+        starts = [asyncio.create_task(self._started()) for _ in range(self._spec.num_workers)]
+        try:
+            processes = await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.close()
+            raise
+        if self._closed:
+            await self.close()
+            raise self._refused(self._spec.asked)
+        self._refusal = None
+        for number, process in enumerate(processes):
+            seat = asyncio.create_task(self._work(process), name=f"{self._spec.name} {number}")
+            self._seats.add(seat)
+            seat.add_done_callback(self._seat_ended)
+
+    async def call(self, request: object, asked: str) -> Any:
+        """The answer to a request. Calls are begun in order as workers get free.
+
+        With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
+        fall in between. A caller that gives up leaves its call to the worker, which ends it by then.
+
+        Args:
+            asked: names the call in messages.
+        Raises:
+            DeadlineExceeded: it took longer than `timeout_s`; the worker was killed.
+            ProcessDied: the worker died of it, or the pool refuses calls (`refuses`).
+            Exception: what the called code raised, as its own type where that can be made here, else as RuntimeError;
+                with the traceback in the worker as a note.
+        """
+        if self._refusal is not None:
+            raise self._refused(asked)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait(_Job(packed(request), asked, answer))
+        return await answer
+
+    async def close(self) -> None:
+        """Ends all workers within about 2 s; calls that wait raise ProcessDied. Idempotent."""
+        self._closed = True
+        self._refuse(f"the {self._spec.name}es were ended", None)
+        for seat in self._seats:
+            seat.cancel()
+        await asyncio.gather(*self._seats, return_exceptions=True)
+        await asyncio.gather(*(process.end(_GRACE_S) for process in self._processes))
+        self._processes.clear()
+        if self._guard is not None:
+            self._guard.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    async def _work(self, process: WorkerProcess) -> None:
+        """Serves calls with one process after another."""
+        current: WorkerProcess | None = process
+        while current is not None:
+            job = await self._jobs.get()
+            if not current.alive:  # it died of nothing that was asked
+                self._jobs.put_nowait(job)
+                await self._lost(current, "while it was idle")
+                current = await self._next()
+            elif not job.answer.done() and not await self._serve(job, current):
+                current = await self._next()
+
+    async def _serve(self, job: _Job, process: WorkerProcess) -> bool:
+        """Settles one call; False when that has cost the process."""
+        spec = self._spec
+        outcome: object = self._refused(job.asked)  # unless it comes to more: the pool is closed
+        usable = False
+        try:
+            answer = await process.ask(job.request, spec.timeout_s)
+            if isinstance(answer, Raised):
+                outcome, usable = error_of(answer, spec.name), True
+            elif isinstance(answer, spec.answer):
+                self.answered += 1
+                outcome, usable = answer, True
+            else:
+                raise EOFError("it sent what is no answer")
+        except TimeoutError:
+            self.killed += 1
+            await self._end(process)
+            found = f"no result within {spec.timeout_s:g} s; the process that computed it was killed"
+            outcome = DeadlineExceeded(explain(job.asked, found, spec.advice)).of(spec.name)
+        except EOFError:
+            await self._lost(process, f"while it computed {job.asked}")
+            outcome = process.died(job.asked, "the process that computed it ended")
+        finally:
+            _settle(job, outcome)
+        return usable
+
+    async def _next(self) -> WorkerProcess | None:
+        """A process in place of one that is gone; None when none can be had any more, and calls are refused."""
+        failures = 0
+        while self._refusal is None:
+            try:
+                return await self._started()
+            except AsyncRLError as error:
+                failures += 1
+                logger.warning("a %s could not be started: %s", self._spec.name, error)
+                if failures >= MAX_STARTS and not any(process.alive for process in self._processes):
+                    why = f"{failures} {self._spec.name}es in a row could not be started; the last: {error}"
+                    self._refuse(why, error)
+                    break
+                await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**failures))
+        return None
+
+    async def _started(self) -> WorkerProcess:
+        assert self._guard is not None
+        process = WorkerProcess(self._spec, self._guard)
+        self._processes.add(process)
+        try:
+            await process.start()
+        except BaseException:
+            await self._end(process)
+            raise
+        return process
+
+    async def _lost(self, process: WorkerProcess, when: str) -> None:
+        self.died += 1
+        await self._end(process)
+        logger.warning("%s", process.died(f"{self._spec.name} {process.pid}", f"it ended {when}"))
+
+    async def _end(self, process: WorkerProcess) -> None:
+        await process.end()
+        self._processes.discard(process)
+
+    def _seat_ended(self, seat: asyncio.Task[None]) -> None:
+        if not seat.cancelled() and (error := seat.exception()) is not None:
+            logger.error("the loop of a %s has ended", self._spec.name, exc_info=error)
+            self._refuse(f"the loop of a {self._spec.name} has ended: {error!r}", error)
+
+    def _refuse(self, why: str, cause: BaseException | None) -> None:
+        """Fails the calls that wait and those to come."""
+        if self._refusal is None:
+            self._refusal, self._cause = why, cause
+        while not self._jobs.empty():
+            job = self._jobs.get_nowait()
+            _settle(job, self._refused(job.asked))
+
+    def _refused(self, asked: str) -> ProcessDied:
+        found = self._refusal or f"the {self._spec.name}es were ended"
+        error = ProcessDied(explain(asked, found, "see the log of the run")).of(self._spec.name)
+        error.__cause__ = self._cause
+        return error
+
+
+def _settle(job: _Job, outcome: object) -> None:
+    if job.answer.done():
+        return  # its caller has given up
+    if isinstance(outcome, Exception):
+        job.answer.set_exception(outcome)
+    else:
+        job.answer.set_result(outcome)
