@@ -24,6 +24,7 @@ from asyncrl.types import (
     TrajectoryGroup,
     TrajectoryKey,
 )
+from asyncrl.types.metrics import Metric
 
 VOCAB_SIZE = 40
 MakeBackend = Callable[[], TrainBackend]
@@ -127,8 +128,8 @@ class TrainBackendSuite:
             math.isfinite(v) for v in (metrics.loss, metrics.grad_norm, metrics.lr, *dict(metrics.means).values())
         ), metrics
         assert metrics.grad_norm > 0
-        assert 0 <= metrics.mean("train/clip_fraction") <= 1
-        assert 0 < metrics.mean("train/entropy") <= math.log(VOCAB_SIZE) + 1e-6
+        assert 0 <= metrics.mean(Metric.CLIPPED) <= 1
+        assert 0 < metrics.mean(Metric.ENTROPY) <= math.log(VOCAB_SIZE) + 1e-6
         assert metrics.trained_tokens == sum(t.num_trained_tokens for t in lease.trajectories.values())
         lengths = [len(t.prompt_ids) + len(t.response_ids) for t in lease.trajectories.values()]
         assert metrics.packed_tokens == sum(lengths)
@@ -161,10 +162,10 @@ class TrainBackendSuite:
             assert (own[key] <= 0).all()
         replayed = {k: replace(t, logprobs=own[k].numpy()) for k, t in lease.trajectories.items()}
         metrics = backend.train_step(plan, replayed)
-        assert metrics.mean("train/ratio_mean") == pytest.approx(1, abs=1e-5)
+        assert metrics.mean(Metric.RATIO_MEAN) == pytest.approx(1, abs=1e-5)
         assert metrics.ratio_max == pytest.approx(1, abs=1e-4)
-        assert metrics.mean("train/kl_behavior") == pytest.approx(0, abs=1e-5)
-        assert metrics.mean("train/clip_fraction") == 0
+        assert metrics.mean(Metric.KL_BEHAVIOR) == pytest.approx(0, abs=1e-5)
+        assert metrics.mean(Metric.CLIPPED) == 0
 
     def test_masked_tokens_do_not_count(self, make_backend: MakeBackend) -> None:
         lease = random_lease(4)

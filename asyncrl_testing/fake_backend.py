@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError, RunFailed, StorageError, explain
 from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, TrainSequence, Trajectory, TrajectoryKey
+from asyncrl.types.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -77,12 +78,12 @@ class FakeBackend:
             trained_tokens=len(targets),
             packed_tokens=sum(s.lengths.total for s in sequences),
             means=(
-                ("train/clip_fraction", float(clipped.sum()) / count),
-                ("train/clip_fraction_positive", float((clipped & (advantages > 0)).sum()) / count),
-                ("train/clip_fraction_negative", float((clipped & (advantages < 0)).sum()) / count),
-                ("train/ratio_mean", float(ratio.sum()) / count),
-                ("train/kl_behavior", float(kl.sum()) / count),
-                ("train/entropy", float(-(np.exp(logp_nV) * logp_nV).sum()) / count),
+                (Metric.CLIPPED, float(clipped.sum()) / count),
+                (Metric.CLIPPED_POSITIVE, float((clipped & (advantages > 0)).sum()) / count),
+                (Metric.CLIPPED_NEGATIVE, float((clipped & (advantages < 0)).sum()) / count),
+                (Metric.RATIO_MEAN, float(ratio.sum()) / count),
+                (Metric.KL_BEHAVIOR, float(kl.sum()) / count),
+                (Metric.ENTROPY, float(-(np.exp(logp_nV) * logp_nV).sum()) / count),
             ),
         )
 

@@ -15,6 +15,7 @@ import psutil
 
 from asyncrl.audit import AuditReport, audit_run
 from asyncrl.observability import stacks
+from asyncrl.types.metrics import Metric
 from tools.chaos_driver import Driver, command_of
 from tools.chaos_faults import ROLES, Fault, Saboteur
 
@@ -365,9 +366,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _last_step(path: Path) -> int:
     lines = _lines(path)
-    return int(lines[-1]["step"]) if lines else 0
+    return int(lines[-1][Metric.STEP]) if lines else 0
 
 
 def accuracy_of(run_dir: Path) -> float | None:
-    values = [line["eval/accuracy"] for line in _lines(run_dir / "metrics.jsonl") if "eval/accuracy" in line]
+    values = [line[Metric.EVAL_ACCURACY] for line in _lines(run_dir / "metrics.jsonl") if Metric.EVAL_ACCURACY in line]
     return values[-1] if values else None

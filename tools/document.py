@@ -4,7 +4,7 @@
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
-docstring below its field in asyncrl/config, that of a metric its entry in asyncrl.observability.metrics.
+docstring below its field in asyncrl/config, that of a metric its entry in asyncrl.types.metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.observability.metrics import DECLARED, REQUIRED
+from asyncrl.types.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 UNSET = "???"
@@ -128,10 +128,11 @@ def _table(keys: Iterator[Key]) -> list[str]:
 
 
 def metric_keys() -> str:
-    rows = [
-        f"| `{name}` | {'yes' if name in REQUIRED else ''} | {escape(meaning)} |" for name, meaning in DECLARED.items()
-    ]
-    return "\n".join(["| key | required | unit, meaning |", "|---|---|---|", *rows])
+    rows = []
+    for metric in Metric:
+        required, better = "yes" if metric.is_required else "", "" if metric.better == "none" else metric.better
+        rows.append(f"| `{metric}` | {metric.unit} | {better} | {required} | {escape(metric.meaning)} |")
+    return "\n".join(["| key | unit | better | required | meaning |", "|---|---|---|---|---|", *rows])
 
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from asyncrl.types.metrics import Metric
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
@@ -34,28 +36,28 @@ def draw(records: list[dict[str, Any]], out: Path, title: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    steps = [r["step"] for r in records]
+    steps = [r[Metric.STEP] for r in records]
 
     def curve(axis: Any, key: str, label: str, **style: Any) -> None:
         axis.plot(steps, [r[key] for r in records], label=label, **style)
 
     figure, ((reward, lag), (queue, speed)) = plt.subplots(2, 2, figsize=(10, 6), constrained_layout=True)
     figure.suptitle(title)
-    curve(reward, "reward/mean", "reward of trained samples", alpha=0.6)
-    evaluated = [(r["step"], r["eval/accuracy"]) for r in records if "eval/accuracy" in r]
-    if "eval/initial_accuracy" in records[0]:
-        evaluated.insert(0, (0, records[0]["eval/initial_accuracy"]))
+    curve(reward, Metric.REWARD_MEAN, "reward of trained samples", alpha=0.6)
+    evaluated = [(r[Metric.STEP], r[Metric.EVAL_ACCURACY]) for r in records if Metric.EVAL_ACCURACY in r]
+    if Metric.EVAL_INITIAL_ACCURACY in records[0]:
+        evaluated.insert(0, (0, records[0][Metric.EVAL_INITIAL_ACCURACY]))
     reward.plot(*zip(*evaluated, strict=True), "o-", label="held-out accuracy")
     reward.set(title="learning", ylim=(0, 1.02))
-    curve(lag, "staleness/lag_mean", "mean of trained tokens")
-    curve(lag, "staleness/lag_max", "maximum", linestyle="--")
-    curve(lag, "staleness/lag_in_flight_mean", "mean, arisen in flight")
+    curve(lag, Metric.LAG_MEAN, "mean of trained tokens")
+    curve(lag, Metric.LAG_MAX, "maximum", linestyle="--")
+    curve(lag, Metric.LAG_IN_FLIGHT, "mean, arisen in flight")
     lag.set(title="lag, optimizer steps", ylim=(0, None))
-    for name in ("running", "ready"):
-        curve(queue, f"queue/{name}", name)
+    curve(queue, Metric.QUEUE_RUNNING, "running")
+    curve(queue, Metric.QUEUE_READY, "ready")
     queue.set(title="groups in the queue", xlabel="optimizer step", ylim=(0, None))
-    curve(speed, "rollout/tokens_per_s", "sampled")
-    curve(speed, "train/tokens_per_s", "trained, while training")
+    curve(speed, Metric.ROLLOUT_SPEED, "sampled")
+    curve(speed, Metric.TRAIN_SPEED, "trained, while training")
     speed.set(title="tokens per second", xlabel="optimizer step", ylim=(0, None))
     for axis in (reward, lag, queue, speed):
         axis.legend(fontsize=8)

@@ -17,9 +17,7 @@ from asyncrl.algorithms.importance_kl import importance_weighted
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
-
-TOUCHED = "train/touched_fraction/"
-"""Metric of a correction, before its name."""
+from asyncrl.types.metrics import Metric
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,16 +62,16 @@ class Objective:
             ratio = masked(bounded_ratio(log_ratio), mask)
             clipped = self.loss.clipped(inputs)
             sums = [
-                ("train/clip_fraction", clipped.sum()),
-                ("train/clip_fraction_positive", (clipped & (inputs.advantages > 0)).sum()),
-                ("train/clip_fraction_negative", (clipped & (inputs.advantages < 0)).sum()),
-                ("train/ratio_mean", ratio.sum()),
-                ("train/kl_behavior", -log_ratio.sum()),
-                ("train/entropy", masked(inputs.entropy, mask).sum()),
-                *((TOUCHED + name, tokens.sum()) for name, tokens in touched),
+                (Metric.CLIPPED, clipped.sum()),
+                (Metric.CLIPPED_POSITIVE, (clipped & (inputs.advantages > 0)).sum()),
+                (Metric.CLIPPED_NEGATIVE, (clipped & (inputs.advantages < 0)).sum()),
+                (Metric.RATIO_MEAN, ratio.sum()),
+                (Metric.KL_BEHAVIOR, -log_ratio.sum()),
+                (Metric.ENTROPY, masked(inputs.entropy, mask).sum()),
+                *((Metric.TOUCHED.of(name), tokens.sum()) for name, tokens in touched),
             ]
             if (reference := inputs.reference_logprobs) is not None:
                 estimate = kl_estimate(inputs.logprobs, reference, "k3", mask)
-                sums.append(("train/kl_reference", masked(estimate, mask).sum()))
+                sums.append((Metric.KL_REFERENCE, masked(estimate, mask).sum()))
             largest = ratio.max() if ratio.numel() else ratio.new_zeros(())
             return LossStatistics(tuple(sums), largest)

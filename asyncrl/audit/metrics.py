@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.audit.audit_report import COUNTS, ENDS, STATES, Finding
 from asyncrl.audit.log import parsed
 from asyncrl.audit.replay import Audit
+from asyncrl.types.metrics import QUEUE_METRICS, Metric
 
 METRICS = "metrics.jsonl"
 
@@ -45,16 +46,16 @@ def check_metrics(path: Path, audit: Audit) -> Iterator[Finding]:
 
 def _wrong_counts(record: Mapping[str, Any], step: int, audit: Audit) -> Iterator[str]:
     limits = audit.limits
-    if record["step"] != step:
+    if record[Metric.STEP] != step:
         yield f"step {record['step']} where step {step} was expected"
-    counts = {name: record[f"queue/{name}"] for name in COUNTS}
+    counts = {name: record[QUEUE_METRICS[name]] for name in COUNTS}
     if not all(type(count) is int and count >= 0 for count in counts.values()):
         yield f"the counts of the queue are no counts: {counts}"
     elif counts["admitted"] != sum(counts[name] for name in (*STATES, *ENDS)):
         yield f"the queue does not balance: {counts}"
     elif counts["trained"] != step * limits.groups_per_step:
         yield f"{counts['trained']} groups trained after step {step}, not {step * limits.groups_per_step}"
-    lag, (bound, announced) = record["staleness/lag_max"], audit.lags.get(step - 1, (limits.max_lag, None))
+    lag, (bound, announced) = record[Metric.LAG_MAX], audit.lags.get(step - 1, (limits.max_lag, None))
     if not 0 <= lag <= min(limits.max_lag, bound):
         yield f"lag {lag}; by the events at most {min(limits.max_lag, bound)}"
     elif announced is not None and lag != announced:
@@ -66,17 +67,18 @@ def _wrong_evaluations(record: Mapping[str, Any], step: int, audit: Audit) -> It
     if step > audit.step:
         return  # undone: the events of it may be too
     expected, asked = _expected(audit, step), tuple(_ASKED)
-    if step == 1 and "eval/accuracy" in (before := _expected(audit, 0)):
-        expected["eval/initial_accuracy"] = before["eval/accuracy"]
+    if step == 1 and Metric.EVAL_ACCURACY in (before := _expected(audit, 0)):
+        expected[Metric.EVAL_INITIAL_ACCURACY] = before[Metric.EVAL_ACCURACY]
     for key in sorted({*expected, *(key for key in record if key.startswith(asked))}):
         found, events = record.get(key), expected.get(key)
         if found != events and (found is None or events is None or not math.isclose(found, events)):
             yield f"{key} is {found}; by the events it is {events}"
-    if record.get("eval/failed") and not (audit.driver.failed.get(step) or (step == 1 and audit.driver.failed.get(0))):
+    failed = audit.driver.failed
+    if record.get(Metric.EVAL_FAILED) and not (failed.get(step) or (step == 1 and failed.get(0))):
         yield "an evaluation was given up; no event tells of it"
 
 
-_ASKED = ("eval/accuracy", "eval/initial_accuracy", "eval/pass@", "eval/mean@", "eval/version")
+_ASKED = (Metric.EVAL_ACCURACY, Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_PASS, Metric.EVAL_MEAN, Metric.EVAL_VERSION)
 
 
 def _expected(audit: Audit, told: int) -> dict[str, float]:
@@ -85,11 +87,11 @@ def _expected(audit: Audit, told: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for at, events in sorted(audit.driver.evaluated.get(told, {}).items()):
         if at not in audit.driver.failed.get(told, ()):
-            values["eval/accuracy"] = sum(event["accuracy"] for event in events.values()) / len(events)
-        values["eval/version"] = max(event["version"] for event in events.values())
+            values[Metric.EVAL_ACCURACY] = sum(event["accuracy"] for event in events.values()) / len(events)
+        values[Metric.EVAL_VERSION] = max(event["version"] for event in events.values())
         for name, event in events.items():
-            values[f"eval/accuracy/{name}"] = event["accuracy"]
+            values[Metric.EVAL_ACCURACY_OF.of(name)] = event["accuracy"]
             if event["samples"] > 1:
-                values[f"eval/mean@{event['samples']}/{name}"] = event["accuracy"]
-            values |= {f"eval/pass@{k}/{name}": value for k, value in event["pass_at"].items()}
+                values[Metric.EVAL_MEAN.of(f"{event['samples']}/{name}")] = event["accuracy"]
+            values |= {Metric.EVAL_PASS.of(f"{k}/{name}"): value for k, value in event["pass_at"].items()}
     return values

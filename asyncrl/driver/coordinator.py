@@ -25,11 +25,14 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessD
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport
+from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
+_INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_FAILED: Metric.EVAL_FAILED}
+"""Metric of the evaluation before training -> its name on the line of step 1."""
 
 
 class Coordinator:
@@ -143,9 +146,8 @@ class Coordinator:
             record = await self._one_step()
             if record is None:
                 break
-            for name, told in (("eval/accuracy", "eval/initial_accuracy"), ("eval/failed", "eval/failed")):
-                if name in initial:
-                    record.add(told, initial[name])
+            for name in _INITIAL.keys() & initial.keys():
+                record.add(_INITIAL[name], initial[name])
             initial = {}
             parts.metrics.write(record.values)
             parts.progress.stepped(record.values)
@@ -328,10 +330,10 @@ class Coordinator:
             await parts.replicas.reconcile({*rollout.replicas, *(parts.replicas.serving_members.keys() - serving)})
             parts.saw("rollout", (rollout.groups, rollout.requests, rollout.reprefilled_tokens))
             self._health = {
-                "cpu/queue_s": queue_s,
-                "cpu/trainers_s": trainers_s,
-                "cpu/rollouter_s": rollout.cpu_s,
-                "rollout/reprefilled_tokens": rollout.reprefilled_tokens,
+                Metric.CPU_QUEUE: queue_s,
+                Metric.CPU_TRAINERS: trainers_s,
+                Metric.CPU_ROLLOUTER: rollout.cpu_s,
+                Metric.REPREFILLED: rollout.reprefilled_tokens,
             }
 
 

@@ -21,6 +21,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
 from asyncrl.types import EvalResult
+from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Evaluations:
                 work.cancel()
             self._parts.saw("evaluation of a set", (step, name))
         found = self._tell(results, step, self._published(), started) if results else {}
-        return found if len(results) == len(self._sets) else found | {"eval/failed": 1}
+        return found if len(results) == len(self._sets) else found | {Metric.EVAL_FAILED: 1}
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
         """Returns when `work` is done, and catches newcomers up meanwhile; False when a stop came first."""
@@ -184,7 +185,7 @@ class Evaluations:
             if beside.tries == 1 and not last:
                 self._due = 1
                 return {}
-            return {"eval/failed": 1}
+            return {Metric.EVAL_FAILED: 1}
         return self._tell(results, beside.step, beside.version, beside.started)
 
     def _failed(self, error: AsyncRLError, step: int, version: int, tries: int) -> None:
@@ -216,12 +217,12 @@ class Evaluations:
             )
         values = {name: value for r in results for name, value in r.metrics().items()}
         if len(results) == len(self._sets):  # the mean over some of them is not the mean of the other lines
-            values["eval/accuracy"] = sum(r.accuracy for r in results) / len(results)
-            parts.progress.evaluated(values["eval/accuracy"])
+            values[Metric.EVAL_ACCURACY] = sum(r.accuracy for r in results) / len(results)
+            parts.progress.evaluated(values[Metric.EVAL_ACCURACY])
         values |= {
-            "eval/version": max(v for r in results for v in _versions(r, version)),
-            "eval/response_tokens_mean": sum(r.response_tokens_mean for r in results) / len(results),
-            "eval/time_s": time.monotonic() - started,
+            Metric.EVAL_VERSION: max(v for r in results for v in _versions(r, version)),
+            Metric.EVAL_RESPONSE_TOKENS: sum(r.response_tokens_mean for r in results) / len(results),
+            Metric.EVAL_TIME: time.monotonic() - started,
         }
         parts.saw("evaluation", (step, version))
         return values

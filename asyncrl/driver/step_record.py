@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncrl.remote.waits import WaitTotals
 from asyncrl.types import EndShares, LeaseManifest, LedgerCounts, PublishReport, ReplicaStats, TrainMetrics
+from asyncrl.types.metrics import QUEUE_METRICS, Metric
 
 
 class StepClock:
@@ -64,7 +65,7 @@ class StepRecord:
     """Collects the metrics of one step; `values` is the record when every `of_*` was called."""
 
     def __init__(self, step: int) -> None:
-        self.values: dict[str, float] = {"step": step}
+        self.values: dict[str, float] = {Metric.STEP: step}
 
     def add(self, name: str, value: float) -> None:
         self.values[name] = value
@@ -78,73 +79,73 @@ class StepRecord:
         lag_mean = sum(g.lag_sum for g in groups) / tokens
         in_flight_mean = sum(g.lag_in_flight_sum for g in groups) / tokens
         self.values |= {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/zero_signal_fraction": float(np.mean([min(g.rewards) == max(g.rewards) for g in groups])),
-            "staleness/lag_max": max(g.lag_max for g in groups),
-            "staleness/lag_mean": lag_mean,
-            "staleness/lag_in_flight_mean": in_flight_mean,
-            "staleness/lag_in_queue_mean": lag_mean - in_flight_mean,
-            "staleness/overdue_wait_s": manifest.overdue_wait_s,
-            "staleness/masked_tokens_fraction": masked / (masked + tokens),
-            "rollout/segments_mean": sum(g.segments for g in groups) / trajectories,
-            "rollout/interrupted_fraction": sum(g.interrupted for g in groups) / trajectories,
-            "rollout/truncated_fraction": sum(g.truncated for g in groups) / trajectories,
-            "rollout/response_tokens_mean": float(np.mean([n.response for g in groups for n in g.lengths])),
+            Metric.REWARD_MEAN: float(rewards.mean()),
+            Metric.REWARD_STD: float(rewards.std()),
+            Metric.REWARD_ZERO_SIGNAL: float(np.mean([min(g.rewards) == max(g.rewards) for g in groups])),
+            Metric.LAG_MAX: max(g.lag_max for g in groups),
+            Metric.LAG_MEAN: lag_mean,
+            Metric.LAG_IN_FLIGHT: in_flight_mean,
+            Metric.LAG_IN_QUEUE: lag_mean - in_flight_mean,
+            Metric.OVERDUE_WAIT: manifest.overdue_wait_s,
+            Metric.MASKED_TOKENS: masked / (masked + tokens),
+            Metric.SEGMENTS: sum(g.segments for g in groups) / trajectories,
+            Metric.INTERRUPTED: sum(g.interrupted for g in groups) / trajectories,
+            Metric.TRUNCATED: sum(g.truncated for g in groups) / trajectories,
+            Metric.RESPONSE_TOKENS: float(np.mean([n.response for g in groups for n in g.lengths])),
         }
 
         names = sorted({name for g in groups for name, _ in g.reward_parts})
         for name in names:
             means = [dict(g.reward_parts)[name] for g in groups if name in dict(g.reward_parts)]
-            self.values[f"reward/part/{name}"] = float(np.mean(means))
+            self.values[Metric.REWARD_PART.of(name)] = float(np.mean(means))
 
     def of_training(self, metrics: TrainMetrics, step_s: float) -> None:
         self.values |= {
-            "train/loss": metrics.loss,
-            "train/grad_norm": metrics.grad_norm,
-            "train/lr": metrics.lr,
-            "train/tokens_per_s": metrics.packed_tokens / step_s,
-            "train/step_s": step_s,
-            "train/trained_tokens": metrics.trained_tokens,
-            "train/ratio_max": metrics.ratio_max,
-            "train/skipped_updates": metrics.skipped_updates,
+            Metric.LOSS: metrics.loss,
+            Metric.GRAD_NORM: metrics.grad_norm,
+            Metric.LEARNING_RATE: metrics.lr,
+            Metric.TRAIN_SPEED: metrics.packed_tokens / step_s,
+            Metric.TRAIN_TIME: step_s,
+            Metric.TRAINED_TOKENS: metrics.trained_tokens,
+            Metric.RATIO_MAX: metrics.ratio_max,
+            Metric.SKIPPED_UPDATES: metrics.skipped_updates,
             **dict(metrics.means),
         }
 
     def of_publish(self, report: PublishReport | None) -> None:
         self.values |= {
-            "weights/publish_s": report.publish_s if report else 0.0,
-            "weights/pause_s": report.pause_s if report else 0.0,
-            "weights/transfer_s": report.transfer_s if report else 0.0,
-            "weights/bytes": report.nbytes if report else 0,
-            "weights/attempts": report.attempts if report else 0,
-            "weights/replicas": report.replicas if report else 0,
+            Metric.PUBLISH_TIME: report.publish_s if report else 0.0,
+            Metric.PUBLISH_PAUSE: report.pause_s if report else 0.0,
+            Metric.PUBLISH_TRANSFER: report.transfer_s if report else 0.0,
+            Metric.PUBLISH_BYTES: report.nbytes if report else 0,
+            Metric.PUBLISH_ATTEMPTS: report.attempts if report else 0,
+            Metric.PUBLISH_REPLICAS: report.replicas if report else 0,
         }
 
     def of_queue(self, counts: LedgerCounts, shares: EndShares) -> None:
-        self.values |= {f"queue/{name}": count for name, count in asdict(counts).items()}
-        self.values |= {"queue/filtered_fraction": shares.filtered, "queue/failed_fraction": shares.failed}
+        self.values |= {QUEUE_METRICS[name]: count for name, count in asdict(counts).items()}
+        self.values |= {Metric.FILTERED_SHARE: shares.filtered, Metric.FAILED_SHARE: shares.failed}
 
     def of_time(self, clock: StepClock, stats: Sequence[ReplicaStats], waited_s: float) -> None:
         """`waited_s`: how long the trainer waited for groups in this step."""
         wall_s, busy_s, tokens = clock.mark(stats)
         self.values |= {
-            "time_s": clock.elapsed_s,
-            "rollout/tokens_per_s": tokens / wall_s,
-            "weights/publish_tokens_fraction": clock.publish_tokens / max(1, tokens),
-            "idle/trainer_fraction": min(1.0, waited_s / wall_s),
-            "idle/rollout_fraction": max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
+            Metric.TIME: clock.elapsed_s,
+            Metric.ROLLOUT_SPEED: tokens / wall_s,
+            Metric.PUBLISH_TOKENS: clock.publish_tokens / max(1, tokens),
+            Metric.IDLE_TRAINER: min(1.0, waited_s / wall_s),
+            Metric.IDLE_ROLLOUT: max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
         clock.publish_tokens = 0
 
     def of_waits(self, totals: WaitTotals) -> None:
-        self.values |= {"waits/longest_s": totals.longest_s, "waits/deadline_used": totals.deadline_used}
+        self.values |= {Metric.WAITS_LONGEST: totals.longest_s, Metric.WAITS_DEADLINE: totals.deadline_used}
 
     def of_processes(self, stats: Sequence[ReplicaStats], health: Mapping[str, float]) -> None:
         """`health`: what the last health check found, by the names of the metrics."""
         own = os.times()
         self.values |= {
-            "cpu/coordinator_s": own.user + own.system,
-            "cpu/replicas_s": sum(s.cpu_s for s in stats),
+            Metric.CPU_COORDINATOR: own.user + own.system,
+            Metric.CPU_REPLICAS: sum(s.cpu_s for s in stats),
             **health,
         }

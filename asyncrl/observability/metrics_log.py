@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import unwritable
-from asyncrl.observability.metrics import DECLARED, DECLARED_FAMILIES, REQUIRED, Record
 from asyncrl.observability.sinks.sink_thread import SinkFeed
+from asyncrl.types.metrics import FAMILIES, REQUIRED, Metric, Record
+
+_KNOWN = frozenset(Metric)
 
 
 class MetricsLog:
@@ -26,8 +28,9 @@ class MetricsLog:
         """Adds `sinks/failed_records`.
 
         Raises ValueError naming a metric that is not declared, or a required one that is missing; StorageError."""
-        record = {**record, "sinks/failed_records": sum(sink.failed for sink in self._sinks)}
-        unknown = [n for n in record if n not in DECLARED and not n.startswith(tuple(DECLARED_FAMILIES))]
+        record = {str(name): value for name, value in record.items()}
+        record[Metric.SINKS_FAILED] = sum(sink.failed for sink in self._sinks)
+        unknown = [name for name in record if name not in _KNOWN and not name.startswith(FAMILIES)]
         missing = sorted(REQUIRED - set(record))
         if unknown or missing:
             raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")
@@ -38,7 +41,7 @@ class MetricsLog:
         except OSError as error:
             raise unwritable(self._path, error) from error
         for sink in self._sinks:
-            sink.write(int(record["step"]), record)
+            sink.write(int(record[Metric.STEP]), record)
 
     def truncate_after(self, step: int) -> None:
         """Drops the lines of steps after `step`: the run goes on from there and will take them again."""
@@ -61,6 +64,6 @@ class MetricsLog:
 def _step_of(line: str) -> float:
     """Infinity for a line that a crash left incomplete."""
     try:
-        return json.loads(line)["step"]
+        return json.loads(line)[Metric.STEP]
     except ValueError:
         return math.inf

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from asyncrl.observability.metrics import Record
+from asyncrl.types.metrics import QUEUE_METRICS, Metric, Record
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +38,18 @@ class ProgressView:
 
     def stepped(self, record: Record) -> None:
         self._ends.append(time.monotonic())
-        self._accuracy = record.get("eval/accuracy", self._accuracy)
-        step = int(record["step"])
+        self._accuracy = record.get(Metric.EVAL_ACCURACY, self._accuracy)
+        step = int(record[Metric.STEP])
         step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         eta = f"{_duration((self._max_steps - step) * step_s)} left, {step_s:.2f} s a step"
         accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
         logger.info(
             "step %d/%d  reward %.3f  accuracy %s  lag %.2f (max %d)  queue running %d ready %d trained %d  "
             "rollout %.0f tok/s  train %.0f tok/s  %s",
-            *(step, self._max_steps, record["reward/mean"], accuracy),
-            *(record["staleness/lag_mean"], record["staleness/lag_max"]),
-            *(record["queue/running"], record["queue/ready"], record["queue/trained"]),
-            *(record["rollout/tokens_per_s"], record["train/tokens_per_s"], eta),
+            *(step, self._max_steps, record[Metric.REWARD_MEAN], accuracy),
+            *(record[Metric.LAG_MEAN], record[Metric.LAG_MAX]),
+            *(record[Metric.QUEUE_RUNNING], record[Metric.QUEUE_READY], record[Metric.QUEUE_TRAINED]),
+            *(record[Metric.ROLLOUT_SPEED], record[Metric.TRAIN_SPEED], eta),
         )
         if self._live is not None:
             self._bar.update(self._task, completed=step, eta=eta)
@@ -63,17 +63,17 @@ class ProgressView:
 def _table(record: Record, accuracy: str) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = {
-        "learning": f"reward {record['reward/mean']:.3f}   held-out accuracy {accuracy}   "
-        f"loss {record['train/loss']:+.4f}   grad norm {record['train/grad_norm']:.3f}",
-        "staleness": f"lag mean {record['staleness/lag_mean']:.2f} max {record['staleness/lag_max']:.0f}   "
-        f"in flight {record['staleness/lag_in_flight_mean']:.2f} in queue {record['staleness/lag_in_queue_mean']:.2f}",
+        "learning": f"reward {record[Metric.REWARD_MEAN]:.3f}   held-out accuracy {accuracy}   "
+        f"loss {record[Metric.LOSS]:+.4f}   grad norm {record[Metric.GRAD_NORM]:.3f}",
+        "staleness": f"lag mean {record[Metric.LAG_MEAN]:.2f} max {record[Metric.LAG_MAX]:.0f}   "
+        f"in flight {record[Metric.LAG_IN_FLIGHT]:.2f} in queue {record[Metric.LAG_IN_QUEUE]:.2f}",
         "queue": "   ".join(
-            f"{name} {record[f'queue/{name}']:.0f}"
+            f"{name} {record[QUEUE_METRICS[name]]:.0f}"
             for name in ("admitted", "running", "ready", "leased", "trained", "filtered", "expired", "failed")
         ),
-        "speed": f"rollout {record['rollout/tokens_per_s']:.0f} tok/s   "
-        f"train {record['train/tokens_per_s']:.0f} tok/s   publish {1000 * record['weights/publish_s']:.0f} ms",
-        "idle": f"trainer {record['idle/trainer_fraction']:.0%}   rollout {record['idle/rollout_fraction']:.0%}",
+        "speed": f"rollout {record[Metric.ROLLOUT_SPEED]:.0f} tok/s   "
+        f"train {record[Metric.TRAIN_SPEED]:.0f} tok/s   publish {1000 * record[Metric.PUBLISH_TIME]:.0f} ms",
+        "idle": f"trainer {record[Metric.IDLE_TRAINER]:.0%}   rollout {record[Metric.IDLE_ROLLOUT]:.0%}",
     }
     for name, text in rows.items():
         table.add_row(f"[bold]{name}", text)

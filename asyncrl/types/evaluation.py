@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.types.metrics import Metric
+
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
@@ -31,7 +33,7 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of this set, by the names of `metrics.jsonl`."""
-        found = {f"eval/accuracy/{self.name}": self.accuracy}
+        found = {Metric.EVAL_ACCURACY_OF.of(self.name): self.accuracy}
         if self.samples > 1:
-            found[f"eval/mean@{self.samples}/{self.name}"] = self.accuracy
-        return found | {f"eval/pass@{k}/{self.name}": value for k, value in self.pass_at}
+            found[Metric.EVAL_MEAN.of(f"{self.samples}/{self.name}")] = self.accuracy
+        return found | {Metric.EVAL_PASS.of(f"{k}/{self.name}"): value for k, value in self.pass_at}

@@ -50,8 +50,8 @@ class TrainMetrics:
 
     `skipped_updates` had no trained token on any rank, and moved nothing.
 
-    `loss` is the objective; `means` are means over the trained tokens, by the names of observability/metrics.py
-    (train/clip_fraction, train/ratio_mean, train/kl_behavior, train/entropy, and those of the algorithm's parts).
+    `loss` is the objective; `means` are means over the trained tokens, by `Metric`: those of the objective
+    and of the algorithm's parts.
     """
 
     loss: float

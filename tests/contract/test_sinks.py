@@ -43,7 +43,7 @@ from pathlib import Path
 import psutil
 from asyncrl.config.load import load_recipe
 from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
-from asyncrl.observability.metrics import REQUIRED
+from asyncrl.types.metrics import REQUIRED
 from asyncrl.observability.sinks import build_sinks
 
 how, directory = sys.argv[1], Path(sys.argv[2])

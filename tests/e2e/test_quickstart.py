@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.commands import train as cli
 from asyncrl.errors import ConfigError
-from asyncrl.observability.metrics import REQUIRED
+from asyncrl.types.metrics import REQUIRED
 from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from setuptools import find_packages
 
 from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.types.metrics import FAMILIES, Metric
 
 pytestmark = pytest.mark.structure
 
@@ -230,6 +232,34 @@ def test_every_key_of_a_recipe_is_documented():
     assert not missing, f"run tools/document.py: {missing}"
     listed = set(re.findall(r"^\| `([\w.]+)` \|", documented, re.MULTILINE))
     assert listed == set(known_keys())
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and value of every string of a module, the parts of f-strings included; without docstrings."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.lineno, node.value
+
+
+def test_a_metric_is_spelt_where_it_is_declared_only():
+    """Tests and benchmarks read metrics.jsonl as a user does, by its names."""
+    groups = {f"{metric.group}/" for metric in Metric if "/" in metric} - {"weights/"}  # a key of the process groups
+    spelt = [
+        f"{path.relative_to(ROOT)}:{line} {text!r}"
+        for folder in (PACKAGE, ROOT / "asyncrl_testing", ROOT / "tools")
+        for path in sorted(folder.rglob("*.py"))
+        if path != PACKAGE / "types" / "metrics.py"
+        for line, text in texts(path)
+        if text in set(Metric) - {Metric.STEP, Metric.TIME} or text in groups or text.startswith(FAMILIES)
+    ]
+    assert not spelt, "use asyncrl.types.metrics"
+
+
+def test_the_generated_tables_of_the_documents_are_up_to_date():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "document.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)

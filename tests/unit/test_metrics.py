@@ -3,6 +3,7 @@ import math
 import tempfile
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics import REQUIRED
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
+from asyncrl.types import LedgerCounts
+from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit
@@ -40,6 +42,19 @@ def test_one_object_a_step_and_only_declared_metrics(tmp_path):
     del incomplete["staleness/lag_max"]
     with pytest.raises(ValueError, match="staleness/lag_max"):
         log.write(incomplete)
+
+
+@pytest.mark.parametrize("metric", Metric)
+def test_a_declaration_agrees_with_its_key(metric):
+    """The suffix of a key is its unit; its group is what comes before the slash."""
+    units = {"_per_s": "tokens/s", "_s": "s", "_fraction": "share", "_tokens": "tokens", "bytes": "bytes"}
+    unit = next((unit for suffix, unit in units.items() if metric.endswith(suffix)), metric.unit)
+    assert (metric.unit, metric.better in ("higher", "lower", "none")) == (unit, True)
+    assert (metric.group, metric.of("x")) == (metric.split("/")[0] if "/" in metric else "run", metric.value + "x")
+
+
+def test_the_counts_of_the_ledger_have_their_metrics():
+    assert {field.name for field in fields(LedgerCounts)} <= QUEUE_METRICS.keys()
 
 
 def test_lines_of_steps_that_will_be_taken_again_are_dropped_and_so_is_a_torn_one(tmp_path):

@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from asyncrl.observability.metrics import Record, Sink
+from asyncrl.types.metrics import Record
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,18 @@ BACKLOG = 64
 """Records that may wait for a sink; those that come while so many do are left out."""
 CLOSE_TIMEOUT_S = 20.0
 """Longest that a sink may take at the end of the run, for what it has not written yet."""
+
+
+class Sink(Protocol):
+    """May raise whatever it likes and block as long as it likes: `SinkFeed` calls it, in a thread of its own."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Drops what keeps the process from ending. Called, in another thread, when `close` does not return."""
+        ...
 
 
 class SinkFeed:

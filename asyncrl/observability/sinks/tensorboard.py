@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.observability.metrics import Record
+from asyncrl.types.metrics import Record
 
 
 class TensorBoardSink:

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain
-from asyncrl.observability.metrics import Record
+from asyncrl.types.metrics import Record
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from asyncrl.trainer.fsdp.totals import StepTotals
 from asyncrl.trainer.schedule import scheduled_rate
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Microbatch, RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class FsdpBackend:
         assert prepared.token_share is not None, "prepared with the routing"
         real = probabilities * (batch.num_tokens > 0)
         part = balance_loss(prepared.routed, real, prepared.routed_tokens.float())
-        totals.add_sums((("train/router_balance", part.detach() / prepared.token_share),))
+        totals.add_sums(((Metric.ROUTER_BALANCE, part.detach() / prepared.token_share),))
         return self._spec.algorithm.router_aux_coefficient * part
 
     def _critic_pass(self, batch: PackedBatch, prepared: Prepared, totals: StepTotals) -> torch.Tensor:
@@ -166,7 +167,7 @@ class FsdpBackend:
         part = losses.sum() * prepared.token_share.float()
         (part * self._world_size).backward()
         touched = value_clipped(values, prepared.values, prepared.returns, batch.mask, clip=clip)
-        totals.add_sums((("critic/loss", losses.detach().sum()), ("critic/clip_fraction", touched.sum())))
+        totals.add_sums(((Metric.CRITIC_LOSS, losses.detach().sum()), (Metric.CRITIC_CLIPPED, touched.sum())))
         return part.detach()
 
     def _inputs(

@@ -20,6 +20,7 @@ from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
 from asyncrl.trainer.fsdp.totals import ERRORS, ERRORS_SQUARED, RETURNS, RETURNS_SQUARED
 from asyncrl.trainer.planner import TOKEN_ADVANTAGES
 from asyncrl.types import Microbatch, RankPlan, Trajectory, TrajectoryKey
+from asyncrl.types.metrics import Metric
 
 TokenLogprobs = Callable[[PackedTokens], torch.Tensor]
 """[n] float32 of the predicted tokens; without gradient. Collective over ranks."""
@@ -214,10 +215,10 @@ class Preparer:
     ) -> tuple[tuple[str, torch.Tensor], ...]:
         if self._algorithm.advantage not in TOKEN_ADVANTAGES:
             return ()
-        found = [("train/advantage_mean", advantages)]
+        found = [(Metric.ADVANTAGE_MEAN, advantages)]
         if prepared.values is not None and returns is not None:
             error = returns - prepared.values
-            found += [("critic/value_mean", prepared.values), (RETURNS, returns), (RETURNS_SQUARED, returns.square())]
+            found += [(Metric.CRITIC_VALUE, prepared.values), (RETURNS, returns), (RETURNS_SQUARED, returns.square())]
             found += [(ERRORS, error), (ERRORS_SQUARED, error.square())]
         return tuple((name, masked(tokens.double(), mask).sum()) for name, tokens in found)
 

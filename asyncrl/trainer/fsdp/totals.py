@@ -10,6 +10,7 @@ import torch.distributed as dist
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.fsdp.batch import PackedBatch
 from asyncrl.types import TrainMetrics
+from asyncrl.types.metrics import Metric
 
 RETURNS, RETURNS_SQUARED, ERRORS, ERRORS_SQUARED = "_returns", "_returns_squared", "_errors", "_errors_squared"
 """Sums over the trained tokens that critic/explained_variance is made of: returns, and returns minus values."""
@@ -49,8 +50,8 @@ class StepTotals:
         loss, trained, packed, *sums = totals.tolist()
         means = {name: value / max(trained, 1) for name, value in zip(self._sums, sums, strict=True)}
         if critic_norms:
-            means["critic/grad_norm"] = sum(critic_norms) / len(critic_norms)
-            means["critic/explained_variance"] = _explained_variance(means)
+            means[Metric.CRITIC_GRAD_NORM] = sum(critic_norms) / len(critic_norms)
+            means[Metric.CRITIC_EXPLAINED] = _explained_variance(means)
         return TrainMetrics(
             loss=loss / len(grad_norms),
             grad_norm=sum(grad_norms) / len(grad_norms),

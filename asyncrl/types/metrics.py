@@ -1,0 +1,152 @@
+"""The metrics of an optimizer step. No other module spells a name of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+Better = Literal["higher", "lower", "none"]
+HIGHER: Better = "higher"
+LOWER: Better = "lower"
+NONE: Better = "none"
+
+
+class Metric(StrEnum):
+    """A member is the key itself and has the metric's `unit`, `better` (the direction of improvement) and `meaning`.
+
+    A member whose key ends with "/" or "@" is a family: `of` makes the keys of its metrics.
+    """
+
+    unit: str
+    better: Better
+    meaning: str
+
+    def __new__(cls, key: str, unit: str, better: Better, meaning: str) -> Metric:
+        self = str.__new__(cls, key)
+        self._value_ = key
+        self.unit, self.better, self.meaning = unit, better, meaning
+        return self
+
+    @property
+    def group(self) -> str:
+        """The part of the key before the slash; "run" for keys without one."""
+        group, slash, _ = self.partition("/")
+        return group if slash else "run"
+
+    @property
+    def is_family(self) -> bool:
+        return self.endswith(("/", "@"))
+
+    @property
+    def is_required(self) -> bool:
+        """Every line of `metrics.jsonl` has it."""
+        return not self.is_family and self.group not in ("eval", "cpu", "critic") and self not in _SOMETIMES
+
+    def of(self, name: object) -> str:
+        """The key of the family's metric for this set, part, correction or count."""
+        return f"{self}{name}"
+
+    # fmt: off
+    # ruff: noqa: E501 - a table: one metric a line
+    STEP = "step", "steps", NONE, "optimizer steps completed, this one included (`global_steps`)"
+    TIME = "time_s", "s", NONE, "time since the run began, over all restarts, without the time between them"
+
+    REWARD_MEAN = "reward/mean", "reward", HIGHER, "mean reward of the trained trajectories"
+    REWARD_STD = "reward/std", "reward", NONE, "standard deviation of the rewards of the trained trajectories"
+    REWARD_ZERO_SIGNAL = "reward/zero_signal_fraction", "share", LOWER, "trained groups whose rewards are all equal"
+    REWARD_PART = "reward/part/", "reward", HIGHER, "with a part's name: its mean over the trained trajectories"
+
+    EVAL_ACCURACY = "eval/accuracy", "share", HIGHER, "correct held-out responses of `eval/version`, mean over the sets; where it became known"
+    EVAL_ACCURACY_OF = "eval/accuracy/", "share", HIGHER, "with a set's name: `eval/accuracy` of that set"
+    EVAL_PASS = "eval/pass@", "share", HIGHER, "with k and a set's name: estimate of the prompts that one of k responses gets right"
+    EVAL_MEAN = "eval/mean@", "share", HIGHER, "with k and a set's name: mean share of right responses to a prompt, of k"
+    EVAL_INITIAL_ACCURACY = "eval/initial_accuracy", "share", HIGHER, "`eval/accuracy` before the first optimizer step; on the line of step 1"
+    EVAL_VERSION = "eval/version", "version", NONE, "policy version that was evaluated; with leased replicas that of an earlier step"
+    EVAL_FAILED = "eval/failed", "flag", LOWER, "1 where an evaluation (step 1: or the one before it) failed: a set has no answer in time"
+    EVAL_RESPONSE_TOKENS = "eval/response_tokens_mean", "tokens", NONE, "mean length of the held-out responses"
+    EVAL_TIME = "eval/time_s", "s", LOWER, "duration of the evaluation"
+
+    LAG_MAX = "staleness/lag_max", "steps", LOWER, "largest lag of a token trained in this step"
+    LAG_MEAN = "staleness/lag_mean", "steps", LOWER, "mean lag of the tokens trained in this step"
+    LAG_IN_FLIGHT = "staleness/lag_in_flight_mean", "steps", LOWER, "part of `lag_mean` that arose while the group was being generated"
+    LAG_IN_QUEUE = "staleness/lag_in_queue_mean", "steps", LOWER, "part of `lag_mean` that arose while the group was ready"
+    OVERDUE_WAIT = "staleness/overdue_wait_s", "s", LOWER, "time that the step waited only for groups that it had to train"
+    MASKED_TOKENS = "staleness/masked_tokens_fraction", "share", LOWER, "tokens of the step that were masked for being over the limit"
+
+    ROLLOUT_SPEED = "rollout/tokens_per_s", "tokens/s", HIGHER, "tokens sampled by all replicas, per wall time"
+    SEGMENTS = "rollout/segments_mean", "segments", NONE, "mean number of segments of a trained trajectory"
+    INTERRUPTED = "rollout/interrupted_fraction", "share", NONE, "trained trajectories with tokens of more than one version"
+    TRUNCATED = "rollout/truncated_fraction", "share", LOWER, "trained trajectories that were cut off at their token limit"
+    RESPONSE_TOKENS = "rollout/response_tokens_mean", "tokens", NONE, "mean length of the trained responses"
+    REPREFILLED = "rollout/reprefilled_tokens", "tokens", LOWER, "sent again after interruptions since the rollouter started, at the last health check"
+
+    QUEUE_ADMITTED = "queue/admitted", "groups", NONE, "admitted since the run began"
+    QUEUE_RUNNING = "queue/running", "groups", NONE, "being generated"
+    QUEUE_READY = "queue/ready", "groups", NONE, "complete, waiting to be trained"
+    QUEUE_LEASED = "queue/leased", "groups", NONE, "leased to a step"
+    QUEUE_TRAINED = "queue/trained", "groups", HIGHER, "trained since the run began"
+    QUEUE_FILTERED = "queue/filtered", "groups", LOWER, "without learning signal since the run began"
+    QUEUE_EXPIRED = "queue/expired", "groups", LOWER, "expired because they were overdue, since the run began"
+    QUEUE_FAILED = "queue/failed", "groups", LOWER, "out of retries since the run began"
+    FILTERED_SHARE = "queue/filtered_fraction", "share", LOWER, "filtered among the last `algorithm.filtered_window` ended groups"
+    FAILED_SHARE = "queue/failed_fraction", "share", LOWER, "failed among the last `rollout.failed_window` ended groups"
+
+    PUBLISH_TIME = "weights/publish_s", "s", LOWER, "the whole publish after this step; 0 when none followed"
+    PUBLISH_PAUSE = "weights/pause_s", "s", LOWER, "from pause to commit, of each transfer times the share of the fleet that it held up"
+    PUBLISH_TRANSFER = "weights/transfer_s", "s", LOWER, "transfer of the publish"
+    PUBLISH_BYTES = "weights/bytes", "bytes", LOWER, "sent to each replica"
+    PUBLISH_ATTEMPTS = "weights/attempts", "transfers", LOWER, "times that the weights were sent"
+    PUBLISH_REPLICAS = "weights/replicas", "replicas", NONE, "replicas that took this publish"
+    PUBLISH_TOKENS = "weights/publish_tokens_fraction", "share", HIGHER, "sampled tokens of the step that were sampled during its publishes"
+
+    LOSS = "train/loss", "loss", NONE, "loss over the global batch"
+    GRAD_NORM = "train/grad_norm", "norm", NONE, "global gradient norm before clipping"
+    LEARNING_RATE = "train/lr", "1", NONE, "learning rate"
+    TRAIN_SPEED = "train/tokens_per_s", "tokens/s", HIGHER, "packed tokens (prompts too) per time of the optimizer step"
+    TRAIN_TIME = "train/step_s", "s", LOWER, "duration of the optimizer step"
+    TRAINED_TOKENS = "train/trained_tokens", "tokens", NONE, "tokens in the loss"
+    CLIPPED = "train/clip_fraction", "share", NONE, "trained tokens whose ratio was clipped"
+    CLIPPED_POSITIVE = "train/clip_fraction_positive", "share", NONE, "part of `clip_fraction` with positive advantage: at the upper bound"
+    CLIPPED_NEGATIVE = "train/clip_fraction_negative", "share", NONE, "part of `clip_fraction` with negative advantage: at the lower bound, or over dual_clip"
+    RATIO_MEAN = "train/ratio_mean", "ratio", NONE, "mean ratio of policy to behaviour probability over the trained tokens"
+    RATIO_MAX = "train/ratio_max", "ratio", LOWER, "largest ratio of policy to behaviour probability"
+    SKIPPED_UPDATES = "train/skipped_updates", "updates", LOWER, "updates of the step without a trained token on any rank, which moved nothing"
+    KL_BEHAVIOR = "train/kl_behavior", "nats", NONE, "mean of behaviour minus policy log-probability (k1)"
+    ENTROPY = "train/entropy", "nats", NONE, "mean entropy of the policy at the trained tokens"
+    KL_REFERENCE = "train/kl_reference", "nats", NONE, "mean divergence of the policy from the reference model (k3), per trained token"
+    ROUTER_BALANCE = "train/router_balance", "experts", LOWER, "load-balancing loss of a mixture's routers; experts per token where the load is even"
+    ADVANTAGE_MEAN = "train/advantage_mean", "reward", NONE, "mean token advantage before whitening, with advantage gae or reinforce_plus_plus"
+    TOUCHED = "train/touched_fraction/", "share", NONE, "with a correction's name: trained tokens that it weighed down or dropped"
+
+    CRITIC_LOSS = "critic/loss", "loss", LOWER, "loss of the critic over the update"
+    CRITIC_GRAD_NORM = "critic/grad_norm", "norm", NONE, "gradient norm of the critic before clipping"
+    CRITIC_VALUE = "critic/value_mean", "reward", NONE, "mean value over the trained tokens, before the update"
+    CRITIC_EXPLAINED = "critic/explained_variance", "share", HIGHER, "variance of the returns that the values explain"
+    CRITIC_CLIPPED = "critic/clip_fraction", "share", NONE, "trained tokens whose value was clipped"
+
+    WAITS_LONGEST = "waits/longest_s", "s", LOWER, "longest wait of the driver on another process that ended in this step"
+    WAITS_DEADLINE = "waits/deadline_used", "share", LOWER, "largest share of its deadline that such a wait used; 1: it was missed"
+    IDLE_TRAINER = "idle/trainer_fraction", "share", LOWER, "wall time of the step in which the trainer waited for groups"
+    IDLE_ROLLOUT = "idle/rollout_fraction", "share", LOWER, "wall time of the step in which replicas decoded nothing, mean over replicas"
+    SINKS_FAILED = "sinks/failed_records", "records", LOWER, "records that `observability.sinks` have not taken since the run began or resumed"
+    CPU_COORDINATOR = "cpu/coordinator_s", "s", LOWER, "CPU time of the driver since it started"
+    CPU_QUEUE = "cpu/queue_s", "s", LOWER, "CPU time of the message queue since it started, at the last health check"
+    CPU_ROLLOUTER = "cpu/rollouter_s", "s", LOWER, "CPU time of the rollouter since it started, at the last health check"
+    CPU_REPLICAS = "cpu/replicas_s", "s", LOWER, "CPU time of all replicas since they started"
+    CPU_TRAINERS = "cpu/trainers_s", "s", LOWER, "CPU time of all trainer ranks since they started, at the last check"
+    # fmt: on
+
+
+_SOMETIMES = (
+    *(Metric.REWARD_ZERO_SIGNAL, Metric.REPREFILLED, Metric.KL_REFERENCE, Metric.ADVANTAGE_MEAN),
+    Metric.ROUTER_BALANCE,
+)
+REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
+FAMILIES = tuple(metric for metric in Metric if metric.is_family)
+
+QUEUE_METRICS = {metric.partition("/")[2]: metric for metric in Metric if metric.group == "queue"}
+"""The part of the key after "queue/", which is a field of `LedgerCounts` where it counts groups -> the metric."""
+
+Record = Mapping[str, float]
+"""The metrics of one step by their keys."""
