@@ -32,11 +32,12 @@ import ray
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.load import engine_environment, environment_defaults
+from asyncrl.config.load import environment_defaults
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import spawn_replica
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
@@ -320,7 +321,7 @@ async def measure(engine: str, path: Path, rounds: int) -> list[str]:
         ),
     )
     model = ModelConfig(path=str(path), inference_dtype="float32")
-    environment = engine_environment(engine) if engine == "vllm" else {}
+    environment = ENGINES[engine].environment
     controls = {i: spawn_replica(rollout, model, i, num_gpus=0, environment=environment) for i in range(REPLICAS)}
     spec = TrainerSpec(model=model, trainer=TrainerConfig(num_ranks=1), algorithm=AlgorithmConfig())
     trainer = None

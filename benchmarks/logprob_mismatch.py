@@ -33,7 +33,7 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
     from asyncrl.data.dataset import load_rows
     from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
-    from asyncrl.inference import build_engine
+    from asyncrl.inference.engines import build_engine
     from asyncrl.types import GenerationRequest, SamplingParams
 
     config = ModelConfig(path=model, inference_dtype=dtype)  # type: ignore[arg-type]
@@ -112,13 +112,14 @@ def main() -> None:
         asyncio.run(sample(*arguments.sample, arguments.model, arguments.count))
         return
     from asyncrl.checkpoint.run_directory import git_commit, package_versions
-    from asyncrl.config.load import engine_environment, environment_defaults
+    from asyncrl.config.load import environment_defaults
+    from asyncrl.inference.engines import ENGINES
 
     table = []
     for engine in arguments.engines:
         for dtype in DTYPES:
             command = [sys.executable, __file__, "--sample", engine, dtype, "--model", arguments.model]
-            environment = {**os.environ, **environment_defaults(), **engine_environment(engine)}
+            environment = {**os.environ, **environment_defaults(), **ENGINES[engine].environment}
             done = subprocess.run(
                 [*command, "--count", str(arguments.count)],
                 env=environment,

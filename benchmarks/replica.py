@@ -38,9 +38,10 @@ import psutil
 import ray
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
-from asyncrl.config.load import engine_environment, environment_defaults
+from asyncrl.config.load import environment_defaults
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
+from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.vllm.launch import Launcher
 from asyncrl.inference.vllm.sampling_params import sampling_params
@@ -221,7 +222,7 @@ class Bare:
 
 def spawn(path: Path, replica_id: int) -> ReplicaControl:
     rollout = RolloutConfig(engine="vllm", vllm=SETTINGS)
-    environment = engine_environment("vllm")
+    environment = ENGINES["vllm"].environment
     return spawn_replica(
         rollout, model_config(path), replica_id, num_gpus=0, environment=environment, load_real_weights=True
     )
@@ -544,7 +545,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
     arguments = parser.parse_args()
     about, started = hardware(), time.monotonic()
-    os.environ.update(engine_environment("vllm"))  # of bare vLLM; a replica gets it from `spawn_replica`
+    os.environ.update(ENGINES["vllm"].environment)  # of bare vLLM; a replica gets it from `spawn_replica`
     environment = {"env_vars": environment_defaults()}
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment

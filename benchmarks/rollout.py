@@ -28,7 +28,7 @@ import transformers
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.inference.torch_engine import TorchEngine
+from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import GenerationRequest, SamplingParams, TensorSpec
 from asyncrl_testing.engine_suite import Client

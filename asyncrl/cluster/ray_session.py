@@ -22,7 +22,8 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
-from asyncrl.config.load import engine_environment, environment_defaults
+from asyncrl.config.load import environment_defaults
+from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.observability.logs import HIDDEN_VARIABLE, LOG_PATH_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -38,7 +39,11 @@ class Cluster:
 
     def engine_environment(self, engine: str) -> Mapping[str, str]:
         """Environment variables that the processes of a replica need before its engine is imported."""
-        return engine_environment(engine, self.scratch)
+        spec = ENGINES[engine]
+        if self.scratch is None:
+            return spec.environment
+        ours = {name: value.replace(SCRATCH, str(self.scratch)) for name, value in spec.local_environment.items()}
+        return {**spec.environment, **{name: os.environ.get(name, value) for name, value in ours.items()}}
 
     @property
     def crash_outputs(self) -> list[Path]:
@@ -127,8 +132,8 @@ def _set_authentication(variables: Mapping[str, str | None]) -> None:
 
 
 def _local_interfaces() -> dict[str, str]:
-    """Where collectives and vLLM listen, unless the environment says otherwise: else at the address of the host's name,
+    """Where collectives listen, unless the environment says otherwise: else at the address of the host's name,
     which others may reach."""
     names = [name for name, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)]
-    ours = {"VLLM_HOST_IP": LOOPBACK} | {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL") for name in names}
+    ours = {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL") for name in names}
     return {name: os.environ.get(name, value) for name, value in ours.items()}

@@ -37,6 +37,7 @@ from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+from asyncrl.inference.engines import ENGINES
 from asyncrl.registry import make_importable
 from asyncrl.types import Admission, EvalResult, Ticket, TrajectoryGroup
 
@@ -405,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
     add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
     add("--timeout", type=float, default=86400.0, metavar="S", help="give up after this many seconds (default a day)")
-    add("--engine", choices=["torch", "vllm"], help="default: that of the run, else torch")
+    add("--engine", choices=sorted(ENGINES), help="default: that of the run, else torch")
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")
     add(TRUST_RUN, action="store_true", help=HELP_RUN)

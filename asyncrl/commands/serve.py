@@ -34,12 +34,13 @@ from asyncrl.config.load import load_recipe, serving_api_key
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import is_hub_model
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServingConfig
-from asyncrl.data.model_files import check_model
+from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.inference.engines import ENGINES, require_runs
 
 if TYPE_CHECKING:
     from asyncrl.inference.replica_actor import ReplicaControl
@@ -58,13 +59,7 @@ STOP_TIMEOUT_S = 3.0
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
 """What a recipe must say of training and serving does not need."""
 
-_CONTEXT = (
-    f"rollout.torch.max_model_len={TorchEngineConfig().context_tokens}",
-    f"rollout.vllm.max_model_len={VllmEngineConfig().context_tokens}",
-)
-"""Training derives them from its limits, of which serving has none."""
-
-_SERVING = ("rollout.poll_interval_s=0.01", "rollout.torch.chunk_tokens=4")
+_SERVING = ("rollout.poll_interval_s=0.01",)
 """Tokens reach a reader sooner than training needs them."""
 
 
@@ -135,11 +130,6 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     model, rollout = recipe.model, recipe.rollout
     facts = check_model(model.path)
     use_cache_if_unreachable(filter(is_hub_model, [model.path]))
-    limit = facts.max_position_embeddings
-    if limit is not None and rollout.max_model_len > limit:
-        key = f"{rollout.engine}.max_model_len"
-        found = f"{model.path} has max_position_embeddings={limit}"
-        raise ConfigError(explain(f"{key}={rollout.max_model_len}", found, f"pass {key}={limit} or less"))
     check_packages(recipe)
     if config.discovery_file is not None and not config.discovery_file.absolute().parent.is_dir():
         found = f"{config.discovery_file.absolute().parent} is no directory"
@@ -147,7 +137,10 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
 
     from asyncrl.serving.model_text import ModelText
 
-    text = ModelText(load_tokenizer(model), model, facts.vocab_size, max_model_len=rollout.max_model_len)
+    tokenizer = load_tokenizer(model)
+    facts = facts if facts.is_local else hub_facts(model)
+    require_runs(rollout, facts, section="")
+    text = ModelText(tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len)
     listener = _bind(config.host, config.port)
     return Service(config, model, rollout, text, listener, (config.log_file or _log_file()).absolute())
 
@@ -324,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="directory in Hugging Face format, or a hub name")
     add("overrides", nargs="*", metavar="key=value", help="override a key, for example torch.max_model_len=256")
-    add("--engine", default="torch", choices=["torch", "vllm"])
+    add("--engine", default="torch", choices=sorted(ENGINES))
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add(
         "--dtype",
@@ -362,8 +355,8 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     quote: Callable[[Any], str] = json.dumps
     settings = [
         *_BASE,
-        *_CONTEXT,
         *_SERVING,
+        *_engine_settings(arguments.engine),
         f"model.path={quote(arguments.model)}",
         f"rollout.engine={arguments.engine}",
         f"rollout.num_replicas={arguments.replicas}",
@@ -372,6 +365,14 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
         settings.append(f"model.inference_dtype={arguments.dtype}")
     settings += [o if o.startswith("model.") else f"rollout.{o}" for o in arguments.overrides]
     return load_recipe(Path(os.devnull), settings)
+
+
+def _engine_settings(engine: str) -> list[str]:
+    """What the engine has of its own for serving, and its default context: training derives that from its limits, of
+    which serving has none."""
+    defaults = RolloutConfig(engine=engine)  # type: ignore[arg-type]
+    settings = [f"max_model_len={defaults.max_model_len}", *ENGINES[engine].serving]
+    return [f"rollout.{engine}.{setting}" for setting in settings]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def with_lengths(
     """
     longest = max_prompt_tokens + response_limit(rollout)
     writes_prompts = rollout.environment not in ("single_turn", "tool_use")
-    engine = rollout.torch if rollout.engine == "torch" else rollout.vllm
+    engine = rollout.settings
     if engine.max_model_len is None:
         length = max(longest, engine.context_tokens) if writes_prompts else longest
         rollout = replace(rollout, **{rollout.engine: replace(engine, max_model_len=length)})

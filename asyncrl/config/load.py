@@ -164,18 +164,6 @@ def serving_api_key() -> str | None:
     return os.environ.get("ASYNCRL_API_KEY")
 
 
-def engine_environment(engine: str, scratch: Path | None = None) -> dict[str, str]:
-    """Environment variables that the processes of a replica need before its engine is imported.
-
-    Args:
-        scratch: directory for its sockets; None leaves them where the engine puts them.
-    """
-    if engine != "vllm":
-        return {}
-    sockets = {"VLLM_RPC_BASE_PATH": str(scratch)} if scratch is not None else {}
-    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", **sockets}
-
-
 def presets() -> list[str]:
     """Names that algorithm.preset may have."""
     return sorted(file.stem for file in _preset_directory().glob("*.yaml"))

@@ -197,15 +197,9 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """What vLLM's own weight transfer needs of the other parts."""
+        """What vLLM's own weight transfer needs of the other parts; its engine is asked in the preflight."""
         if self.weights.transport != "vllm_nccl":
             return
-        require(
-            self.rollout.engine == "vllm",
-            asked=f"weights.transport=vllm_nccl with rollout.engine={self.rollout.engine}",
-            found="only vLLM's workers receive from vLLM's own backend",
-            do="set rollout.engine=vllm, or weights.transport to ipc or collective",
-        )
         require(
             self.weights.verify == "off",
             asked=f"weights.transport=vllm_nccl with weights.verify={self.weights.verify}",

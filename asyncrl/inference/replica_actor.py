@@ -13,7 +13,7 @@ import ray
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
-from asyncrl.inference import build_engine
+from asyncrl.inference.engines import ENGINES, build_engine
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.reply import reply
 from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
@@ -32,8 +32,8 @@ def gpu_share(device: str, num_actors: int) -> float:
 
 def replica_gpus(rollout: RolloutConfig, num_actors: int) -> float:
     """GPUs of one replica; `num_actors` processes share those of the cluster where the engine takes a part of one."""
-    if rollout.engine == "vllm":
-        return rollout.vllm.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) else 0
+    if ENGINES[rollout.engine].takes_whole_gpus:
+        return rollout.settings.num_workers if ray.cluster_resources().get("GPU", 0) else 0
     return gpu_share(rollout.torch.device, num_actors)
 
 
@@ -56,7 +56,7 @@ def require_gpus(per_replica: float, num_replicas: int, *, others: float = 0) ->
     largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
     if per_replica > largest:
         found = f"a replica lives on one node, and the largest has {largest:g} GPUs"
-        raise ConfigError(explain(asked, found, f"set rollout.vllm.tensor_parallel_size to {largest:g} or less"))
+        raise ConfigError(explain(asked, found, f"set tensor_parallel_size of its engine to {largest:g} or less"))
 
 
 def spawn_replica(

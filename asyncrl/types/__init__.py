@@ -23,6 +23,7 @@ from asyncrl.types.groups import (
     RolloutStats,
     Ticket,
 )
+from asyncrl.types.models import ModelFacts
 from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
@@ -53,6 +54,7 @@ __all__ = [
     "Lengths",
     "Manifest",
     "Microbatch",
+    "ModelFacts",
     "PartialGroup",
     "PartialTrajectory",
     "PauseMode",

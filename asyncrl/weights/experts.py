@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 """Whose experts lie as `unfused` takes them."""

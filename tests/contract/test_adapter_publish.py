@@ -26,7 +26,7 @@ def path(tmp_path_factory):
 
 
 def torch_engine(path):
-    from asyncrl.inference.torch_engine import TorchEngine
+    from asyncrl.inference.torch_engine.engine import TorchEngine
 
     settings = TorchEngineConfig(num_slots=8, chunk_tokens=16, device="cpu")
     return TorchEngine(ModelConfig(path=path), settings, load_real_weights=False)

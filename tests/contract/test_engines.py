@@ -30,7 +30,7 @@ class TestFakeEngine(EngineConformance):
 
 @pytest.fixture(scope="module")
 def make_torch_engine(tmp_path_factory):
-    from asyncrl.inference.torch_engine import TorchEngine
+    from asyncrl.inference.torch_engine.engine import TorchEngine
     from asyncrl_testing.random_model import write_random_qwen3
 
     path = write_random_qwen3(tmp_path_factory.mktemp("model"))

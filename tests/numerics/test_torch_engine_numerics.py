@@ -12,7 +12,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.inference.torch_engine import TorchEngine
+from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TensorSpec
 from asyncrl.weights.plan import plan_buckets
 from asyncrl.weights.transports import build_sender

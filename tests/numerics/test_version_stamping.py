@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.inference.torch_engine import TorchEngine
+from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transports import build_receiver
 from asyncrl_testing.engine_client import within

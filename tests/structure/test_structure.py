@@ -111,9 +111,12 @@ LIGHT = {
     "asyncrl.commands.export": HEAVY,
     "asyncrl.driver.run": ("torch", "vllm", "sglang", "megatron", "transformers", "wandb"),
     "asyncrl.weights.transports": ("ray", "vllm", "sglang", "megatron", "transformers"),
-    "asyncrl.inference.vllm": HEAVY,
-    "asyncrl.inference.torch_engine": ("ray", "vllm", "sglang", "megatron"),
-    "asyncrl.trainer.fsdp": ("ray", "vllm", "sglang", "megatron"),
+    "asyncrl.inference.engines": HEAVY,
+    "asyncrl.inference.vllm.support": HEAVY,
+    "asyncrl.inference.torch_engine.support": HEAVY,
+    "asyncrl.trainer.fsdp.supports": HEAVY,
+    "asyncrl.inference.torch_engine.engine": ("ray", "vllm", "sglang", "megatron"),
+    "asyncrl.trainer.fsdp.backend": ("ray", "vllm", "sglang", "megatron"),
 }
 
 

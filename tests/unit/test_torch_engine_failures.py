@@ -10,7 +10,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
-from asyncrl.inference.torch_engine import TorchEngine
+from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.inference.torch_engine.runner import check_architecture
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TransferSource
 from asyncrl_testing.engine_suite import Client, complete, make_request, within

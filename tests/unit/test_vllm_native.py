@@ -60,7 +60,6 @@ def test_a_recipe_for_gpus_can_choose_it():
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("rollout.engine=torch", "rollout.engine=torch"),
         ("weights.verify=first", "weights.verify=first"),
         ("trainer.device=cpu", "trainer.device=cpu"),
     ],

@@ -5,7 +5,3 @@
 
 Weights arrive through a `ParameterSink` (parameter_sink.py) in the parameters' own storage: nothing is fused or copied.
 """
-
-from asyncrl.inference.torch_engine.engine import TorchEngine
-
-__all__ = ["TorchEngine"]

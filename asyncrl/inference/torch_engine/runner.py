@@ -14,6 +14,8 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.slots import Moves
+from asyncrl.inference.torch_engine.support import unsupported
+from asyncrl.types import ModelFacts
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory, and how long it delays the running requests."""
@@ -46,17 +48,12 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
 
 def check_architecture(config: Any, max_model_len: int) -> None:
     """Raises GenerationError when the model's attention or its positions do not fit the slot loop."""
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    default = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(text, "layer_types", None) or (default,))
-    slides = "sliding_attention" in kinds and (window or 0) < max_model_len
-    foreign = kinds - {"full_attention", "sliding_attention"}
-    positions = getattr(text, "max_position_embeddings", None)
-    asked = f"model {text.model_type} in the torch engine with max_model_len={max_model_len}"
-    if foreign or slides:
-        found = f"layers of kind {sorted(foreign)}" if foreign else f"a sliding window of {window} tokens"
-        raise GenerationError(explain(asked, found, "use rollout.engine=vllm, or a max_model_len within the window"))
+    facts = ModelFacts.of_config(config.name_or_path, config.to_dict())
+    asked = f"model {config.model_type} in the torch engine with max_model_len={max_model_len}"
+    if problems := unsupported(facts, max_model_len):
+        do = "use rollout.engine=vllm, or a max_model_len within the window"
+        raise GenerationError(explain(asked, ", ".join(problems), do))
+    positions = facts.max_position_embeddings
     if positions is not None and positions < max_model_len:
         do = f"set rollout.torch.max_model_len to at most {positions}"
         raise GenerationError(explain(asked, f"the model has {positions} positions", do))

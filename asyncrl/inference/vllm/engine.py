@@ -183,13 +183,12 @@ class VllmEngine:
     # -- beyond the protocol -------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
-        """Frees GPU memory while paused: level 1 keeps the weights in host memory, level 2 drops them, and a publish
-        has to follow `wake_up`. Raises GenerationError: not set up, not paused, or requests are frozen."""
+        """As `SleepingEngine.sleep`."""
         self._require_sleep_mode(f"sleep(level={level})")
         await self._ask(self._llm.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the memory back; the engine stays paused. Raises as `sleep`."""
+        """As `SleepingEngine.wake_up`."""
         self._require_sleep_mode("wake_up()")
         await self._ask(self._llm.wake_up(tags))
         await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))  # vLLM resumes when it wakes

