@@ -18,8 +18,9 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncrl.config.checks import bounds_of, range_in_words
 from asyncrl.config.recipe import Recipe
 from asyncrl.types.metrics import Metric
 
@@ -42,7 +43,7 @@ class Key:
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """The fields of `schema` in their order. Raises SystemExit naming a field without a docstring."""
     meanings = field_docstrings(schema)
-    hints = get_type_hints(schema)
+    hints = get_type_hints(schema, include_extras=True)
     for field in fields(schema):
         if field.name not in meanings:
             raise SystemExit(f"{schema.__name__}.{field.name} has no docstring below it: say what it means there")
@@ -87,7 +88,9 @@ def render_default(field: Field[Any]) -> str:
 
 
 def render_kind(kind: Any) -> str:
-    """The type in words, or the choices."""
+    """The type in words with its range, or the choices."""
+    if get_origin(kind) is Annotated:
+        return f"{render_kind(get_args(kind)[0])} {range_in_words(bounds_of(kind))}"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) in (types.UnionType, Union):

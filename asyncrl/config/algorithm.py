@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from asyncrl.config.checks import require, require_at_least, require_fraction, require_positive
+from annotated_types import Ge
+
+from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, check_ranges, require
 
 AdvantageName = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
@@ -34,16 +36,15 @@ WEIGHING = ("truncated_is", "sequence_truncated_is", "masked_is", "icepop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaeConfig:
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount per token; also of advantage reinforce_plus_plus."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """1 takes the whole return, 0 one step of the critic."""
     whiten: bool = True
     """Shift and scale advantages to mean 0 and spread 1 over all tokens of an update."""
 
     def __post_init__(self) -> None:
-        require_fraction("algorithm.gae.gamma", self.gamma)
-        require_fraction("algorithm.gae.lam", self.lam)
+        check_ranges("algorithm.gae.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +52,28 @@ class CriticConfig:
     path: str | None = None
     """Directory or hub name that the critic starts from, with a new value head and of the policy's vocabulary; None
     takes model.path."""
-    lr: float = 1e-5
+    lr: Positive = 1e-5
     """Peak learning rate of the critic; it has the trainer's schedule."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps at the start that train the critic only; the policy's learning rate warms up after them."""
-    clip: float = 0.2
+    clip: NonNegative = 0.2
     """Values move at most this far from those before the update; 0 lets them."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients of the critic are scaled down to this global norm; 0 switches clipping off."""
 
     def __post_init__(self) -> None:
-        require_positive("algorithm.critic.lr", self.lr)
-        require_at_least("algorithm.critic.warmup_steps", self.warmup_steps, 0)
-        require_at_least("algorithm.critic.clip", self.clip, 0)
-        require_at_least("algorithm.critic.max_grad_norm", self.max_grad_norm, 0)
+        check_ranges("algorithm.critic.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoConfig:
-    temperature_positive: float = 1.0
+    temperature_positive: Positive = 1.0
     """How fast the soft gate closes for tokens with positive advantage."""
-    temperature_negative: float = 1.05
+    temperature_negative: Positive = 1.05
     """The same for negative advantage."""
 
     def __post_init__(self) -> None:
-        require_positive("algorithm.sapo.temperature_positive", self.temperature_positive)
-        require_positive("algorithm.sapo.temperature_negative", self.temperature_negative)
+        check_ranges("algorithm.sapo.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +81,16 @@ class DppoConfig:
     divergence: Literal["tv", "kl"] = "tv"
     """Between the policy and the one that sampled, of a coin that shows the sampled token or any other. tv: difference
     of its probabilities. kl: Kullback-Leibler, nats."""
-    low: float | None = None
+    low: NonNegative | None = None
     """A token of negative advantage whose probability has fallen is not trained beyond this divergence. None: 0.15 for
     tv, 0.05 for kl."""
-    high: float | None = None
+    high: NonNegative | None = None
     """The same for positive advantage and a probability that has risen. None: as for low."""
-    max_ratio: float = 20.0
+    max_ratio: Annotated[float, Ge(1)] = 20.0
     """The weight of a token is at most this."""
 
     def __post_init__(self) -> None:
-        for key, bound in (("low", self.low), ("high", self.high)):
-            if bound is not None:
-                _require_finite(f"algorithm.dppo.{key}", bound)
-                require_at_least(f"algorithm.dppo.{key}", bound, 0)
-        _require_finite("algorithm.dppo.max_ratio", self.max_ratio)
-        require(
-            self.max_ratio >= 1,
-            asked=f"algorithm.dppo.max_ratio={self.max_ratio}",
-            found="weights below 1 would be cut where the policies agree",
-            do="set algorithm.dppo.max_ratio to 1 or more (20 is usual)",
-        )
+        check_ranges("algorithm.dppo.", self)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -171,7 +158,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
-    coefficient: float = 0.0
+    coefficient: NonNegative = 0.0
     """Weight of the divergence from the reference model, which is the model at the start; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """How it is estimated from one sample per token. k1 in the loss only with importance_weighted: its gradient is 0 on
@@ -185,8 +172,7 @@ class KlConfig:
     """Another reference model, of the same vocabulary; None takes model.path."""
 
     def __post_init__(self) -> None:
-        _require_finite("algorithm.kl.coefficient", self.coefficient)
-        require_at_least("algorithm.kl.coefficient", self.coefficient, 0)
+        check_ranges("algorithm.kl.", self)
         require(
             self.coefficient > 0 or self.path is None,
             asked=f"algorithm.kl.path={self.path} with algorithm.kl.coefficient=0",
@@ -219,18 +205,16 @@ class KlConfig:
 class OverlongConfig:
     mask_truncated: bool = False
     """Trajectories that were cut off at their token limit count in the group's rewards and are not trained."""
-    buffer_tokens: int | None = 0
+    buffer_tokens: NonNegativeInt | None = 0
     """Soft penalty: it rises from 0 to `penalty` over the last buffer_tokens tokens before the longest response that a
     trajectory may have (turns and tool results together; a custom environment: rollout.sampling.max_response_tokens);
     0 switches it off, None takes a fifth of that longest response, as DAPO does."""
-    penalty: float = 0.5
+    penalty: NonNegative = 0.5
     """What a response of full length loses, in units of the reward. DAPO takes half of what lies between a right and a
     wrong response: 0.5 where they earn 1 and 0, 1 where they earn 1 and -1."""
 
     def __post_init__(self) -> None:
-        if self.buffer_tokens is not None:
-            require_at_least("algorithm.overlong.buffer_tokens", self.buffer_tokens, 0)
-        require_at_least("algorithm.overlong.penalty", self.penalty, 0)
+        check_ranges("algorithm.overlong.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,9 +232,9 @@ class AlgorithmConfig:
     loss: Literal["clipped_surrogate", "gspo", "cispo", "sapo", "dppo"] = "clipped_surrogate"
     """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, no token without
     gradient. sapo: a soft gate instead of a bound. dppo: bounds on the divergence in place of the ratio."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: NonNegative = 0.28
     """The ratio is held below 1 + clip_high. Loss gspo wants some 1e-4 for both, and is refused with these two."""
     dual_clip: float = 0.0
     """clipped_surrogate: with negative advantage a token's loss is at most this times the advantage; 0: no bound."""
@@ -269,14 +253,14 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     """token_mean: every trained token of the update counts alike. sequence_mean: every trajectory does.
     fixed: tokens are summed and divided by all trajectories of the update times fixed_tokens."""
-    fixed_tokens: int | None = None
+    fixed_tokens: PositiveInt | None = None
     """The divisor of aggregation fixed; None takes the longest response that a trajectory may have (as for
     overlong.buffer_tokens)."""
     kl: KlConfig = field(default_factory=KlConfig)
     """Divergence from a reference model."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
-    router_aux_coefficient: float = 0.0
+    router_aux_coefficient: NonNegative = 0.0
     """Mixtures of experts: weight of the load-balancing loss, over all tokens of an update; 0 is no such loss, whatever
     router_aux_loss_coef of the model's config says (Qwen3-30B-A3B: 0.001). Costs a forward pass."""
     gae: GaeConfig = field(default_factory=GaeConfig)
@@ -287,21 +271,14 @@ class AlgorithmConfig:
     """What becomes of responses that are too long."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
-    max_filtered_fraction: float = 0.99
+    max_filtered_fraction: Share = 0.99
     """With dynamic_sampling: share of the last filtered_window ended groups that may be `filtered` before the run
     stops, since its data has nothing left to learn. 1 never stops it."""
-    filtered_window: int = 256
+    filtered_window: PositiveInt = 256
     """Ended groups that max_filtered_fraction looks at."""
 
     def __post_init__(self) -> None:
-        require_at_least("algorithm.clip_low", self.clip_low, 0)
-        require_at_least("algorithm.clip_high", self.clip_high, 0)
-        require_fraction("algorithm.max_filtered_fraction", self.max_filtered_fraction)
-        require_at_least("algorithm.filtered_window", self.filtered_window, 1)
-        _require_finite("algorithm.entropy_coefficient", self.entropy_coefficient)
-        require_at_least("algorithm.entropy_coefficient", self.entropy_coefficient, 0)
-        _require_finite("algorithm.router_aux_coefficient", self.router_aux_coefficient)
-        require_at_least("algorithm.router_aux_coefficient", self.router_aux_coefficient, 0)
+        check_ranges("algorithm.", self)
         require(
             self.group_std == "population" or self.advantage == "grpo",
             asked=f"algorithm.group_std={self.group_std} with algorithm.advantage={self.advantage}",
@@ -309,22 +286,10 @@ class AlgorithmConfig:
             do="set algorithm.advantage=grpo, or leave algorithm.group_std out",
         )
         require(
-            self.clip_low <= 1,
-            asked=f"algorithm.clip_low={self.clip_low}",
-            found="the ratio is never below 0, so clip_low over 1 clips nothing",
-            do="set algorithm.clip_low in [0, 1]",
-        )
-        require(
             self.dual_clip == 0 or self.dual_clip > 1,
             asked=f"algorithm.dual_clip={self.dual_clip}",
             found="a bound of 1 or less would cut the loss at ratio 1",
             do="set algorithm.dual_clip above 1 (3 is usual), or 0 for none",
-        )
-        require(
-            self.fixed_tokens is None or self.fixed_tokens >= 1,
-            asked=f"algorithm.fixed_tokens={self.fixed_tokens}",
-            found="the loss is divided by it",
-            do="set algorithm.fixed_tokens to 1 or more",
         )
         require(
             self.fixed_tokens is None or self.aggregation == "fixed",
@@ -416,7 +381,3 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
-
-
-def _require_finite(key: str, value: float) -> None:
-    require(math.isfinite(value), asked=f"{key}={value}", found=f"{key} must be finite", do=f"set {key} to a number")

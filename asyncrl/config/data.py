@@ -3,18 +3,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, check_ranges, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
     path: str = "???"
     """As data.train."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the prompts that come from it, relative to the other sources."""
 
     def __post_init__(self) -> None:
-        require_positive("data.mixture.weight", self.weight)
+        check_ranges("data.mixture.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class CurriculumConfig:
     key: str = ""
     """Number in the rows' extra_info that says how easy they are, such as pass_rate (`asyncrl-eval --rows` writes it);
     empty: no curriculum."""
-    epochs: int = 1
+    epochs: NonNegativeInt = 1
     """Passes over the data that go from easy to hard; later ones are shuffled."""
-    jitter: float = 0.1
+    jitter: NonNegative = 0.1
     """Spread of the noise on it, so that the order is not the same in every epoch."""
     min: float = 0.0
     """Rows below it are left out, and counted."""
@@ -32,8 +32,7 @@ class CurriculumConfig:
     """Rows above it are left out, and counted."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.curriculum.epochs", self.epochs, 0)
-        require_at_least("data.curriculum.jitter", self.jitter, 0)
+        check_ranges("data.curriculum.", self)
         require(
             self.min <= self.max,
             asked=f"data.curriculum.min={self.min} and max={self.max}",
@@ -63,10 +62,10 @@ class DataConfig:
     but for its `index`. They are counted. A mixture looks at each source by itself; held-out sets keep theirs."""
     shuffle: bool = True
     """Each epoch is a permutation drawn from (run.seed, epoch); False keeps the order of the file."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after the chat template, in tokens."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """A longer prompt stops the run before it starts, or is left out and counted."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        check_ranges("data.", self)

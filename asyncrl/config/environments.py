@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from asyncrl.config.checks import Positive, PositiveInt, check_ranges, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +13,16 @@ class ToolUseConfig:
     parser: Literal["auto", "hermes", "json", "tagged"] = "auto"
     """How calls are found in the text. hermes: JSON between <tool_call> tags (Qwen). json: a bare JSON object (Llama
     3). tagged: `<name>arguments</name>`. auto: by the chat template."""
-    max_turns: int = 4
+    max_turns: PositiveInt = 4
     """Responses of the policy in one trajectory."""
-    max_trajectory_tokens: int | None = None
+    max_trajectory_tokens: PositiveInt | None = None
     """Tokens of all responses and tool results together; None takes rollout.sampling.max_response_tokens times
     max_turns, as far as the model's length allows."""
-    max_result_tokens: int = 256
+    max_result_tokens: PositiveInt = 256
     """A longer tool result is cut, with a note."""
-    tool_timeout_s: float = 10.0
+    tool_timeout_s: Positive = 10.0
     """Longest that one call may take; then the policy reads that it took too long."""
-    tool_workers: int = 2
+    tool_workers: PositiveInt = 2
     """Processes that run tools."""
     corpus: str | None = None
     """JSONL file of {"title", "text"} that the tool search looks in; each worker holds its index."""
@@ -30,12 +30,7 @@ class ToolUseConfig:
     """The tool python also where the machine confines it by less than Landlock and seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
-        require_at_least("rollout.tool_use.max_turns", self.max_turns, 1)
-        require_at_least("rollout.tool_use.max_result_tokens", self.max_result_tokens, 1)
-        require_at_least("rollout.tool_use.tool_workers", self.tool_workers, 1)
-        require_positive("rollout.tool_use.tool_timeout_s", self.tool_timeout_s)
-        if self.max_trajectory_tokens is not None:
-            require_at_least("rollout.tool_use.max_trajectory_tokens", self.max_trajectory_tokens, 1)
+        check_ranges("rollout.tool_use.", self)
         require(
             bool(self.tools),
             asked="rollout.tool_use.tools=[]",
@@ -55,8 +50,8 @@ class AgentConfig:
     function: str = ""
     """Of environment agent: `package.module:function`, async, given the address of an OpenAI endpoint, the key of its
     trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens hold for agents too."""
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """Requests that one agent may make for one trajectory; further ones are refused."""
 
     def __post_init__(self) -> None:
-        require_at_least("rollout.agent.max_turns", self.max_turns, 1)
+        check_ranges("rollout.agent.", self)

@@ -2,33 +2,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.config.checks import require, require_at_least, require_positive, require_temperature
+from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges, require, require_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    every_steps: int = 0
+    every_steps: NonNegativeInt = 0
     """Optimizer steps between held-out evaluations; also before the first step and after the last. 0: none."""
-    max_prompts: int = 256
+    max_prompts: PositiveInt = 256
     """At most this many rows of each held-out set, the first ones."""
     temperature: float = 0.0
     """0 is greedy."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Responses to every prompt."""
     pass_at: list[int] = field(default_factory=list)
     """The k of every pass@k that is reported, each at most samples."""
-    leased_replicas: int = 0
+    leased_replicas: NonNegativeInt = 0
     """Replicas that an evaluation takes for itself, pinned to the version that it began with, while training goes on
     with the others. 0: all of them evaluate, and training waits."""
-    timeout_s: float = 1800.0
+    timeout_s: Positive = 1800.0
     """Longest that the evaluation of one held-out set may take."""
 
     def __post_init__(self) -> None:
-        require_at_least("eval.every_steps", self.every_steps, 0)
-        require_at_least("eval.max_prompts", self.max_prompts, 1)
+        check_ranges("eval.", self)
         require_temperature("eval.temperature", self.temperature)
-        require_at_least("eval.samples", self.samples, 1)
-        require_at_least("eval.leased_replicas", self.leased_replicas, 0)
         require(
             all(1 <= k <= self.samples for k in self.pass_at),
             asked=f"eval.pass_at={self.pass_at} with eval.samples={self.samples}",
@@ -41,4 +38,3 @@ class EvalConfig:
             found="greedy responses are all alike",
             do="set eval.temperature above 0",
         )
-        require_positive("eval.timeout_s", self.timeout_s)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.config.checks import require, require_at_least
+from asyncrl.config.checks import NonNegativeInt, check_ranges, require
 
 SINKS = ("wandb", "tensorboard")
 
@@ -13,12 +13,13 @@ class ObservabilityConfig:
     """Metric sinks besides metrics.jsonl: wandb, tensorboard."""
     wandb_project: str = "asyncrl"
     """W&B project; the run is recorded offline when no login is found."""
-    samples_per_step: int = 2
+    samples_per_step: NonNegativeInt = 2
     """Trajectories per admission version that are written to samples.jsonl."""
     progress: bool = True
     """Live progress on a terminal; otherwise one line a step."""
 
     def __post_init__(self) -> None:
+        check_ranges("observability.", self)
         unknown = sorted(set(self.sinks) - set(SINKS))
         require(
             not unknown,
@@ -26,4 +27,3 @@ class ObservabilityConfig:
             found=f"unknown sinks {unknown}; metrics.jsonl is always written",
             do=f"choose from {list(SINKS)}",
         )
-        require_at_least("observability.samples_per_step", self.samples_per_step, 0)

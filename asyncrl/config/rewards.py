@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from annotated_types import Ge
+
+from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, check_ranges, require
 
 _END_S = 3.0
 """What it may take to end a program that is out of time."""
@@ -13,25 +16,21 @@ _END_S = 3.0
 class CodeRewardConfig:
     """Limits of one run of the policy's program. It has no network and no way to the files of others."""
 
-    timeout_s: float = 6.0
+    timeout_s: Positive = 6.0
     """Wall time of all tests of one response together; at least 3 s below reward.timeout_s, to end the program in."""
-    cpu_s: int = 5
+    cpu_s: PositiveInt = 5
     """CPU seconds of one process."""
-    memory_bytes: int = 536870912
+    memory_bytes: Annotated[int, Ge(1 << 26)] = 536870912
     """Address space of one process."""
-    file_bytes: int = 1048576
+    file_bytes: NonNegativeInt = 1048576
     """Largest file that it may write, in a directory that is deleted afterwards."""
-    max_processes: int = 16
+    max_processes: PositiveInt = 16
     """Processes and threads that it may have at once."""
     allow_basic_sandbox: bool = False
     """Run programs also where the machine confines them by less than Landlock and seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
-        require_positive("reward.code.timeout_s", self.timeout_s)
-        require_at_least("reward.code.cpu_s", self.cpu_s, 1)
-        require_at_least("reward.code.memory_bytes", self.memory_bytes, 1 << 26)
-        require_at_least("reward.code.file_bytes", self.file_bytes, 0)
-        require_at_least("reward.code.max_processes", self.max_processes, 1)
+        check_ranges("reward.code.", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +39,15 @@ class RemoteRewardConfig:
 
     url: str = ""
     """Where requests are posted."""
-    timeout_s: float = 20.0
+    timeout_s: Positive = 20.0
     """Longest that one request may take."""
-    retries: int = 3
+    retries: NonNegativeInt = 3
     """Times that a request is sent again after a failed connection, a timeout or an answer of 429 or 5xx."""
-    backoff_s: float = 0.5
+    backoff_s: Positive = 0.5
     """Pause before the first of them; it doubles each time."""
 
     def __post_init__(self) -> None:
-        require_positive("reward.remote.timeout_s", self.timeout_s)
-        require_at_least("reward.remote.retries", self.retries, 0)
-        require_positive("reward.remote.backoff_s", self.backoff_s)
+        check_ranges("reward.remote.", self)
         require(
             not self.url or self.url.startswith(("http://", "https://")),
             asked=f"reward.remote.url={self.url}",
@@ -65,13 +62,13 @@ class RewardConfig:
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
     parts: dict[str, float] = field(default_factory=dict)
     """Several rewards: name -> weight, of which the weighted sum is trained on; they stand in place of function."""
-    timeout_s: float = 30.0
+    timeout_s: Positive = 30.0
     """Longest that one reward may take; then its process is killed and the attempt fails."""
-    workers: int = 2
+    workers: PositiveInt = 2
     """Processes that compute rewards."""
     pattern: str = ""
     """Of reward regex: a Python regular expression that the response must contain; {truth} stands for the answer."""
-    tolerance: float = 1e-6
+    tolerance: NonNegative = 1e-6
     """Of reward numeric: largest relative error of a right number."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     """Settings of reward code."""
@@ -79,14 +76,7 @@ class RewardConfig:
     """Settings of reward remote."""
 
     def __post_init__(self) -> None:
-        require_positive("reward.timeout_s", self.timeout_s)
-        require_at_least("reward.workers", self.workers, 1)
-        require(
-            0 <= self.tolerance < math.inf,
-            asked=f"reward.tolerance={self.tolerance}",
-            found="no finite number of at least 0",
-            do="set it to 1e-6, say",
-        )
+        check_ranges("reward.", self)
         for name, weight in self.parts.items():
             require(
                 math.isfinite(weight),

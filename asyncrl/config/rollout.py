@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from asyncrl.config.checks import (
-    require,
-    require_at_least,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    check_ranges,
     require_device,
-    require_fraction,
-    require_positive,
     require_temperature,
 )
 from asyncrl.config.environments import AgentConfig, ToolUseConfig
@@ -18,47 +22,38 @@ from asyncrl.config.environments import AgentConfig, ToolUseConfig
 class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Draw from the likeliest tokens that hold this much probability; 1 keeps all. The trainer does not filter: below 1
     the ratio compares two different distributions."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Draw from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not filter."""
-    max_response_tokens: int = 256
+    max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
     """Texts, each a single token of the vocabulary, that end a response besides the end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
+        check_ranges("rollout.sampling.", self)
         require_temperature("rollout.sampling.temperature", self.temperature)
-        require_at_least("rollout.sampling.max_response_tokens", self.max_response_tokens, 1)
-        require_at_least("rollout.sampling.top_k", self.top_k, 0)
-        require(
-            0 < self.top_p <= 1,
-            asked=f"rollout.sampling.top_p={self.top_p}",
-            found="top_p must lie in (0, 1]",
-            do="set rollout.sampling.top_p=1 to switch the filter off",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEngineConfig:
-    num_slots: int = 64
+    num_slots: PositiveInt = 64
     """Requests that one replica decodes at once; more wait in its queue."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Ge(2)] | None = None
     """Longest prompt plus response, in tokens. None takes data.max_prompt_tokens plus the longest response of a
     trajectory (all turns together), and for agents and custom environments, which write prompts of their own, at least
     512."""
-    chunk_tokens: int = 16
+    chunk_tokens: PositiveInt = 16
     """Tokens that are streamed together. Of each request a dying replica loses the chunk that it was filling, and those
     that were not collected yet."""
     device: str = "auto"
     """auto takes cuda where there is one."""
 
     def __post_init__(self) -> None:
+        check_ranges("rollout.torch.", self)
         require_device("rollout.torch.device", self.device)
-        require_at_least("rollout.torch.num_slots", self.num_slots, 1)
-        require_at_least("rollout.torch.max_model_len", self.context_tokens, 2)
-        require_at_least("rollout.torch.chunk_tokens", self.chunk_tokens, 1)
 
     @property
     def context_tokens(self) -> int:
@@ -73,17 +68,17 @@ class TorchEngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineConfig:
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len; at least 4096 in place of 512."""
-    max_num_seqs: int = 256
+    max_num_seqs: PositiveInt = 256
     """Requests that one replica decodes at once."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: PositiveInt | None = None
     """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: PositiveShare = 0.85
     """Share of the GPU's memory that vLLM takes."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests that begin alike, within one set of weights."""
@@ -93,19 +88,7 @@ class VllmEngineConfig:
     """Let the engine give its GPU memory back while it is paused. Not on a CPU."""
 
     def __post_init__(self) -> None:
-        require_at_least("rollout.vllm.tensor_parallel_size", self.tensor_parallel_size, 1)
-        require_at_least("rollout.vllm.max_model_len", self.context_tokens, 2)
-        require_at_least("rollout.vllm.max_num_seqs", self.max_num_seqs, 1)
-        if self.max_num_batched_tokens is not None:
-            require_at_least("rollout.vllm.max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.kv_cache_memory_bytes is not None:
-            require_at_least("rollout.vllm.kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        require(
-            0 < self.gpu_memory_utilization <= 1,
-            asked=f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization}",
-            found="it must lie in (0, 1]",
-            do="leave room for what else uses the GPU",
-        )
+        check_ranges("rollout.vllm.", self)
 
     @property
     def context_tokens(self) -> int:
@@ -123,7 +106,7 @@ EngineConfig = TorchEngineConfig | VllmEngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    num_replicas: int = 2
+    num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
     engine: Literal["torch", "vllm"] = "torch"
     """torch: the embedded engine, anywhere and at once. vllm: for models of real size; needs the package vllm."""
@@ -141,30 +124,23 @@ class RolloutConfig:
     """Settings of environment tool_use."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Settings of environment agent."""
-    max_attempts: int = 3
+    max_attempts: PositiveInt = 3
     """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
-    max_failed_fraction: float = 0.1
+    max_failed_fraction: Share = 0.1
     """Share of the last failed_window ended groups that may be `failed` before the run stops."""
-    failed_window: int = 256
+    failed_window: PositiveInt = 256
     """Ended groups that max_failed_fraction looks at; it is checked from 32 of them on."""
-    gate_timeout_s: float = 300.0
+    gate_timeout_s: Positive = 300.0
     """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
-    request_timeout_s: float = 1800.0
+    request_timeout_s: Positive = 1800.0
     """Longest that one response may take over all its attempts."""
-    trajectory_timeout_s: float = 3600.0
+    trajectory_timeout_s: Positive = 3600.0
     """Longest that the environment of one trajectory may take, generation included; then the attempt fails."""
-    poll_interval_s: float = 0.05
+    poll_interval_s: Positive = 0.05
     """Shortest time between two collections of streamed tokens from a replica."""
 
     def __post_init__(self) -> None:
-        require_at_least("rollout.num_replicas", self.num_replicas, 1)
-        require_at_least("rollout.max_attempts", self.max_attempts, 1)
-        require_fraction("rollout.max_failed_fraction", self.max_failed_fraction)
-        require_at_least("rollout.failed_window", self.failed_window, 1)
-        require_positive("rollout.gate_timeout_s", self.gate_timeout_s)
-        require_positive("rollout.request_timeout_s", self.request_timeout_s)
-        require_positive("rollout.trajectory_timeout_s", self.trajectory_timeout_s)
-        require_positive("rollout.poll_interval_s", self.poll_interval_s)
+        check_ranges("rollout.", self)
 
     @property
     def settings(self) -> EngineConfig:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from asyncrl.config.checks import require, require_at_least, require_positive
+from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,23 +12,21 @@ class RunSection:
     """Name of the run; the recipe's file name when it is left out."""
     dir: str | None = None
     """Run directory; `runs/<name>` when it is left out."""
-    max_steps: int = 100
+    max_steps: PositiveInt = 100
     """Optimizer steps of the whole run, over all restarts."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of the prompt order, of sampling and of initialisation."""
-    shutdown_timeout_s: float = 8.0
+    shutdown_timeout_s: Positive = 8.0
     """Longest that an interrupted run waits for the step in progress before it gives that step up."""
 
     def __post_init__(self) -> None:
+        check_ranges("run.", self)
         require(
             self.name is None or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f]{1,60}", self.name) is not None,
             asked=f"run.name={self.name!r}",
             found="no name that a directory below runs/ can have",
             do="use letters, digits, - and _; a place elsewhere is run.dir",
         )
-        require_at_least("run.max_steps", self.max_steps, 1)
-        require_at_least("run.seed", self.seed, 0)
-        require_positive("run.shutdown_timeout_s", self.shutdown_timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +34,12 @@ class RayConfig:
     address: str | None = None
     """auto or host:port joins a running cluster, as RAY_ADDRESS in the environment does; without either a local one is
     started and ended with the run."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Positive = 300.0
     """Longest that one part (all trainer ranks, a replica, the rollouter) may take to start."""
-    health_interval_s: float = 2.0
+    health_interval_s: Positive = 2.0
     """Seconds between two health checks of every actor."""
-    health_timeout_s: float = 20.0
+    health_timeout_s: Positive = 20.0
     """A process that answers no health check for this long counts as dead."""
 
     def __post_init__(self) -> None:
-        require_positive("ray.start_timeout_s", self.start_timeout_s)
-        require_positive("ray.health_interval_s", self.health_interval_s)
-        require_positive("ray.health_timeout_s", self.health_timeout_s)
+        check_ranges("ray.", self)

@@ -1,9 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from asyncrl.config.checks import require, require_at_least, require_device, require_fraction, require_positive
+from annotated_types import Ge, Lt
+
+from asyncrl.config.checks import (
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Share,
+    check_ranges,
+    require,
+    require_device,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +37,18 @@ class FsdpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get an adapter, by the end of their name; all-linear takes every linear layer but the output. The
     experts of a mixture, and the router before them, are no linear layers and get none."""
 
     def __post_init__(self) -> None:
-        require_at_least("trainer.lora.rank", self.rank, 0)
-        require_positive("trainer.lora.alpha", self.alpha)
-        require(
-            0 <= self.dropout < 1,
-            asked=f"trainer.lora.dropout={self.dropout}",
-            found="a share of an adapter's inputs is dropped, and some must be left",
-            do="set trainer.lora.dropout in [0, 1)",
-        )
+        check_ranges("trainer.lora.", self)
         require(
             bool(self.target_modules),
             asked="trainer.lora.target_modules=[]",
@@ -55,7 +59,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    num_ranks: int = 1
+    num_ranks: PositiveInt = 1
     """Data-parallel ranks, one process each."""
     backend: Literal["fsdp"] = "fsdp"
     """fsdp: FSDP2 over torch.distributed."""
@@ -63,45 +67,42 @@ class TrainerConfig:
     """Settings of backend fsdp."""
     device: str = "auto"
     """auto takes cuda where there is one."""
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     """Peak learning rate of AdamW."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """The learning rate rises linearly over these steps."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stays, or falls to min_lr_fraction of lr by step decay_steps."""
     decay_steps: int | None = None
     """Step at which a falling learning rate reaches its end; None takes run.max_steps: a resumed run with another
     run.max_steps then follows another curve, and the rate jumps (it is logged)."""
-    min_lr_fraction: float = 0.0
+    min_lr_fraction: Share = 0.0
     """Where a falling learning rate ends, as a share of lr."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """On matrices only: norms and biases are not decayed."""
-    adam_beta1: float = 0.9
-    """Decay of the running mean of gradients, in [0, 1)."""
-    adam_beta2: float = 0.95
-    """Decay of the running mean of squared gradients, in [0, 1)."""
-    adam_eps: float = 1e-8
+    adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay of the running mean of gradients."""
+    adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay of the running mean of squared gradients."""
+    adam_eps: Positive = 1e-8
     """Added to the denominator of the update."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: PositiveInt | None = None
     """Token budget (prompt and response) of one forward pass on one rank. None takes 8192, or the longest trajectory
     where that is longer."""
-    step_timeout_s: float = 3600.0
+    step_timeout_s: Positive = 3600.0
     """Longest that one optimizer step may take, and reading the trainer's part of a checkpoint."""
-    collective_timeout_s: float = 600.0
+    collective_timeout_s: Positive = 600.0
     """Longest that one torch.distributed operation may wait for a peer; at the start, for the one that reads models."""
 
     def __post_init__(self) -> None:
-        require_at_least("trainer.num_ranks", self.num_ranks, 1)
-        require_positive("trainer.lr", self.lr)
+        check_ranges("trainer.", self)
         require_device("trainer.device", self.device)
-        require_at_least("trainer.warmup_steps", self.warmup_steps, 0)
-        require_fraction("trainer.min_lr_fraction", self.min_lr_fraction)
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
@@ -114,17 +115,3 @@ class TrainerConfig:
             found="a constant learning rate does not fall",
             do="set trainer.schedule=linear or cosine, or leave trainer.decay_steps out",
         )
-        require_at_least("trainer.weight_decay", self.weight_decay, 0)
-        require_at_least("trainer.max_grad_norm", self.max_grad_norm, 0)
-        if self.max_tokens_per_microbatch is not None:
-            require_at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        require_positive("trainer.step_timeout_s", self.step_timeout_s)
-        require_positive("trainer.adam_eps", self.adam_eps)
-        require_positive("trainer.collective_timeout_s", self.collective_timeout_s)
-        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
-            require(
-                0 <= beta < 1,
-                asked=f"trainer.{name}={beta}",
-                found="an Adam coefficient lies in [0, 1)",
-                do=f"set trainer.{name} below 1",
-            )
