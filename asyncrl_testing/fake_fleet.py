@@ -98,10 +98,11 @@ class FakeFleet:
     def __init__(self, *replicas: FakeReplica, respawn: Callable[[int], FakeReplica] | None = None) -> None:
         self._replicas = dict(enumerate(replicas))
         self._serving: dict[int, FakeReplica] = {}
+        self._held: set[int] = set()
         self._respawn = respawn
         self.failures: list[tuple[int, str]] = []
         self.routing: list[tuple[str, list[int], int | None]] = []
-        """Calls of `hold` and `release`: name, replicas, version."""
+        """Calls of `hold`, and of `committed` for what was held: name, replicas, version."""
 
     @property
     def members(self) -> dict[int, FakeReplica]:
@@ -123,16 +124,17 @@ class FakeFleet:
         if not self._replicas:
             raise DeadlineExceeded("no replica is up")
 
-    async def committed(self, controls: Mapping[int, Any]) -> int:
+    async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
         still_up = {i: c for i, c in controls.items() if self._replicas.get(i) is c}
         self._serving |= still_up
+        if held := [i for i in controls if i in self._held]:
+            self.routing.append(("committed", held, version))
+            self._held.difference_update(held)
         return len(still_up)
 
     async def hold(self, controls: Mapping[int, Any]) -> None:
         self.routing.append(("hold", list(controls), None))
-
-    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
-        self.routing.append(("release", list(controls), version))
+        self._held.update(controls)
 
     async def stats(self) -> None:
         for replica_id, replica in self.members.items():

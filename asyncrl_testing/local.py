@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from asyncrl.errors import ProcessDied
 from asyncrl.inference.replica import Replica
-from asyncrl.types import GenerationRequest, Manifest, TokenChunk, TransferSource
+from asyncrl.types import (
+    GenerationRequest,
+    Manifest,
+    ReplicaRow,
+    ReplicaState,
+    ReplicaTable,
+    TokenChunk,
+    TransferSource,
+)
 
 NO_SOURCE = TransferSource("fake", "", "", 0, 1, 0, 0)
+
+
+class Rows:
+    """The table of replicas that a pool would send, changed row by row. Each change returns the table."""
+
+    def __init__(self, handles: Mapping[int, Any] | None = None, state: ReplicaState = "serving") -> None:
+        self.table = ReplicaTable(0, {i: ReplicaRow(h, state, 0) for i, h in (handles or {}).items()})
+
+    def put(
+        self, replica_id: int, handle: Any = None, state: ReplicaState = "serving", version: int | None = None
+    ) -> ReplicaTable:
+        """A row as it is now: another incarnation when there is a `handle`, else the one of before."""
+        former = self.table.rows.get(replica_id)
+        if handle is None:
+            assert former is not None, replica_id
+            row = replace(former, state=state, version=former.version if version is None else version)
+        else:
+            row = ReplicaRow(handle, state, 0 if former is None else former.incarnation + 1, version)
+        return self._become({**self.table.rows, replica_id: row})
+
+    def drop(self, *replica_ids: int) -> ReplicaTable:
+        """Without these: their processes are dead, and the next ones have not started."""
+        rows = dict(self.table.rows)
+        for i in replica_ids:
+            rows[i] = ReplicaRow(None, "starting", rows[i].incarnation + 1)
+        return self._become(rows)
+
+    def _become(self, rows: Mapping[int, ReplicaRow]) -> ReplicaTable:
+        self.table = ReplicaTable(self.table.generation + 1, rows)
+        return self.table
 
 
 class LocalReplicaChannel:

@@ -16,7 +16,7 @@ from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_client import within
-from asyncrl_testing.local import LocalReplicaChannel
+from asyncrl_testing.local import LocalReplicaChannel, Rows
 
 _BUCKET_BYTES = 1 << 18
 _TIMEOUT_S = 60.0
@@ -74,7 +74,9 @@ class Publisher:
     def client(self) -> GenerationClient:
         """A client of `replica`; close it."""
         channel = LocalReplicaChannel(self.replica, f"client-{(number := next(self._clients))}")
-        return GenerationClient(f"client-{number}", {0: channel}, request_timeout_s=120.0, poll_interval_s=0.002)
+        return GenerationClient(
+            f"client-{number}", Rows({0: channel}).table, request_timeout_s=120.0, poll_interval_s=0.002
+        )
 
     async def sampled(self, count: int) -> None:
         """Waits until the engine has sampled `count` more tokens."""

@@ -44,7 +44,8 @@ from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import Generation, GenerationClient
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GenerationRequest, PublishReport, SamplingParams, TokenChunk
+from asyncrl.types import GenerationRequest, PublishReport, ReplicaState, SamplingParams, TokenChunk
+from asyncrl_testing.local import Rows
 from asyncrl_testing.random_model import write_random_qwen3
 
 RESULTS = Path(__file__).parent / "results" / "interruption.md"
@@ -110,6 +111,7 @@ class Fleet:
         self.members = dict(controls)
         self.newcomers = dict(controls)
         self.client: GenerationClient | None = None
+        self.rows: Rows | None = None
 
     def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         raise SystemExit(f"replica {replica_id} failed: {why}")
@@ -117,18 +119,19 @@ class Fleet:
     async def wait_member(self, timeout_s: float) -> None:
         raise SystemExit("there is no replica")
 
-    async def committed(self, controls: Mapping[int, Any]) -> int:
+    async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
         self.newcomers = {}
+        self._route("serving", controls, version)
         return len(controls)
 
     async def hold(self, controls: Collection[int]) -> None:
-        if self.client is not None:
-            self.client.hold(list(controls))
+        self._route("held", controls)
 
-    async def release(self, controls: Collection[int], version: int | None) -> None:
-        if self.client is not None:
+    def _route(self, state: ReplicaState, controls: Collection[int], version: int | None = None) -> None:
+        if self.client is not None and self.rows is not None:
             for replica_id in controls:
-                self.client.release(replica_id, version)
+                self.rows.put(replica_id, state=state, version=version)
+            self.client.set_replicas(self.rows.table)
 
     async def stats(self) -> None: ...
 
@@ -179,7 +182,9 @@ class Bench:
         self._clients += 1
         name = f"bench-{self._clients}"
         channels = {i: CountingChannel(i, c.handle, name) for i, c in self._fleet.members.items()}
-        client = GenerationClient(name, channels, request_timeout_s=RUN_S, poll_interval_s=self._poll_interval_s)
+        self._fleet.rows = Rows(channels)
+        table = self._fleet.rows.table
+        client = GenerationClient(name, table, request_timeout_s=RUN_S, poll_interval_s=self._poll_interval_s)
         self._fleet.client = client
         try:
             return await self._measure(mode, client, list(channels.values()), publisher, num_requests)

@@ -50,6 +50,7 @@ from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks
 from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl_testing.local import Rows
 from asyncrl_testing.random_model import write_random_qwen3
 
 RESULTS = Path(__file__).parent / "results" / "replica.md"
@@ -231,7 +232,10 @@ def spawn(path: Path, replica_id: int) -> ReplicaControl:
 def client_of(name: str, replicas: Mapping[int, ReplicaControl]) -> GenerationClient:
     channels = {i: ReplicaActorChannel(i, control.handle, name) for i, control in replicas.items()}
     return GenerationClient(
-        name, channels, request_timeout_s=RUN_S, poll_interval_s=RolloutConfig(engine="vllm").poll_interval_s
+        name,
+        Rows(channels).table,
+        request_timeout_s=RUN_S,
+        poll_interval_s=RolloutConfig(engine="vllm").poll_interval_s,
     )
 
 

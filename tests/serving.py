@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.inference.replica import Replica
+from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
 from asyncrl.serving.app import Api, ServedModel
@@ -27,6 +29,7 @@ from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.server import Server
+from asyncrl.types import ReplicaTable
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel
 
@@ -128,13 +131,24 @@ class Served:
             return await http.get(path, headers=headers)
 
 
-class LocalStatus:
+class LocalControl:
+    """What a pool calls of a replica in this process; the channel to it dies with it."""
+
     def __init__(self, replica, channel):
-        self._replica, self._channel = replica, channel
+        self._replica, self.channel = replica, channel
+
+    async def start(self, timeout_s):
+        await self._replica.start()
 
     async def stats(self, timeout_s):
-        self._channel._require_alive()
+        self.channel._require_alive()
         return await asyncio.wait_for(self._replica.stats(), timeout_s)
+
+    async def stop(self, timeout_s):
+        await self._replica.stop()
+
+    def kill(self):
+        self.channel.die()
 
 
 @asynccontextmanager
@@ -152,19 +166,41 @@ async def serving(
     limits=None,
     local_only=False,
     send_buffer_bytes=None,
+    max_restarts=0,
     **script,
 ):
     script = {"tick_s": 0.0, "chunk_tokens": 3, "max_model_len": 512, **script}
     engines = [ScriptedEngine(FakeScript(start_version=0 if at_once else None, **script), reply) for _ in range(count)]
-    replicas = [
-        Replica(i, lambda e=e: e, gate_timeout_s=gate_timeout_s, serves_at_once=at_once) for i, e in enumerate(engines)
-    ]
-    for replica in replicas:
-        await replica.start()
+
+    def made(i, engine):
+        return Replica(i, lambda: engine, gate_timeout_s=gate_timeout_s, serves_at_once=at_once)
+
+    replicas = [made(i, engine) for i, engine in enumerate(engines)]
     channels = {i: LocalReplicaChannel(r) for i, r in enumerate(replicas)}
-    client = GenerationClient("test", channels, request_timeout_s=60, poll_interval_s=0.001)
-    statuses = {i: LocalStatus(r, channels[i]) for i, r in enumerate(replicas)}
-    fleet = Fleet(client, statuses, refresh_s=0.05)
+    client = GenerationClient(
+        "test", ReplicaTable(), request_timeout_s=60, poll_interval_s=0.001, waits_for_replacements=True
+    )
+    settings = PoolSettings(max_restarts, 10, health_interval_s=60, health_timeout_s=10, serves_at_once=True)
+
+    def spawn(i):
+        if channels[i].spawned:
+            engines[i] = ScriptedEngine(FakeScript(start_version=0, **script), reply)
+            replicas[i] = made(i, engines[i])
+            channels[i] = LocalReplicaChannel(replicas[i])
+        channels[i].spawned = True
+        return LocalControl(replicas[i], channels[i])
+
+    for channel in channels.values():
+        channel.spawned = False
+    pool = ReplicaPool(spawn, count, settings, on_event=lambda event, **fields: None)
+
+    async def route(table):
+        rows = {i: replace(row, handle=row.handle.channel) for i, row in table.rows.items()}
+        client.set_replicas(replace(table, rows=rows))
+
+    await pool.start()
+    await pool.set_listener(route)
+    fleet = Fleet(client, pool, refresh_s=0.05)
     metrics = ServingMetrics()
     text = ModelText(
         tokenizer or byte_tokenizer(), ModelConfig(path=str(Path(__file__).parent)), None, max_model_len=512
@@ -199,8 +235,7 @@ async def serving(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await client.close()
-        for replica in replicas:
-            await replica.stop()
+        await pool.stop(5)
 
 
 ASK = {"messages": [{"role": "user", "content": "hello"}]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import logging
 import os
@@ -39,16 +38,15 @@ from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.inference.engines import ENGINES
 from asyncrl.registry import make_importable
-from asyncrl.types import Admission, EvalResult, Ticket, TrajectoryGroup
+from asyncrl.types import Admission, EvalResult, ReplicaTable, Ticket, TrajectoryGroup
 
 if TYPE_CHECKING:
-    from asyncrl.inference.replica_actor import ReplicaControl
+    pass
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
-STOP_TIMEOUT_S = 5.0
 """Longest that one part may take to stop before its process is killed."""
 ALL_ROWS = 1 << 52
 DEFAULT_LENGTH = 4096
@@ -300,43 +298,40 @@ async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment:
 
 
 async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
-    from asyncrl.rollout.actor_channels import ReplicaActorChannel
+    from asyncrl.inference.standalone import STOP_TIMEOUT_S, standalone_pool
+    from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"
     spec = RolloutSpec(recipe, None, {name: prompts}, Path(os.devnull), Path(os.devnull))
-    rollouter = Rollouter(spec, _NoTickets(), {}, client_id)
-    replicas = _spawn(recipe, environment)
+    rollouter = Rollouter(spec, _NoTickets(), client_id)
+    replicas = standalone_pool(
+        recipe.model,
+        recipe.rollout,
+        recipe.recovery,
+        environment=environment,
+        start_timeout_s=recipe.ray.start_timeout_s,
+    )
+
+    async def route(table: ReplicaTable) -> None:
+        await rollouter.set_replicas(channels(table, client_id))
+
+    async def answer() -> EvalResult:
+        await replicas.set_listener(route)
+        return await rollouter.evaluate(name, recipe.run.seed, recipe.eval.timeout_s)
+
+    tasks: list[asyncio.Task[Any]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            for control in replicas.values():
-                group.create_task(control.start(recipe.ray.start_timeout_s))
-            group.create_task(_started(rollouter))
-        channels = {i: ReplicaActorChannel(i, control.handle, client_id) for i, control in replicas.items()}
-        return await rollouter.evaluate(name, recipe.run.seed, recipe.eval.timeout_s, channels)
-    except ExceptionGroup as errors:
-        raise min(errors.exceptions, key=lambda e: not isinstance(e, AsyncRLError)) from None
+        tasks = [asyncio.create_task(replicas.start()), asyncio.create_task(rollouter.start())]
+        await asyncio.gather(*tasks)
+        tasks = [asyncio.create_task(answer()), asyncio.create_task(replicas.watch())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await next(task for task in tasks if task.done())
     finally:
-        stops = (control.stop(STOP_TIMEOUT_S) for control in replicas.values())
-        await asyncio.gather(rollouter.stop(), *stops, return_exceptions=True)
-        for control in replicas.values():
-            control.kill()
-
-
-def _spawn(recipe: Recipe, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
-    """A process for every replica, with the weights of the model's files. Raises ConfigError: too few GPUs."""
-    from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
-
-    rollout = recipe.rollout
-    gpus = replica_gpus(rollout, rollout.num_replicas)
-    require_gpus(gpus, rollout.num_replicas)
-    options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
-    spawn = functools.partial(spawn_replica, rollout, recipe.model, **options)
-    return {i: spawn(i) for i in range(rollout.num_replicas)}
-
-
-async def _started(rollouter: Any) -> None:
-    await rollouter.start()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(rollouter.stop(), replicas.stop(STOP_TIMEOUT_S), return_exceptions=True)
 
 
 class _NoTickets:

@@ -1,6 +1,8 @@
 """`asyncrl-serve MODEL [key=value ...]`: an OpenAI-compatible address in front of replicas of one model.
 
     client --HTTP--> Api --> Fleet --> GenerationClient --> Router --> Replica[0..R)   (Ray actors)
+                                           ^ table of who serves
+                                       ReplicaPool (replaces those that die)
 
 Exit codes: 1 it failed, the error is named; 2 bad input, nothing was started; 130 and 143 it was ended by SIGINT or
 SIGTERM.
@@ -10,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import ipaddress
 import json
 import logging
@@ -34,6 +35,7 @@ from asyncrl.config.load import load_recipe, serving_api_key
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import is_hub_model
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
@@ -41,9 +43,10 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.inference.engines import ENGINES, require_runs
+from asyncrl.types import ReplicaTable
 
 if TYPE_CHECKING:
-    from asyncrl.inference.replica_actor import ReplicaControl
+    from asyncrl.inference.replica_pool import ReplicaPool
     from asyncrl.serving.model_text import ModelText
 
 logger = logging.getLogger("asyncrl.commands.serve")
@@ -53,9 +56,6 @@ EXIT_BAD_INPUT = 2
 EXIT_SIGNAL_BASE = 128
 LAST_WORD_S = 5.0
 """For a client to read that the time of its request is over, before its connection is closed."""
-STOP_TIMEOUT_S = 3.0
-"""Longest that one replica may take to stop before its process is killed."""
-
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
 """What a recipe must say of training and serving does not need."""
 
@@ -70,6 +70,7 @@ class Service:
     config: ServingConfig
     model: ModelConfig
     rollout: RolloutConfig
+    recovery: RecoveryConfig
     text: ModelText
     listener: socket.socket
     log_file: Path
@@ -142,7 +143,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     require_runs(rollout, facts, section="")
     text = ModelText(tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len)
     listener = _bind(config.host, config.port)
-    return Service(config, model, rollout, text, listener, (config.log_file or _log_file()).absolute())
+    return Service(config, model, rollout, recipe.recovery, text, listener, (config.log_file or _log_file()).absolute())
 
 
 def _log_file() -> Path:
@@ -161,6 +162,8 @@ def run(service: Service) -> int:
 
 
 async def _run(service: Service, environment: Mapping[str, str]) -> int:
+    from asyncrl.inference.standalone import STOP_TIMEOUT_S, standalone_pool
+
     signals: list[int] = []
     stopped = asyncio.Event()
 
@@ -170,27 +173,32 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    replicas = _spawn(service, environment)
+    replicas = standalone_pool(
+        service.model,
+        service.rollout,
+        service.recovery,
+        environment=environment,
+        start_timeout_s=service.config.start_timeout_s,
+    )
     stop = asyncio.create_task(stopped.wait(), name="stop")
     try:
-        started = asyncio.create_task(_start(replicas, service.config.start_timeout_s), name="start")
+        started = asyncio.create_task(replicas.start(), name="start")
         await asyncio.wait([started, stop], return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
             await asyncio.gather(started, return_exceptions=True)
             return signals[0]
-        await _serve(service, replicas, nodes=started.result(), stop=stop)
+        await started
+        await _serve(service, replicas, stop)
         return signals[0]
     finally:
         stop.cancel()
-        await _end(replicas)
+        await replicas.stop(STOP_TIMEOUT_S)
 
 
-async def _serve(
-    service: Service, replicas: Mapping[int, ReplicaControl], *, nodes: Mapping[int, str], stop: asyncio.Task[Any]
-) -> None:
-    """Serves until `stop` is done. Raises what ended the fleet or the HTTP server before."""
-    from asyncrl.rollout.actor_channels import ReplicaActorChannel
+async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
+    """Serves until `stop` is done. Raises what ended the replicas or the HTTP server before."""
+    from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
     from asyncrl.serving.app import Api, ServedModel
     from asyncrl.serving.connection_guard import SPARE_CONNECTIONS, Guard, Limits, connections_that_fit
@@ -203,19 +211,24 @@ async def _serve(
     name = f"serve-{os.getpid()}"
     client = GenerationClient(
         name,
-        {i: ReplicaActorChannel(i, control.handle, name) for i, control in replicas.items()},
+        ReplicaTable(),
         request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first, and says more
         poll_interval_s=rollout.poll_interval_s,
+        waits_for_replacements=True,
+        max_lost=service.recovery.max_replica_restarts + 1,  # the pool gives up first
     )
+
+    async def route(table: ReplicaTable) -> None:
+        client.set_replicas(channels(table, name))
+
+    await replicas.set_listener(route)
     address = FleetAddress(service.address, service.name, rollout.engine, os.getpid(), time.time())
     discovery = DiscoveryFile(config.discovery_file.absolute(), address) if config.discovery_file else None
     fleet = Fleet(
         client,
         replicas,
-        nodes=nodes,
         refresh_s=config.refresh_s,
-        on_lost=lambda i: replicas[i].kill(),
-        on_refresh=lambda: discovery.write(fleet.states) if discovery else None,
+        on_refresh=lambda: discovery.write(fleet.reports) if discovery else None,
     )
     metrics = ServingMetrics()
     api = Api(
@@ -244,49 +257,6 @@ async def _serve(
         await client.close()
 
 
-def _spawn(service: Service, environment: Mapping[str, str]) -> dict[int, ReplicaControl]:
-    """A process for every replica, with the model's own weights. Raises ConfigError: too few GPUs for them."""
-    from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
-
-    rollout = service.rollout
-    gpus = replica_gpus(rollout, rollout.num_replicas)
-    require_gpus(gpus, rollout.num_replicas)
-    spawn = functools.partial(
-        spawn_replica,
-        rollout,
-        service.model,
-        num_gpus=gpus,
-        environment=environment,
-        load_real_weights=True,
-    )
-    return {i: spawn(i) for i in range(rollout.num_replicas)}
-
-
-async def _start(replicas: Mapping[int, ReplicaControl], timeout_s: float) -> dict[int, str]:
-    """The address of every replica's machine, once all have loaded the model. Raises what any of them raises."""
-    from asyncrl.remote.reply import reply
-
-    async def start(replica_id: int, control: ReplicaControl) -> str:
-        await control.start(timeout_s)
-        call = control.handle.__ray_call__.remote(_node_address)
-        return await reply(call, timeout_s=timeout_s, call="address", process=f"replica {replica_id}")
-
-    return dict(zip(replicas, await asyncio.gather(*(start(i, c) for i, c in replicas.items())), strict=True))
-
-
-def _node_address(_replica: object) -> str:
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
-async def _end(replicas: Mapping[int, ReplicaControl]) -> None:
-    """Asks every replica to stop and kills it."""
-    await asyncio.gather(*(control.stop(STOP_TIMEOUT_S) for control in replicas.values()), return_exceptions=True)
-    for control in replicas.values():
-        control.kill()
-
-
 def _bind(host: str, port: int) -> socket.socket:
     """A socket on that address, where clients may already queue. Raises ConfigError: it is taken, or not of this
     machine."""
@@ -311,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="asyncrl-serve",
         description="Serve a model behind one OpenAI-compatible address.",
         epilog="key=value overrides keys of a recipe's rollout section, for example vllm.max_model_len=2048, or of its "
-        "model section with their prefix, for example model.chat_template=FILE. "
+        "model and recovery sections with their prefix, for example model.chat_template=FILE. "
         "exit codes: 1 failed, 2 bad input (nothing started), 130/143 ended by a signal",
     )
     add = parser.add_argument
@@ -363,7 +333,7 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     ]
     if arguments.dtype is not None:
         settings.append(f"model.inference_dtype={arguments.dtype}")
-    settings += [o if o.startswith("model.") else f"rollout.{o}" for o in arguments.overrides]
+    settings += [o if o.startswith(("model.", "recovery.")) else f"rollout.{o}" for o in arguments.overrides]
     return load_recipe(Path(os.devnull), settings)
 
 

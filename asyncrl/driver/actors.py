@@ -21,7 +21,7 @@ from asyncrl.cluster.ray_session import Cluster
 from asyncrl.driver.run_spec import Job
 from asyncrl.errors import AsyncRLError
 from asyncrl.inference.engines import ENGINES
-from asyncrl.inference.replica_actor import ReplicaControl, gpu_share, replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.replica_actor import gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
@@ -74,10 +74,6 @@ class Actors:
                 health_interval_s=recipe.ray.health_interval_s,
                 health_timeout_s=recipe.ray.health_timeout_s,
             ),
-            announce=self._announce,
-            retire=self._retire,
-            hold=self._hold,
-            release=self._release,
             on_event=events.write,
         )
         self.queue = self._new_queue()
@@ -125,6 +121,7 @@ class Actors:
         spec = TrainerSpec.of(recipe)
         start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
         trainers = asyncio.ensure_future(start)
+        await self.replicas.set_listener(self.rollouter.set_replicas)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
@@ -167,30 +164,16 @@ class Actors:
 
         def spawn(client_id: str) -> RolloutControl:
             actor = ray.remote(Rollouter).options(**self._on_driver)
-            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), {}, client_id), client_id)
+            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), client_id), client_id)
 
         return RolloutSupervisor(
             spawn,
-            lambda: self.replicas.serving_members,
             queue.take_back_all,
             self.replicas.forget_client,
             budget=self._rollouter_budget,
             start_timeout_s=recipe.ray.start_timeout_s,
             on_event=self._events.write,
         )
-
-    async def _retire(self, replica_id: int, *, lives: bool = False) -> None:
-        rollouter = self.rollouter
-        await (rollouter.withdraw_replica(replica_id) if lives else rollouter.remove_replica(replica_id))
-
-    async def _hold(self, replica_ids: list[int]) -> None:
-        await self.rollouter.hold(replica_ids)
-
-    async def _release(self, replica_ids: list[int], version: int | None) -> None:
-        await self.rollouter.release(replica_ids, version)
-
-    async def _announce(self, replica_id: int, control: ReplicaControl, version: int | None) -> None:
-        await self.rollouter.add_replica(replica_id, control, version)
 
     def _rank_gpus(self) -> float:
         """GPUs of one trainer rank; replicas that take whole GPUs leave the others to the ranks."""

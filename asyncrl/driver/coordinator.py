@@ -323,11 +323,9 @@ class Coordinator:
         parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)
-            serving = set(parts.replicas.serving_members)  # those of later need not be in the answer yet
             queue_s, trainers_s, rollout = await asyncio.gather(
                 parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
             )
-            await parts.replicas.reconcile({*rollout.replicas, *(parts.replicas.serving_members.keys() - serving)})
             parts.saw("rollout", (rollout.groups, rollout.requests, rollout.reprefilled_tokens))
             self._health = {
                 Metric.CPU_QUEUE: queue_s,

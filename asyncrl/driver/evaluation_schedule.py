@@ -14,13 +14,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
-from asyncrl.types import EvalResult
+from asyncrl.types import EvalResult, ReplicaTable
 from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
@@ -153,8 +153,8 @@ class Evaluations:
         results = []
         try:
             for name in self._sets:
-                left = {i: c for i, c in self._parts.replicas.leased.items() if leases.get(i) is c}
-                if not left:
+                left = self._still_leased(leases)
+                if not left.rows:
                     raise GenerationError(f"evaluation of {name}: the last of its replicas was lost")
                 result = await self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s, left)
                 if any(v != version for v in result.versions):
@@ -164,6 +164,10 @@ class Evaluations:
             if not (task := asyncio.current_task()) or not task.cancelling():
                 await self._parts.replicas.end_lease(leases)
         return results
+
+    def _still_leased(self, leases: Mapping[int, Any]) -> ReplicaTable:
+        table = self._parts.replicas.table
+        return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
 
     async def _end_beside(self) -> None:
         """Returns when no evaluation is under way beside training, or a stop came."""

@@ -73,6 +73,7 @@ class Replica:
     """Args:
     build_engine: makes the engine, in the process of the replica.
     serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate waits for a commit.
+    node: address of this machine, or what gives it in the process of the replica.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Replica:
         *,
         gate_timeout_s: float,
         serves_at_once: bool = False,
+        node: str | Callable[[], str] = "",
     ) -> None:
         self._id = replica_id
+        self._node = node() if callable(node) else node
         self._engine = build_engine()
         self._gate_timeout_s = gate_timeout_s
         self._serves_at_once = serves_at_once
@@ -231,7 +234,7 @@ class Replica:
         self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
-        return ReplicaStats(self._id, os.getpid(), health, paused_s, _cpu_s())
+        return ReplicaStats(self._id, os.getpid(), health, paused_s, _cpu_s(), self._node)
 
     async def stop(self) -> None:
         self._stopping = True

@@ -84,7 +84,13 @@ def spawn_replica(
             max_concurrency=1000,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
-        .remote(replica_id, build, gate_timeout_s=rollout.gate_timeout_s, serves_at_once=load_real_weights)
+        .remote(
+            replica_id,
+            build,
+            gate_timeout_s=rollout.gate_timeout_s,
+            serves_at_once=load_real_weights,
+            node=ray.util.get_node_ip_address,
+        )
     )
     return ReplicaControl(replica_id, handle)
 

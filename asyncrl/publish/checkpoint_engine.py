@@ -147,7 +147,7 @@ class CheckpointEngine:
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
-        replicas = await self._fleet.committed(done)
+        replicas = await self._fleet.committed(done, version if self._rolling else None)
         if publish.verify or self._config.verify == "off":
             self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
@@ -190,8 +190,7 @@ class CheckpointEngine:
         publish.pause_s += (time.monotonic() - began) * min(1.0, len(paused) / max(1, num_members))
         publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
         if self._rolling and done:
-            await self._fleet.committed(done)
-            await self._fleet.release(done, publish.version)
+            await self._fleet.committed(done, publish.version)
         return done
 
     def _is_verified(self, *, scheduled: bool) -> bool:

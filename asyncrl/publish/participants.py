@@ -54,16 +54,14 @@ class Fleet(Protocol):
         """Returns when at least one is up. Raises RunFailed, DeadlineExceeded."""
         ...
 
-    async def committed(self, controls: Mapping[int, Any]) -> int:
-        """These serve committed weights from now on; returns how many of them are still up."""
+    async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
+        """These serve committed weights from now on; returns how many of them are still up. `version`: what they serve,
+        in a rolling publish."""
         ...
 
     async def hold(self, controls: Mapping[int, Any]) -> None:
-        """A rolling publish reaches these now: no new request goes to them while there are others."""
-        ...
-
-    async def release(self, controls: Mapping[int, Any], version: int | None) -> None:
-        """These serve `version` (None: the one they had), and requests go to them again."""
+        """A rolling publish reaches these next: no new request goes to them until they have committed, while there are
+        others."""
         ...
 
     async def stats(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from asyncrl.types import (
     EvalResult,
     GenerationRequest,
     PartialGroup,
+    ReplicaTable,
     RolloutStats,
     Ticket,
     TokenChunk,
@@ -46,6 +47,12 @@ class ReplicaActorChannel:
 
     async def abort(self, request_ids: list[str]) -> None:
         await reply(self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, call="abort", process=self._name)
+
+
+def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:
+    """A table of controls as one of the channels of this client."""
+    rows = {i: replace(r, handle=ReplicaActorChannel(i, r.handle.handle, client_id)) for i, r in table.rows.items()}
+    return replace(table, rows=rows)
 
 
 class QueueChannel:
@@ -114,34 +121,18 @@ class RolloutControl:
         watch of the coordinator, through the supervisor, is its deadline."""
         await reply(self.handle.run.remote(), timeout_s=FOREVER_S, call="run", process=ROLLOUTER)
 
-    async def evaluate(
-        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None = None
-    ) -> EvalResult:
-        """`replicas`: the controls of those that answer all of it, None: those that serve."""
-        channels = None
-        if replicas is not None:
+    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
+        """`leased`: the replicas that answer all of it, None: those that serve."""
+        if leased is not None:
             # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
-            client_id = f"{self._client_id}/evaluation-{next(self._evaluations)}"
-            channels = {i: ReplicaActorChannel(i, control.handle, client_id) for i, control in replicas.items()}
-        call = self.handle.evaluate.remote(name, seed, timeout_s, channels)
+            leased = channels(leased, f"{self._client_id}/evaluation-{next(self._evaluations)}")
+        call = self.handle.evaluate.remote(name, seed, timeout_s, leased)
         return await reply(call, timeout_s=timeout_s + GRACE_S, call=f"evaluate({name})", process=ROLLOUTER)
 
-    async def add_replica(self, replica_id: int, replica: Any, version: int | None = None) -> None:
-        """`replica`: the control of its process."""
-        channel = ReplicaActorChannel(replica_id, replica.handle, self._client_id)
-        await self._call(f"add_replica({replica_id})", self.handle.add_replica.remote(replica_id, channel, version))
-
-    async def remove_replica(self, replica_id: int) -> None:
-        await self._call(f"remove_replica({replica_id})", self.handle.remove_replica.remote(replica_id))
-
-    async def withdraw_replica(self, replica_id: int) -> None:
-        await self._call(f"withdraw_replica({replica_id})", self.handle.withdraw_replica.remote(replica_id))
-
-    async def hold(self, replica_ids: list[int]) -> None:
-        await self._call(f"hold({replica_ids})", self.handle.hold.remote(replica_ids))
-
-    async def release(self, replica_ids: list[int], version: int | None) -> None:
-        await self._call(f"release({replica_ids})", self.handle.release.remote(replica_ids, version))
+    async def set_replicas(self, table: ReplicaTable) -> None:
+        """`table`: with the controls of the replicas as its handles."""
+        call = self.handle.set_replicas.remote(channels(table, self._client_id))
+        await self._call(f"set_replicas({table.generation})", call)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
         return await self._call("partials", self.handle.partials.remote(), timeout_s)

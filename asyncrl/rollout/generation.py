@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,15 @@ import numpy as np
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.rollout.draft import Draft, Generation
 from asyncrl.rollout.router import Router
-from asyncrl.types import FinishReason, GenerationRequest, SamplingParams, TokenChunk
+from asyncrl.types import (
+    FinishReason,
+    GenerationRequest,
+    ReplicaRow,
+    ReplicaState,
+    ReplicaTable,
+    SamplingParams,
+    TokenChunk,
+)
 
 __all__ = ["Draft", "Generation", "GenerationClient", "OnChunk", "ReplicaChannel"]
 
@@ -45,9 +53,10 @@ caller has enough of this response. Must be quick and not raise."""
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """A replica as long as it lives: one that was lost and comes back under the same id is another link."""
+    """One incarnation of a replica: one that was lost and comes back under the same id is another link."""
 
     replica_id: int
+    incarnation: int
     channel: ReplicaChannel
     busy: asyncio.Event = field(default_factory=asyncio.Event)
     outgoing: list[GenerationRequest] = field(default_factory=list)
@@ -79,25 +88,28 @@ class GenerationClient:
 
     Args:
         name: unique among the clients of these replicas; prefix of every request id.
-        replicas: the channel of every replica.
+        replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
+        states: requests go to the replicas in these states.
         request_timeout_s: longest that one response may take over all its attempts.
         poll_interval_s: shortest time between two collections from one replica.
-        waits_for_replacements: without any replica requests wait, within their deadline, for `add_replica`; else they
-            fail, and `watch` ends.
+        waits_for_replacements: replicas that come later are taken, and while there is none requests wait for one,
+            within their deadline; else requests fail without any replica, and `watch` ends.
         max_lost: replicas that are lost under one response before it is suspected of killing them, and fails.
     """
 
     def __init__(
         self,
         name: str,
-        replicas: Mapping[int, ReplicaChannel],
+        replicas: ReplicaTable,
         *,
         request_timeout_s: float,
         poll_interval_s: float,
+        states: tuple[ReplicaState, ...] = ("serving", "held"),
         waits_for_replacements: bool = False,
         max_lost: int = 3,
     ) -> None:
         self._name = name
+        self._states = states
         self._waits_for_replacements = waits_for_replacements
         self._max_lost = max_lost
         self._added = asyncio.Event()
@@ -113,46 +125,44 @@ class GenerationClient:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reprefilled_tokens = 0
         """Tokens of prompts and responses that were sent again because of interruptions."""
-        for replica_id, channel in replicas.items():
-            self.add_replica(replica_id, channel)
+        for replica_id, row in replicas.those(*states).items():
+            self._link(replica_id, row)
 
-    def add_replica(self, replica_id: int, channel: ReplicaChannel, version: int | None = None) -> None:
-        """Sends requests to this replica from now on: a new one, or one that was lost and is back. One that still
-        counts as serving under this id is replaced; its requests resume. `version`: what it serves, where known."""
-        if (former := self._links.get(replica_id)) is not None:
-            logger.error("replica %d is lost: it was replaced", replica_id)
-            self._detach(former)
-        link = self._links[replica_id] = _Link(replica_id, channel)
+    def set_replicas(self, table: ReplicaTable) -> None:
+        """Sends requests to the replicas of this table that are in `states`, and to no others.
+
+        The requests of a replica that is gone, or another incarnation, resume elsewhere with the tokens that had
+        arrived; those of one that left `states` and lives are aborted there first. One that serves although the
+        connection to it was lost is connected again.
+        """
+        for replica_id, link in list(self._links.items()):
+            row = table.rows.get(replica_id)
+            if row is not None and row.incarnation == link.incarnation and row.state in self._states:
+                continue
+            if row is not None and row.incarnation == link.incarnation and row.state == "leased":
+                self._withdraw(link)
+            else:
+                self._lose(link, "it is late, or another process takes its place")
+        for replica_id, row in table.those(*self._states).items():
+            if replica_id in self._links:
+                self._router.put(replica_id, row.version, held=row.state == "held")
+            elif self._waits_for_replacements:
+                self._link(replica_id, row)
+
+    def _link(self, replica_id: int, row: ReplicaRow) -> None:
+        link = self._links[replica_id] = _Link(replica_id, row.incarnation, row.handle)
         self._added.set()
-        self._router.add(replica_id, version)
+        self._router.put(replica_id, row.version, held=row.state == "held")
         collector = asyncio.create_task(self._collect(link), name=f"collect from replica {replica_id}")
         self._collectors.add(collector)
         collector.add_done_callback(self._collector_ended)
 
-    def remove_replica(self, replica_id: int, reason: str) -> None:
-        """Sends nothing to this replica any more; its requests resume elsewhere with the tokens that had arrived.
-        Does nothing when it was lost already."""
-        if (link := self._links.get(replica_id)) is not None:
-            self._lose(link, reason)
-
-    def withdraw(self, replica_id: int) -> None:
-        """Sends nothing to this replica any more, which lives on for others. Its requests are aborted there and resume
-        elsewhere with the tokens that had arrived. Does nothing when it was lost already."""
-        if (link := self._links.get(replica_id)) is None:
-            return
+    def _withdraw(self, link: _Link) -> None:
+        """Its requests are aborted there and resume elsewhere with the tokens that had arrived."""
         begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
         self._detach(link)
         if begun:
-            self._spawn(self._stop_working(link, begun), f"withdraw from replica {replica_id}")
-
-    def hold(self, replica_ids: Iterable[int]) -> None:
-        """Sends no new request to these until they are released, while others are there; what they work on stays."""
-        for replica_id in replica_ids:
-            self._router.hold(replica_id)
-
-    def release(self, replica_id: int, version: int | None) -> None:
-        """Sends requests to this replica again, which serves `version` now (None: the same as before)."""
-        self._router.release(replica_id, version)
+            self._spawn(self._stop_working(link, begun), f"withdraw from replica {link.replica_id}")
 
     @property
     def loads(self) -> dict[int, int]:

@@ -31,7 +31,7 @@ from asyncrl.environments import Chat, Environment, Managed, Task, build_environ
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.reward_pool import RewardPool
-from asyncrl.rollout.generation import GenerationClient, ReplicaChannel
+from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.rollout.sample_files import QuarantineFile, SampleFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
@@ -41,6 +41,8 @@ from asyncrl.types import (
     EvalResult,
     PartialGroup,
     PartialTrajectory,
+    ReplicaState,
+    ReplicaTable,
     RolloutStats,
     SamplingParams,
     Ticket,
@@ -84,19 +86,16 @@ class RolloutSpec:
 class Rollouter:
     """Args:
     queue: the rollout side of the message queue.
-    replicas: channel of every replica that serves, by id; others come with `add_replica`.
     client_id: names this incarnation among all clients of the replicas.
     """
 
-    def __init__(
-        self, spec: RolloutSpec, queue: TicketSource, replicas: Mapping[int, ReplicaChannel], client_id: str
-    ) -> None:
+    def __init__(self, spec: RolloutSpec, queue: TicketSource, client_id: str) -> None:
         self._recipe = recipe = spec.recipe
         self._train = spec.train
         self._held_out = spec.held_out
         self._stream = None if spec.train is None else build_stream(spec.train, recipe.run.seed, recipe.data.shuffle)
         self._queue = queue
-        self._replicas = replicas
+        self._replicas = ReplicaTable()
         self._client_id = client_id
         self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step, spec.hide)
         self._quarantine = QuarantineFile(spec.quarantine_path, spec.hide)
@@ -133,7 +132,7 @@ class Rollouter:
         if isinstance(self._environment, Managed):
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._failure = asyncio.get_running_loop().create_future()
-        self.client = self._new_client("groups", self._replicas, waits=True)
+        self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._tools = SessionTools(self.client, chat, self._rewards.score)
         # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
         # again took a fifth of this process's time.
@@ -154,49 +153,33 @@ class Rollouter:
             for loop in loops:
                 loop.cancel()
 
-    async def add_replica(self, replica_id: int, channel: ReplicaChannel, version: int | None = None) -> None:
-        """Sends requests to a replica from now on, a new one or one that had been lost; it serves `version`."""
-        self.client.add_replica(replica_id, channel, version)
-
-    async def remove_replica(self, replica_id: int) -> None:
-        """Sends nothing to a replica any more that has failed; its requests resume elsewhere."""
-        for client in (self.client, self._lent):
-            if client is not None:
-                client.remove_replica(replica_id, "it is replaced")
-
-    async def withdraw_replica(self, replica_id: int) -> None:
-        """Sends no request of groups to a replica any more that lives on; those that it had resume elsewhere."""
-        self.client.withdraw(replica_id)
-
-    async def hold(self, replica_ids: list[int]) -> None:
-        """Sends no new request to these replicas, which are about to get new weights, while others serve."""
-        self.client.hold(replica_ids)
-
-    async def release(self, replica_ids: list[int], version: int | None) -> None:
-        """Sends requests to these replicas again; they serve `version` now (None: the same as before)."""
-        for replica_id in replica_ids:
-            self.client.release(replica_id, version)
+    async def set_replicas(self, table: ReplicaTable) -> None:
+        """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s. An older table
+        than the last one is ignored."""
+        if table.generation >= self._replicas.generation:
+            self._replicas = table
+            self.client.set_replicas(table)
+            if self._lent is not None:
+                self._lent.set_replicas(table)
 
     async def partials(self) -> list[PartialGroup]:
         """Every running group of which there is a token, as it is at this moment."""
         found = (running.partial() for running in self._groups.values())
         return [partial for partial in found if partial.num_tokens]
 
-    async def evaluate(
-        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, ReplicaChannel] | None = None
-    ) -> EvalResult:
+    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
         """`eval.samples` responses to every prompt of a held-out set, by whatever version the replicas serve now.
 
         Args:
-            replicas: those that answer all of it, for this alone; None: those that serve.
+            leased: those that answer all of it, for this alone; None: those that serve.
 
         Raises what `answer_held_out` raises.
         """
         config, prompts = self._recipe.eval, self._held_out[name]
         lent = (
             None
-            if replicas is None
-            else self._new_client(f"evaluation-{next(self._evaluations):06d}", replicas, waits=False)
+            if leased is None
+            else self._new_client(f"evaluation-{next(self._evaluations):06d}", leased, states=("leased",), waits=False)
         )
         tools = self._tools if lent is None else replace(self._tools, client=lent)
         sampling = SamplingParams(
@@ -261,7 +244,9 @@ class Rollouter:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _new_client(self, use: str, replicas: Mapping[int, ReplicaChannel], *, waits: bool) -> GenerationClient:
+    def _new_client(
+        self, use: str, replicas: ReplicaTable, *, states: tuple[ReplicaState, ...], waits: bool
+    ) -> GenerationClient:
         """`waits`: for replacements of its replicas."""
         rollout = self._recipe.rollout
         return GenerationClient(
@@ -269,6 +254,7 @@ class Rollouter:
             replicas,
             request_timeout_s=rollout.request_timeout_s,
             poll_interval_s=rollout.poll_interval_s,
+            states=states,
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
         )

@@ -84,11 +84,18 @@ class Router:
         self._max_imbalance = max_imbalance
         self._max_prefix_imbalance = max_prefix_imbalance
 
-    def add(self, replica_id: int, version: int | None = None) -> None:
-        """Sends requests to it. `version`: what it serves; None, unknown, counts as the newest."""
-        self._loads[replica_id] = 0
-        self._versions[replica_id] = max(self._versions.values(), default=-1) if version is None else version
-        self._held.discard(replica_id)
+    def put(self, replica_id: int, version: int | None = None, *, held: bool = False) -> None:
+        """Sends requests to this replica, a new one or one that is known.
+
+        Args:
+            version: what it serves; None: as before, and the newest for a new one.
+            held: nothing new is sent to it, unless every replica is held.
+        """
+        self._loads.setdefault(replica_id, 0)
+        if version is None:
+            version = self._versions.get(replica_id, max(self._versions.values(), default=-1))
+        self._versions[replica_id] = version
+        (self._held.add if held else self._held.discard)(replica_id)
         self._sort(replica_id)
 
     def remove(self, replica_id: int) -> None:
@@ -100,20 +107,6 @@ class Router:
         self._sort()
         self._sessions = OrderedDict((s, r) for s, r in self._sessions.items() if r != replica_id)
         self._blocks = OrderedDict((b, r) for b, r in self._blocks.items() if r != replica_id)
-
-    def hold(self, replica_id: int) -> None:
-        """Sends nothing new to it until `release`, unless every replica is held. Unknown ones are ignored."""
-        if replica_id in self._loads:
-            self._held.add(replica_id)
-            self._sort(replica_id)
-
-    def release(self, replica_id: int, version: int | None) -> None:
-        """Sends requests to it again; it serves `version` now (None: the same as before). Unknown ones are ignored."""
-        if replica_id in self._loads:
-            self._held.discard(replica_id)
-            if version is not None:
-                self._versions[replica_id] = version
-            self._sort(replica_id)
 
     @property
     def loads(self) -> dict[int, int]:

@@ -15,14 +15,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
-from asyncrl.types import EvalResult, PartialGroup, RolloutStats
+from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +34,13 @@ class Process(Protocol):
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
     async def run(self) -> None: ...
-    async def evaluate(
-        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None
-    ) -> EvalResult: ...
-    async def add_replica(self, replica_id: int, replica: Any, version: int | None) -> None: ...
-    async def remove_replica(self, replica_id: int) -> None: ...
-    async def withdraw_replica(self, replica_id: int) -> None: ...
-    async def hold(self, replica_ids: list[int]) -> None: ...
-    async def release(self, replica_ids: list[int], version: int | None) -> None: ...
+    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None) -> EvalResult: ...
+    async def set_replicas(self, table: ReplicaTable) -> None: ...
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
     async def stats(self, timeout_s: float) -> RolloutStats: ...
     async def stop(self, timeout_s: float) -> None: ...
     def kill(self) -> None: ...
     async def ended(self, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    """What a rollouter is to know of one replica."""
-
-    control: Any
-    version: int | None = None
-    held: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +50,8 @@ class _Incarnation:
     control: Process
     client_id: str
     up: bool = False
+    told: ReplicaTable | None = None
+    """The table that it has."""
     failure: ProcessDied | None = None
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,7 +59,6 @@ class _Incarnation:
 class RolloutSupervisor:
     """Args:
     spawn: makes the process of a rollouter without replicas, not started, from its client id.
-    replicas: those that serve now.
     take_back: (reason, client id) gives every running group back to the queue, which hears that client no more;
         returns how many.
     forget: tells the replicas to drop a dead client.
@@ -83,7 +69,6 @@ class RolloutSupervisor:
     def __init__(
         self,
         spawn: Callable[[str], Process],
-        replicas: Callable[[], Mapping[int, Any]],
         take_back: Callable[[str, str], Awaitable[int]],
         forget: Callable[[str], Awaitable[None]],
         *,
@@ -92,13 +77,12 @@ class RolloutSupervisor:
         on_event: Callable[..., None],
     ) -> None:
         self._spawn = spawn
-        self._serving = replicas
         self._take_back = take_back
         self._forget = forget
         self._budget = budget
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
-        self._replicas: dict[int, _Replica] = {}
+        self._table = ReplicaTable()
         self._current = self._new()
         self._ready = asyncio.Event()
         self._stats: RolloutStats
@@ -129,13 +113,11 @@ class RolloutSupervisor:
                     return
                 await self._restart(error)
 
-    async def evaluate(
-        self, name: str, seed: int, timeout_s: float, replicas: Mapping[int, Any] | None = None
-    ) -> EvalResult:
+    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
         """As of a rollouter; begins anew on the next one when it dies meanwhile. Raises DeadlineExceeded.
 
         Args:
-            replicas: by their controls, those that answer all of it; None: those that serve.
+            leased: the replicas that answer all of it; None: those that serve.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -151,39 +133,21 @@ class RolloutSupervisor:
                 continue  # it died between its wake and this task's
             try:
                 left_s = max(0.0, deadline - time.monotonic())
-                return await self._answer(current, current.control.evaluate(name, seed, left_s, replicas))
+                return await self._answer(current, current.control.evaluate(name, seed, left_s, leased))
             except ProcessDied as error:
                 if not self._is_gone(current, error):
                     raise
 
-    async def add_replica(self, replica_id: int, replica: Any, version: int | None = None) -> None:
-        """Sends requests to this replica from now on, also after restarts."""
-        self._replicas[replica_id] = _Replica(replica, version)
-        await self._tell(lambda control: control.add_replica(replica_id, replica, version))
-
-    async def remove_replica(self, replica_id: int) -> None:
-        self._replicas.pop(replica_id, None)
-        await self._tell(lambda control: control.remove_replica(replica_id))
-
-    async def withdraw_replica(self, replica_id: int) -> None:
-        """Sends no request of groups to this one any more, which lives on."""
-        self._replicas.pop(replica_id, None)
-        await self._tell(lambda control: control.withdraw_replica(replica_id))
-
-    async def hold(self, replica_ids: Iterable[int]) -> None:
-        """Sends no new request to these while others are not held."""
-        ids = list(replica_ids)
-        for i in self._replicas.keys() & set(ids):
-            self._replicas[i] = replace(self._replicas[i], held=True)
-        await self._tell(lambda control: control.hold(ids))
-
-    async def release(self, replica_ids: Iterable[int], version: int | None) -> None:
-        """Sends requests to these again; they serve `version` now (None: the same as before)."""
-        ids = list(replica_ids)
-        for i in self._replicas.keys() & set(ids):
-            known = self._replicas[i]
-            self._replicas[i] = replace(known, held=False, version=known.version if version is None else version)
-        await self._tell(lambda control: control.release(ids, version))
+    async def set_replicas(self, table: ReplicaTable) -> None:
+        """The rollouter sends requests to the replicas that serve in this table, and so do those that replace it. One
+        that is not up gets the table when it is, and one that dies over it is replaced."""
+        self._table = table
+        current = self._current
+        if current.up:
+            try:
+                await self._introduce(current)
+            except (ProcessDied, DeadlineExceeded) as error:
+                self._blame(current, error)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
         """What runs now; nothing while there is no rollouter that could tell: its groups begin anew anyway."""
@@ -240,31 +204,18 @@ class RolloutSupervisor:
     async def _start(self, timeout_s: float) -> RolloutStats:
         current = self._current
         started = await self._answer(current, current.control.start(timeout_s))
-        for replica_id, control in self._serving().items():
-            if replica_id not in self._replicas:
-                self._replicas[replica_id] = _Replica(control)
         await self._introduce(current)
-        self._stats = replace(started, replicas=tuple(self._replicas))
+        self._stats = replace(started, replicas=tuple(self._table.those("serving", "held")))
         current.up = True
         self._ready.set()
         return self._stats
 
     async def _introduce(self, current: _Incarnation) -> None:
-        """Tells a new rollouter of the replicas, until it knows what came in meanwhile too."""
-        told: dict[int, _Replica] = {}
-        while told != self._replicas:
-            for replica_id in told.keys() | self._replicas.keys():
-                known, wanted = told.get(replica_id), self._replicas.get(replica_id)
-                if wanted == known:
-                    continue
-                if wanted is None:
-                    del told[replica_id]
-                    await self._answer(current, current.control.remove_replica(replica_id))
-                    continue
-                told[replica_id] = wanted
-                await self._answer(current, current.control.add_replica(replica_id, wanted.control, wanted.version))
-                if wanted.held:
-                    await self._answer(current, current.control.hold([replica_id]))
+        """Sends the table until it is the newest one: another may come while a call is under way."""
+        while current.told is not self._table:
+            table = self._table
+            await self._answer(current, current.control.set_replicas(table))
+            current.told = table
 
     async def _restart(self, failure: ProcessDied) -> None:
         """Replaces the rollouter of now, which is gone. Raises RunFailed."""
@@ -302,16 +253,6 @@ class RolloutSupervisor:
             await self._forget(client_id)
         except AsyncRLError as error:  # its requests end by themselves, and their tokens are never collected
             logger.warning("replicas may still work for the dead rollouter %s: %s", client_id, error)
-
-    async def _tell(self, call: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
-        """One that is not up, or dies over it, is told by `_introduce`."""
-        current = self._current
-        if not current.up:
-            return
-        try:
-            await self._answer(current, call(current.control))
-        except (ProcessDied, DeadlineExceeded) as error:
-            self._blame(current, error)
 
     async def _answer(self, current: _Incarnation, work: Coroutine[Any, Any, T]) -> T:
         """Awaits a call of this rollouter. Raises ProcessDied also when it is given up meanwhile: what was stopped and

@@ -180,7 +180,7 @@ class Api:
         }
 
     async def _health(self, _request: Request) -> Response:
-        states = self._fleet.states
+        states = self._fleet.reports
         reason = self._fleet.not_serving
         serving = sum(s.alive and s.version is not None for s in states)
         body: dict[str, Any] = {"serving": serving, "replicas": len(states)}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.serving.fleet import ReplicaState
+from asyncrl.serving.fleet import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class DiscoveryFile:
         self._fleet = fleet
         self._written = self._failing = False
 
-    def write(self, states: list[ReplicaState]) -> None:
+    def write(self, states: list[ReplicaReport]) -> None:
         """Raises OSError the first time; after that the fleet serves on while the file cannot be written."""
         try:
             self._write(states)
@@ -54,11 +54,11 @@ class DiscoveryFile:
             except OSError as e:
                 logger.warning("%s cannot be removed: %s", path, e)
 
-    def _write(self, states: list[ReplicaState]) -> None:
+    def _write(self, states: list[ReplicaReport]) -> None:
         replicas: list[dict[str, Any]] = []
         for state in states:
             fields = asdict(state)
-            replicas.append({"id": fields.pop("replica_id"), **fields})
+            replicas.append({"id": fields.pop("replica_id"), "alive": state.alive, **fields})
         content = json.dumps({**asdict(self._fleet), "replicas": replicas}, indent=1)
         self._part.write_text(content + "\n", encoding="utf-8")
         self._part.replace(self._path)

@@ -80,7 +80,7 @@ class ServingMetrics:
         metric("interruptions_total", "counter", "Times a response was resumed.", [("", self.interruptions)])
         loads = [(f'{{replica="{i}"}}', n) for i, n in fleet.loads.items()]
         metric("replica_requests", "gauge", "Requests in flight per replica.", loads)
-        states = fleet.states
+        states = fleet.reports
         metric(
             "replica_up", "gauge", "1 while it serves.", [(f'{{replica="{s.replica_id}"}}', s.alive) for s in states]
         )

@@ -24,6 +24,7 @@ from asyncrl.types.groups import (
     Ticket,
 )
 from asyncrl.types.models import ModelFacts
+from asyncrl.types.replicas import ReplicaRow, ReplicaState, ReplicaTable
 from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
@@ -61,7 +62,10 @@ __all__ = [
     "PublishReport",
     "RankPlan",
     "RecordedCall",
+    "ReplicaRow",
+    "ReplicaState",
     "ReplicaStats",
+    "ReplicaTable",
     "RolloutStats",
     "SamplingParams",
     "Segment",

@@ -105,10 +105,11 @@ class EngineHealth:
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
-    those below it."""
+    those below it; `node`: address of its machine, where it is known."""
 
     replica_id: int
     pid: int
     health: EngineHealth
     paused_s: float
     cpu_s: float
+    node: str = ""

@@ -139,7 +139,7 @@ class Trainers(Part):
 
 
 class Rollouter:
-    """`on_evaluate`: awaited by the evaluations, by turn. `routed`: the replicas that it says it sends requests to."""
+    """`on_evaluate`: awaited by the evaluations, by turn. `routed`: the replicas that it sends requests to."""
 
     def __init__(self):
         self.on_evaluate, self.evaluations, self.routed, self.lent = [], 0, (0, 1), []
@@ -147,7 +147,7 @@ class Rollouter:
     async def run(self):
         await asyncio.Event().wait()
 
-    async def evaluate(self, name, seed, timeout_s, replicas=None):
+    async def evaluate(self, name, seed, timeout_s, leased=None):
         self.evaluations += 1
         if self.on_evaluate:
             await self.on_evaluate.pop(0)()
@@ -165,7 +165,7 @@ class Fleet(FakeFleet):
 
     def __init__(self, count):
         super().__init__(*(FakeReplica() for _ in range(count)), respawn=lambda i: FakeReplica())
-        self.looks, self.reconciled = 0, []
+        self.looks = 0
         self.lost = asyncio.get_running_loop().create_future()
 
     @property
@@ -174,12 +174,8 @@ class Fleet(FakeFleet):
         return super().newcomers
 
     @property
-    def serving_members(self):
-        return {i: r for i, r in self.members.items() if self._serving.get(i) is r}
-
-    @property
     def serving(self):
-        return bool(self.serving_members)
+        return {i: r for i, r in self.members.items() if self._serving.get(i) is r}
 
     def kill(self, *replica_ids):
         for i in replica_ids:
@@ -192,9 +188,6 @@ class Fleet(FakeFleet):
 
     def versions(self):
         return {i: replica.committed for i, replica in self.members.items()}
-
-    async def reconcile(self, known):
-        self.reconciled.append(tuple(known))
 
     async def stats(self):
         await super().stats()
@@ -364,19 +357,6 @@ async def test_during_an_evaluation_of_the_published_version_a_newcomer_gets_it(
     await rig.run()
     assert rig.fleet.versions() == {0: [0, 1], 1: [0, 1]}
     assert [(e["version"], e["replicas"]) for e in rig.events("publish")] == [(0, 2), (0, 1), (1, 2)]
-
-
-async def test_the_replicas_are_told_what_the_rollouter_sends_to(tmp_path):
-    rig = Rig(tmp_path)
-    rig.queue.hold(0)
-    rig.rollouter.routed = (1,)
-    running = rig.run()
-    await until(lambda: (1,) in rig.fleet.reconciled)
-    rig.rollouter.routed = (0, 1)
-    await until(lambda: rig.fleet.reconciled[-1] == (0, 1))
-    rig.queue.ready[0].set()
-    await running
-    assert set(rig.fleet.reconciled) == {(1,), (0, 1)}
 
 
 @pytest.mark.parametrize("where", ["groups", "drain", "evaluation", "training"])

@@ -67,14 +67,15 @@ class Control(FakeReplica):
 
 class Evaluating(Rollouter):
     """`on_evaluate`: awaited with the lent controls, by turn; what it returns is the version of the tokens. `routed`
-    follows what the pool announces."""
+    follows the table of the pool."""
 
     def __init__(self):
         super().__init__()
         self.routed = ()
         self.asked = []
 
-    async def evaluate(self, name, seed, timeout_s, replicas=None):
+    async def evaluate(self, name, seed, timeout_s, leased=None):
+        replicas = None if leased is None else {i: row.handle for i, row in leased.rows.items()}
         self.asked.append((name, None if replicas is None else sorted(replicas)))
         version = await self.on_evaluate.pop(0)(replicas) if self.on_evaluate else None
         return EvalResult(
@@ -92,7 +93,7 @@ class Rig:
         self.recipe = load_recipe(QUICKSTART, keys)
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Evaluating()
         self.trainer, self.controls = FakeTrainer(), []
-        self.retired = []
+        self.tables = []
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.events_log = EventLog(tmp_path / "events.jsonl")
@@ -100,8 +101,6 @@ class Rig:
             self._spawn,
             num,
             PoolSettings(5, start_timeout_s=5, health_interval_s=0.005, health_timeout_s=1, restart_delay_s=0),
-            announce=self._announce,
-            retire=self._retire,
             on_event=self.events_log.write,
         )
 
@@ -109,14 +108,12 @@ class Rig:
         self.controls.append(Control(self.may_start))
         return self.controls[-1]
 
-    async def _announce(self, replica_id, control, version):
-        self.rollouter.routed = (*self.rollouter.routed, replica_id)
-
-    async def _retire(self, replica_id, *, lives=False):
-        self.retired.append((replica_id, lives))
-        self.rollouter.routed = tuple(i for i in self.rollouter.routed if i != replica_id)
+    async def _route(self, table):
+        self.rollouter.routed = tuple(table.those("serving", "held"))
+        self.tables.append(table)
 
     async def start(self):
+        await self.pool.set_listener(self._route)
         await self.pool.start()
         parts = Parts(
             queue=self.queue,
@@ -189,7 +186,8 @@ async def test_steps_go_on_while_a_pinned_replica_answers_and_it_catches_up_afte
     assert held.begun.is_set(), "it began after step 2"
     assert held.replicas == {1: rig.controls[1]}
     assert [c.committed for c in rig.controls] == [[0, 1, 2, 3, 4], [0, 1, 2]], "no publish reaches the pinned one"
-    assert (rig.rollouter.routed, rig.retired) == ((0,), [(1, True)])
+    assert rig.rollouter.routed == (0,)
+    assert rig.tables[-1].those("leased").keys() == {1}
     assert not rig.evaluated()
     held.end.set()
     await until(lambda: rig.controls[1].committed == [0, 1, 2, 4])
@@ -288,7 +286,7 @@ async def test_a_leased_replica_that_dies_is_replaced_and_the_next_set_is_not_as
     rig.controls[1].dead = ProcessDied("killed")
     await until(lambda: len(rig.controls) == 4 and rig.controls[3].committed)
     assert sorted(rig.pool.leased) == [2]
-    assert (1, False) in rig.retired, "the rollout side is told, which lets the evaluation go on elsewhere"
+    assert rig.tables[-1].rows[1].incarnation > 0, "the rollout side knows, and lets the evaluation go on elsewhere"
     held.end.set()
     await rig.running
     assert [ids for _, ids in rig.rollouter.asked][2:4] == [[1, 2], [2]]

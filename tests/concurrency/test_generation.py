@@ -10,7 +10,7 @@ from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import Draft, GenerationClient
 from asyncrl.types import Manifest, RecordedCall, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
-from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, publish
+from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, Rows, publish
 
 pytestmark = pytest.mark.concurrency
 
@@ -18,21 +18,27 @@ PROMPT = np.array([7, 8, 9], np.int32)
 
 
 class Fleet:
-    def __init__(self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, **script):
+    def __init__(self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, waits=False, **script):
         script = {"tick_s": 0.0, "chunk_tokens": 3, **script}
         self.engines = [FakeEngine(FakeScript(start_version=None, **script)) for _ in range(count)]
         self.replicas = [
             Replica(i, lambda e=engine: e, gate_timeout_s=gate_timeout_s) for i, engine in enumerate(self.engines)
         ]
         self.channels = {i: LocalReplicaChannel(r) for i, r in enumerate(self.replicas)}
+        self.rows = Rows(self.channels)
         self.request_timeout_s = request_timeout_s
+        self.waits = waits
         self.publishes = 0
 
     async def __aenter__(self):
         for replica in self.replicas:
             await replica.start()
         self.client = GenerationClient(
-            "test", self.channels, request_timeout_s=self.request_timeout_s, poll_interval_s=0.001
+            "test",
+            self.rows.table,
+            request_timeout_s=self.request_timeout_s,
+            poll_interval_s=0.001,
+            waits_for_replacements=self.waits,
         )
         return self
 
@@ -169,7 +175,7 @@ async def test_close_ends_pending_requests():
 
 
 async def test_a_replica_that_comes_back_is_sent_requests_again():
-    async with Fleet(tick_s=0.001) as fleet:
+    async with Fleet(tick_s=0.001, waits=True) as fleet:
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         await fleet.sampled(40)
@@ -178,7 +184,7 @@ async def test_a_replica_that_comes_back_is_sent_requests_again():
             check(generation)
         assert fleet.client.loads == {1: 0}
         back = fleet.channels[0] = LocalReplicaChannel(fleet.replicas[0])
-        fleet.client.add_replica(0, back)
+        fleet.client.set_replicas(fleet.rows.put(0, back))
         assert fleet.client.loads == {0: 0, 1: 0}
         generations = await asyncio.gather(
             *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=10)) for _ in range(6))
@@ -190,12 +196,12 @@ async def test_a_replica_that_comes_back_is_sent_requests_again():
 
 
 async def test_a_replaced_replica_ends_what_the_former_one_had_and_starts_from_no_load():
-    async with Fleet(1, tick_s=0.001) as fleet:
+    async with Fleet(1, tick_s=0.001, waits=True) as fleet:
         await fleet.publish(0)
         watch = asyncio.create_task(fleet.client.watch())
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200)))
         await fleet.sampled(20)
-        fleet.client.add_replica(0, LocalReplicaChannel(fleet.replicas[0], client_id="second"))
+        fleet.client.set_replicas(fleet.rows.put(0, LocalReplicaChannel(fleet.replicas[0], client_id="second")))
         generation = await asyncio.wait_for(running, 20)
         check(generation)
         assert (len(generation.token_ids), generation.interruptions) == (200, 1)
@@ -204,13 +210,26 @@ async def test_a_replaced_replica_ends_what_the_former_one_had_and_starts_from_n
         watch.cancel()
 
 
+async def test_a_connection_that_was_lost_to_a_replica_that_serves_is_made_again():
+    async with Fleet(tick_s=0.001, waits=True) as fleet:
+        await fleet.publish(0)
+        fleet.channels[0].die()
+        check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=6)))
+        check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=6)))
+        assert fleet.client.loads == {1: 0}
+        fleet.channels[0]._dead = False
+        fleet.client.set_replicas(fleet.rows.table)
+        assert fleet.client.loads == {0: 0, 1: 0}
+        check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=6)))
+
+
 async def test_a_removed_replica_gets_nothing_more_and_its_requests_resume():
     async with Fleet(tick_s=0.001) as fleet:
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
         await fleet.sampled(40)
-        fleet.client.remove_replica(1, "it does not answer")
-        fleet.client.remove_replica(1, "it does not answer")
+        fleet.client.set_replicas(fleet.rows.put(1, state="suspended"))
+        fleet.client.set_replicas(fleet.rows.table)
         for generation in await asyncio.gather(*running):
             check(generation)
             assert generation.segments[-1].replica_id == 0
@@ -299,15 +318,16 @@ async def test_when_the_last_engine_dies_its_requests_fail_with_the_reason_or_wa
     async with Fleet(2, tick_s=0.001) as fleet:
         await fleet.publish(0)
         channels = [LocalReplicaChannel(replica, "patient") for replica in fleet.replicas]
+        rows = Rows({0: channels[0]})
         client = GenerationClient(
-            "patient", {0: channels[0]}, request_timeout_s=10, poll_interval_s=0.0, waits_for_replacements=True
+            "patient", rows.table, request_timeout_s=10, poll_interval_s=0.0, waits_for_replacements=True
         )
         running = asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=200)))
         await asyncio.sleep(0.05)
         channels[0].die()
         await asyncio.sleep(0.05)
         assert not running.done()
-        client.add_replica(0, channels[1])
+        client.set_replicas(rows.put(0, channels[1]))
         assert len((await asyncio.wait_for(running, 20)).token_ids) == 200
         await client.close()
 
@@ -385,12 +405,12 @@ async def test_held_replicas_get_no_new_request_and_keep_what_they_work_on():
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
         await fleet.sampled(20)
         assert fleet.client.loads == {0: 2, 1: 2}
-        fleet.client.hold([0])
+        fleet.client.set_replicas(fleet.rows.put(0, state="held"))
         more = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))) for _ in range(4)]
         assert {s.replica_id for g in await asyncio.gather(*more) for s in g.segments} == {1}
         assert {s.replica_id for g in await asyncio.gather(*running) for s in g.segments} == {0, 1}
         await publish(fleet.replicas[0], 2, 1)
-        fleet.client.release(0, 1)
+        fleet.client.set_replicas(fleet.rows.put(0, version=1))
         newest = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))
         assert [(s.replica_id, s.version) for s in newest.segments] == [(0, 1)]
 
@@ -399,12 +419,12 @@ async def test_when_all_replicas_are_held_requests_wait_at_a_gate():
     async with Fleet(1) as fleet:
         await fleet.publish(0)
         await fleet.replicas[0].pause("abort")
-        fleet.client.hold([0])
+        fleet.client.set_replicas(fleet.rows.put(0, state="held"))
         waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         await publish(fleet.replicas[0], 2, 1)
-        fleet.client.release(0, 1)
+        fleet.client.set_replicas(fleet.rows.put(0, version=1))
         assert (await asyncio.wait_for(waiting, 20)).segments[0].version == 1
 
 
@@ -417,7 +437,7 @@ async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
         async def collect_and_lose(wait_s):
             chunks = await collect(wait_s)
             if fleet.engines[0].health().generated_tokens > 40:
-                fleet.client.remove_replica(0, "it is replaced")  # its requests end here, before what just came
+                fleet.client.set_replicas(fleet.rows.drop(0))  # its requests end here, before what just came
             return chunks
 
         taken_out.collect = collect_and_lose

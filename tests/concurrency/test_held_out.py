@@ -13,7 +13,7 @@ from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import SamplingParams, Ticket
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
-from asyncrl_testing.local import LocalReplicaChannel, publish
+from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
 from tests.concurrency.test_generation import PROMPT, Fleet, check
 from tests.concurrency.test_rollouter import Queue, Rig, until
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
@@ -51,6 +51,8 @@ async def evaluating(tmp_path, tokenizer, *overrides, lent=2, prompts=4, **scrip
     queue = Queue()
     async with rig.start(queue, version=7) as rollouter:
         rollouter.channels = {i: LocalReplicaChannel(one) for i, one in enumerate(replicas, start=1)}
+        for i, channel in rollouter.channels.items():
+            await rollouter.set_replicas(rollouter.rows.put(i, channel, "leased", 3))
         rollouter.engines, rollouter.queue, rollouter.rig = engines, queue, rig
         yield rollouter
     for one in replicas:
@@ -59,7 +61,7 @@ async def evaluating(tmp_path, tokenizer, *overrides, lent=2, prompts=4, **scrip
 
 async def test_lent_replicas_answer_all_of_it_with_their_version(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer) as rollouter:
-        result = await rollouter.evaluate("held_out", 0, 20, rollouter.channels)
+        result = await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table)
         assert rollouter.rig.engine.health().generated_tokens == 0
     assert (result.versions, result.num_prompts, result.samples, result.num_failed) == ((3,), 4, 2, 4)
     assert result.pass_rates == (0.5, 1.0, 0.0, 0.0)
@@ -76,7 +78,7 @@ async def test_without_a_lease_the_replicas_that_serve_answer(tmp_path, tokenize
 
 async def test_groups_never_go_to_a_lent_replica(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer, tick_s=0.002) as rollouter:
-        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.rows.table))
         rollouter.queue.give(*(Ticket(i, 0, 7) for i in (0, 1, 3, 4)))
         await rollouter.queue.ends(4)
         assert (await evaluation).versions == (3,)
@@ -86,7 +88,7 @@ async def test_groups_never_go_to_a_lent_replica(tmp_path, tokenizer):
 
 async def test_a_lent_replica_that_dies_leaves_its_requests_to_the_others(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer, tick_s=0.002) as rollouter:
-        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.rows.table))
         await until(lambda: all(e.health().generated_tokens > 8 for e in rollouter.engines), "both at work")
         rollouter.channels[1].die()
         result = await evaluation
@@ -96,12 +98,12 @@ async def test_a_lent_replica_that_dies_leaves_its_requests_to_the_others(tmp_pa
 @pytest.mark.parametrize("how", ["dies", "is taken out"])
 async def test_when_the_last_one_is_lost_there_is_no_result(tmp_path, tokenizer, how):
     async with evaluating(tmp_path, tokenizer, lent=1, tick_s=0.002) as rollouter:
-        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.channels))
+        evaluation = asyncio.create_task(rollouter.evaluate("held_out", 0, 20, rollouter.rows.table))
         await until(lambda: rollouter.engines[0].health().generated_tokens > 8, "at work")
         if how == "dies":
             rollouter.channels[1].die()
         else:
-            await rollouter.remove_replica(1)
+            await rollouter.set_replicas(rollouter.rows.drop(1))
         with pytest.raises(GenerationError, match="last"):
             await asyncio.wait_for(evaluation, 20)
         rollouter.queue.give(Ticket(1, 0, 7))
@@ -111,7 +113,7 @@ async def test_when_the_last_one_is_lost_there_is_no_result(tmp_path, tokenizer,
 async def test_an_evaluation_ends_at_its_deadline_and_leaves_nothing_on_the_replicas(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer, tick_s=0.02) as rollouter:
         with pytest.raises(DeadlineExceeded, match=r"(?s)held_out within 0.2 s.*eval.timeout_s"):
-            await rollouter.evaluate("held_out", 0, 0.2, rollouter.channels)
+            await rollouter.evaluate("held_out", 0, 0.2, rollouter.rows.table)
         await until(lambda: not any(e.health().running for e in rollouter.engines), "the replicas are idle")
 
 
@@ -119,7 +121,7 @@ async def test_an_evaluation_of_which_nothing_came_is_no_result(tmp_path, tokeni
     async with evaluating(tmp_path, tokenizer) as rollouter:
         rollouter._trajectory = _raises
         with pytest.raises(GenerationError, match=r"all 4 prompts failed.*no such"):
-            await rollouter.evaluate("held_out", 0, 20, rollouter.channels)
+            await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table)
 
 
 async def _raises(task, session):
@@ -127,16 +129,19 @@ async def _raises(task, session):
 
 
 async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost():
-    async with Fleet(tick_s=0.001) as fleet:
+    async with Fleet(tick_s=0.001, waits=True) as fleet:
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         await fleet.sampled(40)
         before = fleet.replicas[0]._engine.health().generated_tokens
-        fleet.client.withdraw(0)
-        fleet.client.withdraw(0)
+        fleet.client.set_replicas(fleet.rows.put(0, state="leased"))
+        fleet.client.set_replicas(fleet.rows.table)
         assert sorted(fleet.client.loads) == [1]
         other = GenerationClient(
-            "other", {0: LocalReplicaChannel(fleet.replicas[0], "other")}, request_timeout_s=20, poll_interval_s=0.001
+            "other",
+            Rows({0: LocalReplicaChannel(fleet.replicas[0], "other")}).table,
+            request_timeout_s=20,
+            poll_interval_s=0.001,
         )
         check(await other.generate(PROMPT, SamplingParams(max_tokens=5)))
         generations = await asyncio.gather(*running)
@@ -145,7 +150,7 @@ async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost(
             assert len(generation.token_ids) == 60
         assert {s.replica_id for g in generations for s in g.segments} == {0, 1}, "what it had sampled is kept"
         assert fleet.engines[0].health().generated_tokens < before + 60, "its requests were aborted"
-        fleet.client.add_replica(0, fleet.channels[0], 0)
+        fleet.client.set_replicas(fleet.rows.put(0, fleet.channels[0], version=0))
         again = await asyncio.gather(*(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)) for _ in range(4)))
         assert {s.replica_id for g in again for s in g.segments} == {0, 1}
         await other.close()
@@ -157,7 +162,7 @@ async def test_forgetting_a_client_forgets_its_evaluations():
     await served.start()
     await publish(served, 1, 0)
     channel = LocalReplicaChannel(served, "rollouter-1/evaluation-0")
-    client = GenerationClient("c", {0: channel}, request_timeout_s=20, poll_interval_s=0.001)
+    client = GenerationClient("c", Rows({0: channel}).table, request_timeout_s=20, poll_interval_s=0.001)
     running = asyncio.create_task(client.generate(np.array([1], np.int32), SamplingParams(max_tokens=4000)))
     await until(lambda: engine.health().generated_tokens, "at work")
     await served.forget_client("rollouter-1")

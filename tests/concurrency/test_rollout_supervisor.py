@@ -10,6 +10,7 @@ from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.supervisor import RolloutSupervisor
 from asyncrl.types import EvalResult, RolloutStats
+from asyncrl_testing.local import Rows
 
 pytestmark = pytest.mark.concurrency
 
@@ -51,7 +52,7 @@ class Scripted:
     async def run(self):
         await asyncio.shield(self.ended_with)
 
-    async def evaluate(self, name, seed, timeout_s, replicas):
+    async def evaluate(self, name, seed, timeout_s, leased):
         self.calls.append("evaluate")
         gate = asyncio.ensure_future(self.gate.wait())
         await asyncio.wait([gate, self.ended_with], return_when=asyncio.FIRST_COMPLETED)
@@ -59,22 +60,10 @@ class Scripted:
             await asyncio.shield(self.ended_with)
         return EvalResult(name, 0.5, 0.5, 4.0, self.number, 0)
 
-    async def add_replica(self, replica_id, replica, version):
-        await self._answer("add_replica")
-        self.known[replica_id] = replica, version
-        self.held.discard(replica_id)
-
-    async def remove_replica(self, replica_id):
-        await self._answer("remove_replica")
-        self.known.pop(replica_id, None)
-
-    async def hold(self, replica_ids):
-        await self._answer("hold")
-        self.held |= set(replica_ids)
-
-    async def release(self, replica_ids, version):
-        await self._answer("release")
-        self.held -= set(replica_ids)
+    async def set_replicas(self, table):
+        await self._answer("set_replicas")
+        self.known = {i: (row.handle, row.version) for i, row in table.those("serving", "held").items()}
+        self.held = set(table.those("held"))
 
     async def partials(self, timeout_s):
         await self._answer("partials", timeout_s=timeout_s)
@@ -113,10 +102,9 @@ class Rig:
         self.made, self.events, self.taken, self.forgotten = [], [], [], []
         self.take_error = None
         self.script = script
-        self.serving = {0: "replica 0", 1: "replica 1"}
+        self.rows = Rows({0: "replica 0", 1: "replica 1"})
         self.supervisor = RolloutSupervisor(
             self.spawn,
-            lambda: self.serving,
             self.take_back,
             self.forget,
             budget=RestartBudget(max_restarts, 3600),
@@ -142,6 +130,7 @@ class Rig:
             raise died("replica 1")
 
     async def __aenter__(self):
+        await self.supervisor.set_replicas(self.rows.table)
         assert (await self.supervisor.start(5)).replicas == (0, 1)
         self.running = asyncio.create_task(self.supervisor.run())
         return self
@@ -162,8 +151,8 @@ async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
     async with Rig() as rig:
         first = rig.made[0]
         assert rig.supervisor.client_id == first.client_id
-        await rig.supervisor.release([1], 7)
-        await rig.supervisor.hold([0])
+        await rig.supervisor.set_replicas(rig.rows.put(1, version=7))
+        await rig.supervisor.set_replicas(rig.rows.put(0, state="held"))
         first.die()
         await rig.restarted()
         assert [kind for kind, _ in rig.events] == ["rollouter_failed", "rollouter_restarted"]
@@ -231,9 +220,8 @@ async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answe
             await asyncio.sleep(0.001)
         assert await rig.supervisor.partials(1) == []
         assert await rig.supervisor.stats(1) == last
-        await rig.supervisor.remove_replica(0)
-        await rig.supervisor.add_replica(2, "replica 2", 4)
-        del rig.serving[0]
+        await rig.supervisor.set_replicas(rig.rows.drop(0))
+        await rig.supervisor.set_replicas(rig.rows.put(2, "replica 2", version=4))
         rig.made[1].gate.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("replica 1", None), 2: ("replica 2", 4)}
@@ -244,8 +232,8 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
-        async def add_replica(self, replica_id, replica, version):
-            await super().add_replica(replica_id, replica, version)
+        async def set_replicas(self, table):
+            await super().set_replicas(table)
             if self.number == 1 and not go_on.is_set():
                 entered.set()
                 await go_on.wait()
@@ -255,9 +243,8 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
         rig.supervisor._spawn = lambda client_id: rig.made.append(Slow(client_id, len(rig.made))) or rig.made[-1]
         rig.made[0].die()
         await asyncio.wait_for(entered.wait(), 20)
-        await rig.supervisor.remove_replica(0)
-        await rig.supervisor.remove_replica(1)
-        await rig.supervisor.add_replica(1, "another 1", 3)
+        await rig.supervisor.set_replicas(rig.rows.drop(0, 1))
+        await rig.supervisor.set_replicas(rig.rows.put(1, "another 1", version=3))
         go_on.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("another 1", 3)}
@@ -270,7 +257,7 @@ async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_repla
             rig.made[0].die()
         else:
             rig.made[0].hangs = True
-        await rig.supervisor.add_replica(5, "replica 5", 1)
+        await rig.supervisor.set_replicas(rig.rows.put(5, "replica 5", version=1))
         await rig.restarted()
         assert rig.made[1].known.keys() == {0, 1, 5}
 
@@ -294,7 +281,7 @@ async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
         with pytest.raises(type(error)):
             await rig.supervisor.stats(1)
         with pytest.raises(type(error)):
-            await rig.supervisor.add_replica(5, "replica 5", 1)
+            await rig.supervisor.set_replicas(rig.rows.put(5, "replica 5", version=1))
         assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 0, [])
 
 

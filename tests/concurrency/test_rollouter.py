@@ -32,7 +32,7 @@ from asyncrl.types import (
     Trajectory,
 )
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
-from asyncrl_testing.local import LocalReplicaChannel, publish
+from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
 
 pytestmark = pytest.mark.concurrency
 
@@ -157,9 +157,10 @@ class Rig:
         replica = Replica(replica_id, lambda: self.engine, gate_timeout_s=5)
         await replica.start()
         await publish(replica, publish_id, version)
-        rollouter = Rollouter(self.spec, queue, {}, f"rollouter-{replica_id}")
+        rollouter = Rollouter(self.spec, queue, f"rollouter-{replica_id}")
         await rollouter.start()
-        await rollouter.add_replica(replica_id, LocalReplicaChannel(replica), version)
+        rollouter.rows = Rows()
+        await rollouter.set_replicas(rollouter.rows.put(replica_id, LocalReplicaChannel(replica), version=version))
         running = asyncio.create_task(rollouter.run())
         rollouter.replica, rollouter.running = replica, running
         try:

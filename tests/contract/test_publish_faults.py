@@ -25,11 +25,11 @@ from asyncrl.errors import GenerationError, ProcessDied
 from asyncrl.inference.replica_actor import spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.rollout.actor_channels import ReplicaActorChannel
+from asyncrl.rollout.actor_channels import ReplicaActorChannel, channels
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl.types import GenerationRequest, ReplicaTable, SamplingParams
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -94,10 +94,6 @@ async def fleet(cluster, model_path):
             health_timeout_s=8.0,
             rejoin_timeout_s=REJOIN_TIMEOUT_S,
         ),
-        announce=routes.announce,
-        retire=routes.retire,
-        hold=routes.hold,
-        release=routes.release,
         on_event=lambda event, **fields: routes.events.append((event, fields.get("replica"))),
     )
     pool.routes = routes
@@ -119,35 +115,20 @@ class Routes:
         """The events of one replica."""
         return [event for event, replica in self.events if replica == replica_id]
 
-    def connect(self, pool):
-        channels = {i: self._channel(i, control) for i, control in pool.serving_members.items()}
-        self.client = GenerationClient(
-            "client", channels, request_timeout_s=60, poll_interval_s=0.01, waits_for_replacements=True
+    async def connect(self, pool):
+        self.client = client = GenerationClient(
+            "client", ReplicaTable(), request_timeout_s=60, poll_interval_s=0.01, waits_for_replacements=True
         )
-        return self.client
 
-    def _channel(self, replica_id, control):
-        return ReplicaActorChannel(replica_id, control.handle, "client")
+        async def route(table):
+            client.set_replicas(channels(table, "client"))
 
-    async def disconnect(self):
-        client, self.client = self.client, None
-        await client.close()
+        await pool.set_listener(route)
+        return client
 
-    async def announce(self, replica_id, control, version):
-        if self.client is not None:
-            self.client.add_replica(replica_id, self._channel(replica_id, control), version)
-
-    async def retire(self, replica_id):
-        if self.client is not None:
-            self.client.remove_replica(replica_id, "it was taken out")
-
-    async def hold(self, replica_ids):
-        if self.client is not None:
-            self.client.hold(replica_ids)
-
-    async def release(self, replica_ids, version):
-        for replica_id in replica_ids if self.client is not None else ():
-            self.client.release(replica_id, version)
+    async def disconnect(self, pool):
+        await pool.set_listener(None)
+        await self.client.close()
 
 
 async def whole(fleet, timeout_s=60):
@@ -267,13 +248,13 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
     assert (report.replicas, report.verified) == (2, True)
     assert await publishing.answers() == {0: expected, 1: expected}
 
-    running = requests(fleet.routes.connect(fleet))
+    running = requests(await fleet.routes.connect(fleet))
     victim = await publishing.pid(1)
     report = await publishing.publish_hit_by(1, held=victim, struck=victim, blow=signal.SIGKILL)
     assert report.replicas == 1
     assert await ask(fleet.controls[0]) == expected
     await finished(running)
-    await fleet.routes.disconnect()
+    await fleet.routes.disconnect(fleet)
 
     await whole(fleet)
     assert "placeholders" in (await publishing.answers())[1], "a replacement serves nothing before its first commit"
@@ -293,7 +274,7 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
     publishing = Publishing(trainer, fleet, transport="ipc", verify="always")
     await publishing.engine.publish(11)
     victim = await publishing.pid(0)
-    client = fleet.routes.connect(fleet)
+    client = await fleet.routes.connect(fleet)
     fleet.routes.events.clear()
     running = requests(client)
     await asyncio.sleep(0.02)
@@ -322,7 +303,7 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
     assert await generated(fleet, 0) == sampled + len(expected), "it works on nothing from before"
     assert sorted(client.loads) == [0, 1]
     await finished(requests(client))
-    await fleet.routes.disconnect()
+    await fleet.routes.disconnect(fleet)
     assert fleet.routes.of(0) == ["replica_suspended", "replica_rejoined", "replica_serving"]
     assert (await publishing.engine.publish(14)).replicas == 2
 
@@ -368,7 +349,7 @@ async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_b
 async def test_while_a_rolling_publish_reaches_one_replica_the_other_generates(fleet, trainer, expected, transport):
     publishing = Publishing(trainer, fleet, transport=transport, rolling=True)
     await publishing.engine.publish(30)
-    client = fleet.routes.connect(fleet)
+    client = await fleet.routes.connect(fleet)
     arrived, ending = [], asyncio.Event()
 
     def on_chunk(chunk, replica_id):
@@ -387,7 +368,7 @@ async def test_while_a_rolling_publish_reaches_one_replica_the_other_generates(f
     waves = list(publishing.sends)
     ending.set()
     await asyncio.wait_for(asyncio.gather(*streams), 30)
-    await fleet.routes.disconnect()
+    await fleet.routes.disconnect(fleet)
     assert (len(waves), report.replicas, report.attempts) == (2, 2, 2)
     by_wave = [{replica for at, replica, _ in arrived if began + 0.05 < at < ended} for began, ended in waves]
     assert all(by_wave), "tokens came in the middle of each wave"

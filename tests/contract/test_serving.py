@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.inference.replica_actor import require_gpus
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.http import MAX_BODY_BYTES
@@ -452,8 +452,9 @@ async def test_a_client_that_leaves_ends_its_generation(stream):
 # -- replicas that die -------------------------------------------------------------------------------------------
 
 
-async def test_requests_of_a_lost_replica_go_on_elsewhere(tmp_path):
-    async with serving(2, tick_s=0.002, reply="y" * 100) as served:
+async def test_requests_of_a_lost_replica_go_on_elsewhere_and_it_is_replaced(tmp_path):
+    async with serving(2, max_restarts=1, tick_s=0.002, reply="y" * 100) as served:
+        first = served.engines[0]
         asking = [
             asyncio.create_task(served.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 90})) for i in range(6)
         ]
@@ -462,44 +463,59 @@ async def test_requests_of_a_lost_replica_go_on_elsewhere(tmp_path):
         responses = await asyncio.gather(*asking)
         assert [r.status_code for r in responses] == [200] * 6
         assert all(r.json()["choices"][0]["text"] == "y" * 90 for r in responses)
-        assert "0,1" in [r.headers["x-replica-id"] for r in responses]
-        await until(lambda: [s.alive for s in served.fleet.states] == [False, True], "nobody noticed")
+        await until(lambda: served.engines[0] is not first, "it is not replaced")
+        await until(lambda: [r.alive for r in served.fleet.reports] == [True, True], "its replacement does not serve")
+        assert "0,1" in [r.headers["x-replica-id"] for r in responses] or served.client.loads.keys() == {0, 1}
+        page = (await served.get("/metrics")).text
+        assert value(page, 'asyncrl_replica_up{replica="0"}') == 1
+        assert value(page, "asyncrl_interruptions_total") >= 1
+        for _ in range(6):
+            assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
+        assert served.engines[0].requests, "the replacement is sent requests"
+
+
+async def test_the_discovery_file_says_who_is_lost_and_why(tmp_path):
+    async with serving(2, max_restarts=0) as served:
+        served.channels[0].die()
+        await until(lambda: [r.alive for r in served.fleet.reports] == [False, True], "nobody noticed")
         health = await served.get("/health")
         assert (health.status_code, health.json()) == (200, {"serving": 1, "replicas": 2})
-        page = (await served.get("/metrics")).text
-        assert value(page, 'asyncrl_replica_up{replica="0"}') == 0
-        assert value(page, "asyncrl_interruptions_total") >= 1
-
+        assert value((await served.get("/metrics")).text, 'asyncrl_replica_up{replica="0"}') == 0
         file = DiscoveryFile(tmp_path / "fleet.json", FleetAddress(served.url, "tiny", "fake", 1, 2.0))
-        file.write(served.fleet.states)
+        file.write(served.fleet.reports)
         found = json.loads((tmp_path / "fleet.json").read_text())
         assert (found["address"], found["model"], found["engine"], found["pid"]) == (served.url, "tiny", "fake", 1)
-        assert [(r["id"], r["alive"], r["version"]) for r in found["replicas"]] == [(0, False, 0), (1, True, 0)]
+        rows = [(r["id"], r["alive"], r["state"], r["version"]) for r in found["replicas"]]
+        assert rows == [(0, False, "dead", None), (1, True, "serving", 0)]
         assert "killed by the test" in found["replicas"][0]["detail"]
         assert [p.name for p in tmp_path.iterdir()] == ["fleet.json"]
         file.remove()
         assert not list(tmp_path.iterdir())
 
 
-async def test_a_replica_with_a_dead_engine_gets_no_more_requests():
-    async with serving(2) as served:
-        served.engines[0].crash("out of memory")
-        await until(lambda: served.client.loads.keys() == {1}, "it is still sent requests")
+async def test_a_replica_with_a_dead_engine_is_replaced():
+    async with serving(2, max_restarts=1) as served:
+        dead = served.engines[0]
+        dead.crash("out of memory")
+        await until(lambda: served.engines[0] is not dead, "it is not replaced")
+        await until(lambda: served.client.loads.keys() == {0, 1}, "its replacement gets no requests")
         for _ in range(4):
             assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
-        assert "out of memory" in served.fleet.states[0].detail
 
 
-async def test_when_all_are_lost_health_and_requests_say_so_and_the_watch_ends():
-    async with serving(2) as served:
+async def test_while_all_are_lost_requests_wait_for_a_replacement():
+    async with serving(1, max_restarts=1) as served:
+        served.channels[0].die()
+        assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
+
+
+async def test_when_none_may_be_replaced_health_says_so_and_the_watch_ends():
+    async with serving(2, max_restarts=1) as served:
         watch = asyncio.create_task(served.fleet.watch())
-        for channel in served.channels.values():
+        for channel in list(served.channels.values()):
             channel.die()
-        with pytest.raises(GenerationError, match="no replica is left"):
+        with pytest.raises(RunFailed, match="max_replica_restarts"):
             await asyncio.wait_for(watch, 10)
-        for response in (await served.get("/health"), await served.post("/v1/chat/completions", ASK)):
-            assert response.status_code == 503
-            assert "every replica is lost" in response.json()["error"]["message"]
 
 
 async def test_many_requests_at_once_are_each_answered_once():

@@ -133,10 +133,12 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
             ids, versions = future.result(60)
             assert len(ids) == 900
             assert versions == [{"version": 0, "start": 0, "end": 900}]
-    states = server.wait_for(lambda f: not all(r["alive"] for r in f["replicas"]), "the loss is not told")["replicas"]
-    assert [str(r["id"]) for r in states if not r["alive"]] == [victim]
+    replaced = server.wait_for(
+        lambda f: all(r["alive"] and r["pid"] != pids[victim] for r in f["replicas"]), "it is not replaced"
+    )
+    assert {str(r["id"]): r["pid"] for r in replaced["replicas"] if str(r["id"]) != victim}.items() <= pids.items()
     health = httpx.get(found["address"] + "/health", timeout=10)
-    assert (health.status_code, health.json()) == (200, {"serving": 1, "replicas": 2})
+    assert (health.status_code, health.json()) == (200, {"serving": 2, "replicas": 2})
     interruptions = httpx.get(found["address"] + "/metrics", headers={"authorization": "Bearer secret"}, timeout=10)
     assert "asyncrl_interruptions_total 0\n" not in interruptions.text
 
@@ -145,12 +147,47 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     assert not server.file.exists()
 
 
+def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
+    """OpenAI's client without retries: requests in flight and those that come wait for the replacement."""
+    server = serve("torch.max_model_len=512")
+    found = server.wait_for(lambda f: f["replicas"][0]["alive"], "no fleet")
+    client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="none", max_retries=0, timeout=120)
+    began = []
+
+    def ask(seed):
+        chunks = client.completions.create(
+            model=MODEL, prompt="1+1=", max_tokens=300, seed=seed, stream=True, extra_body={"ignore_eos": True}
+        )
+        text = ""
+        for chunk in chunks:
+            began.append(seed)
+            text += chunk.choices[0].text
+        return text
+
+    def alone(seed):
+        answer = client.completions.create(
+            model=MODEL, prompt="1+1=", max_tokens=300, seed=seed, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(8) as threads:
+        running = [threads.submit(ask, seed) for seed in range(4)]
+        deadline = time.monotonic() + 60
+        while len(set(began)) < 4:
+            assert time.monotonic() < deadline, began
+            time.sleep(0.005)
+        os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
+        later = [threads.submit(ask, seed) for seed in range(4, 8)]
+        texts = [future.result(120) for future in (*running, *later)]
+    assert texts == [alone(seed) for seed in range(8)], "the same tokens as without a kill"
+
+
 def test_without_any_replica_it_ends_and_says_why(serve):
-    server = serve()
+    server = serve("recovery.max_replica_restarts=0")
     found = server.wait_for(lambda f: True, "no fleet")
     os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
     assert server.process.wait(60) == 1
-    assert "no replica is left" in server.output.read_text()
+    assert "raise recovery.max_replica_restarts" in server.output.read_text()
     assert not server.file.exists()
 
 

@@ -454,15 +454,17 @@ async def test_a_rolling_publish_reaches_some_at_a_time_while_the_others_are_sen
     replicas = [FakeReplica() for _ in range(5)]
     made, trainer, fleet = engine(*replicas, rolling=True, rolling_replicas=2)
     await made.publish(1)
-    assert fleet.routing == [("hold", [0, 1, 2, 3, 4], None), ("release", [0, 1, 2, 3, 4], 1)], "newcomers go together"
+    assert fleet.routing == [("hold", [0, 1, 2, 3, 4], None), ("committed", [0, 1, 2, 3, 4], 1)], (
+        "newcomers go together"
+    )
     await served(made, 2)
     report = await made.publish(3)
     waves = [call[1] for call in fleet.routing if call[0] == "hold"]
-    assert [call[1] for call in fleet.routing if call[0] == "release"] == waves
-    assert {call[2] for call in fleet.routing if call[0] == "release"} == {3}
+    assert [call[1] for call in fleet.routing if call[0] == "committed"] == waves
+    assert {call[2] for call in fleet.routing if call[0] == "committed"} == {3}
     assert sorted(i for wave in waves for i in wave) == [0, 1, 2, 3, 4]
     assert [len(wave) for wave in waves] == [2, 2, 1]
-    assert [call[0] for call in fleet.routing] == ["hold", "release"] * 3
+    assert [call[0] for call in fleet.routing] == ["hold", "committed"] * 3
     assert (report.attempts, report.replicas, trainer.opened[0]) == (3, 5, 5)
     assert all(r.committed == [3] for r in replicas)
     assert report.pause_s < report.publish_s / 2, "at most two of five stand still at any time"
@@ -505,7 +507,7 @@ async def test_newcomers_go_with_the_first_wave():
     fleet.fail(2, fleet.members[2], "killed again")
     fleet.routing.clear()
     assert (await made.publish(1, newcomers_only=True)).replicas == 1
-    assert fleet.routing == [("hold", [2], None), ("release", [2], 1)]
+    assert fleet.routing == [("hold", [2], None), ("committed", [2], 1)]
 
 
 @pytest.mark.parametrize("error", [ProcessDied("gone"), DeadlineExceeded("no answer within 1 s")])
@@ -518,7 +520,7 @@ async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
     assert (await made.publish(1)).replicas == 2
     assert [r.committed for r in replicas] == [[1], [], [1]]
     assert [i for i, _ in fleet.failures] == [1]
-    assert ("release", [1], 1) not in fleet.routing
+    assert ("committed", [1], 1) not in fleet.routing
 
 
 async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_held_up():
@@ -529,7 +531,7 @@ async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_hel
     assert (await made.publish(1)).attempts == 4
     assert [call[:2] for call in fleet.routing] == [
         ("hold", [0]),
-        *((call, [i]) for i in (0, 1, 2) for call in ("hold", "release")),
+        *((call, [i]) for i in (0, 1, 2) for call in ("hold", "committed")),
     ]
 
 

@@ -76,14 +76,15 @@ class Control:
 
 
 class Rig:
-    """`may_retire`: retiring ends only when it is set."""
+    """`listen` is the rollout side: it waits for `may_listen`, and computes from each table to which replicas requests
+    are sent anew (`announced`), which are lost (`retired`), and which live on without requests (`withdrawn`)."""
 
     def __init__(self, num=2, max_restarts=2, prepare=lambda c: None, restart_delay_s=0, **settings):
-        self.made, self.announced, self.retired, self.events, self.routing = [], [], [], [], []
-        self.withdrawn = []
-        self.may_retire = asyncio.Event()
-        self.may_retire.set()
-        self.retire_error = None
+        self.made, self.announced, self.retired, self.withdrawn, self.events = [], [], [], [], []
+        self.tables, self.routed = [], {}
+        self.may_listen = asyncio.Event()
+        self.may_listen.set()
+        self.listen_error = None
         self.on_announce = lambda replica_id, control: None
 
         def spawn(replica_id):
@@ -93,40 +94,37 @@ class Rig:
             self.made.append(control)
             return control
 
-        async def announce(replica_id, control, version):
-            self.announced.append((replica_id, control))
-            self.routing.append(("announce", replica_id, version))
-            self.on_announce(replica_id, control)
-
-        async def retire(replica_id, *, lives=False):
-            await self.may_retire.wait()
-            if self.retire_error:
-                raise self.retire_error
-            (self.withdrawn if lives else self.retired).append(replica_id)
-
-        async def hold(ids):
-            self.routing.append(("hold", ids))
-
-        async def release(ids, version):
-            self.routing.append(("release", ids, version))
-
         times = {"start_timeout_s": 5, "health_interval_s": 0.01, "health_timeout_s": 1, **settings}
         self.pool = ReplicaPool(
             spawn,
             num,
             PoolSettings(max_restarts, restart_delay_s=restart_delay_s, **times),
-            announce=announce,
-            retire=retire,
-            hold=hold,
-            release=release,
             on_event=lambda event, **fields: self.events.append((event, fields)),
         )
 
+    async def listen(self, table):
+        await self.may_listen.wait()
+        if self.listen_error:
+            raise self.listen_error
+        assert not self.tables or table.generation >= self.tables[-1].generation
+        self.tables.append(table)
+        former, self.routed = self.routed, table.those("serving", "held")
+        for i, row in former.items():
+            now = table.rows[i]
+            if now.incarnation != row.incarnation or i not in self.routed:
+                lives = now.incarnation == row.incarnation and now.state == "leased"
+                (self.withdrawn if lives else self.retired).append(i)
+        for i, row in self.routed.items():
+            if i not in former or former[i].incarnation != row.incarnation:
+                self.announced.append((i, row.handle))
+                self.on_announce(i, row.handle)
+
     async def begin(self):
         """All of them serve; nothing of that is on record."""
+        await self.pool.set_listener(self.listen)
         await self.pool.start()
         assert await self.pool.committed(self.pool.members) == len(self.made)
-        for record in (self.announced, self.events, self.routing):
+        for record in (self.announced, self.events):
             record.clear()
         return self.pool
 
@@ -142,12 +140,13 @@ async def settled():
 
 async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_are_committed():
     rig = Rig()
+    await rig.pool.set_listener(rig.listen)
     assert rig.pool.members == {}
     await rig.pool.start()
     assert rig.pool.members == rig.pool.newcomers == dict(enumerate(rig.made))
     assert not rig.pool.serving
     await rig.pool.committed(rig.pool.members)
-    assert (rig.pool.newcomers, rig.pool.serving_members) == ({}, rig.pool.members)
+    assert (rig.pool.newcomers, rig.pool.serving) == ({}, rig.pool.members)
     assert rig.announced == list(enumerate(rig.made)), "requests are sent to a replica from its first weights on"
 
 
@@ -246,7 +245,7 @@ async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replace
     rig.pool.fail(0, rig.made[0], "killed after its commit")
     await settled()
     assert await rig.pool.committed(before) == 1
-    assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({0: rig.made[2]}, True, [])
+    assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({0: rig.made[2]}, {1: rig.made[1]}, [])
     assert "replica_serving" not in rig.kinds
     assert await rig.pool.committed(rig.pool.members) == 2
     assert (rig.pool.newcomers, rig.announced) == ({}, [(0, rig.made[2])])
@@ -255,12 +254,12 @@ async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replace
 async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned():
     rig = Rig()
     await rig.begin()
-    rig.may_retire.clear()
+    rig.may_listen.clear()
     rig.pool.fail(0, rig.made[0], "killed")
     committing = asyncio.create_task(rig.pool.committed({1: rig.made[1]}))
     await settled()
     assert (committing.done(), rig.retired) == (False, [])
-    rig.may_retire.set()
+    rig.may_listen.set()
     assert await asyncio.wait_for(committing, 5) == 1
     assert rig.retired == [0]
 
@@ -283,33 +282,37 @@ async def test_only_what_requests_were_sent_to_is_retired():
 async def test_a_failure_to_retire_ends_the_publish():
     rig = Rig()
     pool = await rig.begin()
-    rig.retire_error = ProcessDied("the rollouter is gone")
+    rig.listen_error = ProcessDied("the rollouter is gone")
     pool.fail(0, rig.made[0], "killed")
     with pytest.raises(ProcessDied, match="rollouter"):
         await pool.committed({1: rig.made[1]})
     await pool.stop(1)
 
 
-async def test_what_the_rollout_side_has_lost_is_announced_again_and_nothing_else():
-    rig = Rig(num=3)
+async def test_the_watch_sends_the_table_again_and_raises_what_the_rollout_side_raises():
+    rig = Rig()
     pool = await rig.begin()
-    pool.fail(2, rig.made[2], "killed")
-    await settled()
-    assert list(pool.newcomers) == [2]
-    await pool.reconcile((0, 1))
-    assert rig.announced == []
-    await pool.reconcile((1,))
-    assert rig.announced == [(0, rig.made[0])]
-    await pool.reconcile(())
-    assert rig.announced[1:] == [(0, rig.made[0]), (1, rig.made[1])]
+    rig.tables.clear()
+    watch = asyncio.create_task(pool.watch())
+    async with asyncio.timeout(5):
+        while len(rig.tables) < 3:
+            await asyncio.sleep(0.005)
+    assert len({table.generation for table in rig.tables}) == 1, "nothing had changed"
+    rig.listen_error = ProcessDied("the message queue is gone")
+    with pytest.raises(ProcessDied, match="message queue"):
+        await asyncio.wait_for(watch, 5)
 
 
-async def test_a_replica_that_is_not_up_is_never_announced_again():
-    rig = Rig(num=2, max_restarts=0)
+async def test_a_new_listener_gets_the_table_at_once_and_nobody_gets_one_after_it():
+    rig = Rig()
     pool = await rig.begin()
+    rig.tables.clear()
+    await pool.set_listener(rig.listen)
+    assert [sorted(table.those("serving")) for table in rig.tables] == [[0, 1]]
+    await pool.set_listener(None)
     pool.fail(0, rig.made[0], "killed")
-    await pool.reconcile(())
-    assert rig.announced == [(1, rig.made[1])]
+    await settled()
+    assert len(rig.tables) == 1
 
 
 async def test_after_the_last_failure_nothing_changes_any_more():
@@ -368,11 +371,10 @@ async def test_a_replica_that_fails_while_it_is_announced_is_retired():
     pool = await rig.begin()
     pool.fail(0, rig.made[0], "killed")
     await settled()
-    rig.on_announce = lambda replica_id, control: pool.fail(replica_id, control, "killed meanwhile")
+    rig.on_announce = lambda replica_id, control: pool.fail(replica_id, control, "killed in between")
     assert await pool.committed(pool.members) == 1
     await settled()
     assert rig.retired == [0, 0]
-    assert "replica_serving" not in [e for e, _ in rig.events]
 
 
 # -- late replicas -----------------------------------------------------------------------------------------------------
@@ -499,19 +501,21 @@ async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_su
 async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_them():
     rig = Rig(rejoin_timeout_s=5)
     pool = await rig.begin()
-    rig.retire_error = ProcessDied("the former rollouter is gone")
+    rig.listen_error = ProcessDied("the former rollouter is gone")
     pool.fail(1, rig.made[1], ProcessDied("gone"))
     await settled()
     rig.made[0].stop_it()
     fencing = asyncio.create_task(pool.fence())
     await settled()
-    assert (pool.serving, pool.serving_members) == (False, {}), "at once, whatever the replicas take"
+    assert pool.serving == {}, "at once, whatever the replicas take"
     rig.made[0].go_on()
     await asyncio.wait_for(fencing, 5)
     assert [c.calls for c in rig.made] == [["reset"], [], ["reset"]]
     assert pool.newcomers == {0: rig.made[0], 1: rig.made[2]}
+    following = Rig()
+    await pool.set_listener(following.listen)
     assert await pool.committed(pool.members) == 2
-    assert rig.announced == [(0, rig.made[0]), (1, rig.made[2])]
+    assert (rig.announced, following.announced) == ([], [(0, rig.made[0]), (1, rig.made[2])])
 
 
 async def test_a_replica_that_a_fence_finds_late_is_suspended():
@@ -526,7 +530,7 @@ async def test_a_replica_that_a_fence_finds_late_is_suspended():
 # -- rolling publishes -------------------------------------------------------------------------------------------------
 
 
-async def test_only_what_requests_are_sent_to_is_held_and_released_and_the_version_is_known_from_then_on():
+async def test_only_what_serves_is_held_and_the_version_of_a_rolling_publish_is_in_the_table():
     rig = Rig(num=2)
     pool = await rig.begin()
     former = rig.made[0]
@@ -534,13 +538,15 @@ async def test_only_what_requests_are_sent_to_is_held_and_released_and_the_versi
     await settled()
     await pool.hold({0: former, 1: rig.made[1]})
     await pool.hold(pool.newcomers)
-    assert rig.routing == [("hold", [1])]
+    assert {i: row.state for i, row in rig.tables[-1].rows.items()} == {0: "newcomer", 1: "held"}
+    await pool.committed({0: rig.made[2], 1: rig.made[1]}, 7)
+    await pool.committed({0: former}, 8)
+    assert {i: (row.state, row.version) for i, row in rig.tables[-1].rows.items()} == dict.fromkeys(
+        (0, 1), ("serving", 7)
+    )
+    sent = len(rig.tables)
     await pool.committed(pool.members)
-    await pool.release({0: rig.made[2], 1: rig.made[1]}, 7)
-    await pool.release({0: former}, 8)
-    assert rig.routing[1:] == [("announce", 0, None), ("release", [0, 1], 7)]
-    await pool.reconcile((1,))
-    assert rig.routing[3:] == [("announce", 0, 7)]
+    assert len(rig.tables) == sent, "a publish to all changes nothing for the rollout side"
 
 
 async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends():
@@ -549,11 +555,9 @@ async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(
     leases = await rig.pool.lease(1)
     assert leases == rig.pool.leased == {2: rig.made[2]}
     assert (rig.withdrawn, rig.retired) == ([2], [])
-    assert sorted(rig.pool.members) == sorted(rig.pool.serving_members) == [0, 1]
+    assert sorted(rig.pool.members) == sorted(rig.pool.serving) == [0, 1]
     assert rig.pool.newcomers == {}, "a catch-up passes it by"
     assert sorted(await rig.pool.stats()) == [0, 1, 2], "its health is watched"
-    await rig.pool.reconcile([0, 1])
-    assert rig.announced == []
     await rig.pool.end_lease(leases)
     assert rig.made[2].calls == ["reset"]
     assert rig.pool.newcomers == {2: rig.made[2]}
@@ -585,7 +589,8 @@ async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_t
     rig.made[1].stats_error = ProcessDied("gone")
     await rig.pool.stats()
     await settled()
-    assert (rig.pool.leased, rig.pool.newcomers, rig.retired) == ({}, {1: rig.made[2]}, [1])
+    assert (rig.pool.leased, rig.pool.newcomers) == ({}, {1: rig.made[2]})
+    assert (rig.withdrawn, rig.tables[-1].rows[1].incarnation) == ([1], 1), "its evaluation sees another incarnation"
     await rig.pool.end_lease(leases)
     assert rig.made[2].calls == [], "its replacement is none of that lease"
 
@@ -597,7 +602,8 @@ async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_ne
     rig.made[1].stop_it()
     await rig.pool.stats()
     await settled()
-    assert (rig.pool.leased, sorted(rig.pool.members), rig.retired) == ({}, [0], [1])
+    assert (rig.pool.leased, sorted(rig.pool.members)) == ({}, [0])
+    assert rig.tables[-1].rows[1].state == "suspended"
     await rig.pool.end_lease(leases)
     rig.made[1].go_on()
     await rig.pool.wait_member(5)

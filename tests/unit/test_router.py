@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 def router(*replicas, **options):
     made = Router(**options)
     for replica in replicas:
-        made.add(replica)
+        made.put(replica)
     return made
 
 
@@ -56,7 +56,7 @@ def test_a_pick_without_session_is_always_the_least_loaded(actions):
     made, loads = router(0), {0: 0}
     for action, replica in actions:
         if action == "add" and replica not in loads:
-            made.add(replica)
+            made.put(replica)
             loads[replica] = 0
         elif action == "remove":
             made.remove(replica)
@@ -149,7 +149,7 @@ def test_the_cache_of_a_replica_that_went_is_forgotten():
     blocks = prefix_blocks(prompt((1, 64)))
     home = made.pick("a", blocks)
     made.remove(home)
-    made.add(home)
+    made.put(home)
     assert not made._sessions
     assert not made._blocks
 
@@ -170,7 +170,7 @@ def test_stickiness_never_costs_more_than_its_imbalance_or_memory(actions):
     made = router(0, 1, max_imbalance=6, max_prefix_imbalance=3, max_sessions=1, max_blocks=5)
     for action, replica, session, turns in actions:
         if action == "add" and replica not in made.loads:
-            made.add(replica)
+            made.put(replica)
         elif action == "remove":
             made.remove(replica)
         elif action == "done" and made.loads.get(replica, 0) > 0:
@@ -260,24 +260,22 @@ def test_a_pick_stays_cheap_with_many_replicas(kind):
 
 def test_the_newest_version_is_preferred_until_it_has_more_than_its_share():
     made = router(0, 1)
-    made.release(0, 7)
+    made.put(0, 7)
     order = [made.pick() for _ in range(6)]
     assert order == [0, 0, 1, 0, 0, 1], "0 while it has at most one more than twice what 1 has"
-    made.release(1, 7)
+    made.put(1, 7)
     assert [made.pick() for _ in range(2)] == [1, 1], "one version again: the least loaded"
 
 
 def test_held_replicas_get_nothing_unless_all_are_held():
     made = router(0, 1, 2)
-    made.hold(0)
-    made.hold(1)
+    made.put(0, held=True)
+    made.put(1, held=True)
     assert {made.pick() for _ in range(5)} == {2}
-    made.hold(2)
+    made.put(2, held=True)
     assert {made.pick() for _ in range(2)} == {0, 1}, "they wait at a gate: the least loaded"
-    made.release(0, None)
+    made.put(0)
     assert {made.pick() for _ in range(5)} == {0}
-    made.hold(9)
-    made.release(9, 1)
     assert set(made.loads) == {0, 1, 2}
 
 
@@ -285,19 +283,19 @@ def test_held_replicas_get_nothing_unless_all_are_held():
 def test_sessions_and_prefixes_leave_a_held_replica_and_an_older_version(words):
     made = router(0, 1)
     home = made.pick(*words)
-    made.hold(home)
+    made.put(home, held=True)
     other = made.pick(*words)
     assert other != home
-    made.release(home, 1)
+    made.put(home, 1)
     assert made.pick(*words) == home, "the newest version comes before the cache"
     assert made.pick(*words) == home, "and keeps it"
 
 
 def test_a_replica_added_without_a_version_counts_as_one_of_the_newest():
     made = router(0)
-    made.release(0, 5)
-    made.add(1)
-    made.add(2, 4)
+    made.put(0, 5)
+    made.put(1)
+    made.put(2, 4)
     assert sorted(made.pick() for _ in range(2)) == [0, 1]
     made.remove(0)
     made.remove(1)
@@ -319,17 +317,18 @@ def test_no_order_of_holds_and_releases_breaks_the_rule_of_versions(actions):
     made, versions, held = router(0), {0: -1}, set()
     for action, replica, version, session in actions:
         if action == "add" and replica not in versions:
-            made.add(replica, version)
+            made.put(replica, version)
             versions[replica] = version
         elif action == "remove":
             made.remove(replica)
             versions.pop(replica, None)
             held.discard(replica)
         elif action == "hold":
-            made.hold(replica)
-            held |= {replica} & set(versions)
+            if replica in versions:
+                made.put(replica, held=True)
+                held.add(replica)
         elif action == "release" and replica in versions:
-            made.release(replica, version)
+            made.put(replica, version)
             versions[replica] = version
             held.discard(replica)
         elif action == "done" and made.loads.get(replica, 0) > 0:

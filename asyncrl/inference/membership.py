@@ -1,0 +1,109 @@
+"""The life of replicas as a state machine. Pure: no clock, no process, no call.
+
+    starting --started--> newcomer --committed--> serving --hold--> held --committed--> serving
+                             ^                       |
+                             |                       +--lease--> leased --lease_ended--> newcomer
+                             +--answered-- suspended <--late-- newcomer, serving, held, leased
+    fenced: newcomer, serving, held and leased become newcomers.   failed: every state becomes dead.
+
+* *starting*: its process loads the model.
+* *newcomer*: it is up, behind a closed gate; no weights have been committed on it.
+* *serving*: requests of the rollout reach it. *held*: it serves, and a rolling publish is about to reach it: new
+  requests go elsewhere while there is an elsewhere.
+* *leased*: an evaluation has it for itself; publishes leave it out, so that it stays at its version.
+* *suspended*: it answered too late; nothing reaches it until it answers again, and has forgotten what it was asked.
+* *dead*: its process is killed. A replacement is another incarnation under the same id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.types import ReplicaState
+
+Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed"]
+
+TRANSITIONS: dict[Event, dict[ReplicaState, ReplicaState]] = {
+    "started": {"starting": "newcomer"},
+    "committed": {"newcomer": "serving", "serving": "serving", "held": "serving"},
+    "hold": {"serving": "held", "held": "held", "newcomer": "newcomer"},
+    "lease": {"serving": "leased"},
+    "lease_ended": {"leased": "newcomer"},
+    "fenced": {"newcomer": "newcomer", "serving": "newcomer", "held": "newcomer", "leased": "newcomer"},
+    "late": {"newcomer": "suspended", "serving": "suspended", "held": "suspended", "leased": "suspended"},
+    "answered": {"suspended": "newcomer"},
+    "failed": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended"), "dead"),
+}
+"""Event -> the states in which it may come, and the state that follows."""
+
+FORGETS: tuple[Event, ...] = ("answered", "lease_ended", "fenced")
+"""Events after which the replica has forgotten what it was asked: it is another incarnation."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One replica. `failures`: incarnations before this one that failed in a row without having served."""
+
+    state: ReplicaState = "starting"
+    incarnation: int = 0
+    version: int | None = None
+    served: bool = False
+    failures: int = 0
+
+
+class Membership:
+    """The state of every replica, and whether one that failed may be replaced.
+
+    `generation` grows with every change.
+    """
+
+    def __init__(self, replica_ids: Iterable[int], budget: RestartBudget, *, restart_delay_s: float) -> None:
+        """
+        Args:
+            budget: counts replacements.
+            restart_delay_s: what a replica waits that failed before it had served, doubled with each time in a row.
+        """
+        self.members = {i: Member() for i in replica_ids}
+        self.budget = budget
+        self.generation = 0
+        self._restart_delay_s = restart_delay_s
+
+    def those(self, *states: ReplicaState) -> list[int]:
+        """The replicas in one of these states."""
+        return [i for i, member in self.members.items() if member.state in states]
+
+    def may(self, replica_id: int, event: Event) -> bool:
+        return self.members[replica_id].state in TRANSITIONS[event]
+
+    def apply(self, replica_id: int, event: Event, version: int | None = None) -> None:
+        """`version`: what a replica serves from a commit on; None leaves what it had.
+
+        Raises ValueError: the event cannot come in this state.
+        """
+        member = self.members[replica_id]
+        if member.state not in TRANSITIONS[event]:
+            raise ValueError(f"replica {replica_id} is {member.state}: {event} cannot come now")
+        before = (member.state, member.incarnation, member.version)
+        member.state = TRANSITIONS[event][member.state]
+        member.incarnation += event in FORGETS
+        member.served = member.served or member.state == "serving"
+        if member.state not in ("serving", "held", "leased"):
+            member.version = None
+        elif version is not None:
+            member.version = version
+        self.generation += (member.state, member.incarnation, member.version) != before
+
+    def replace(self, replica_id: int) -> float | None:
+        """Begins the next incarnation of a dead replica; the seconds to wait before its start. None: the budget is
+        spent, and it stays dead."""
+        dead = self.members[replica_id]
+        assert dead.state == "dead", dead
+        if not self.budget.take():
+            return None
+        failures = 0 if dead.served else dead.failures + 1
+        self.members[replica_id] = Member(incarnation=dead.incarnation + 1, failures=failures)
+        self.generation += 1
+        return self._restart_delay_s * 2 ** (failures - 1) if failures else 0.0

@@ -1,0 +1,50 @@
+"""Replicas without a trainer, which serve the model's files from their start: `asyncrl-serve`, `asyncrl-eval`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.recovery import RecoveryConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 30.0
+"""A replica that does not answer for this long is taken for dead."""
+HEALTH_INTERVAL_S = 5.0
+STOP_TIMEOUT_S = 3.0
+"""Longest that one replica may take to stop before its process is killed."""
+
+
+def standalone_pool(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    recovery: RecoveryConfig,
+    *,
+    environment: Mapping[str, str],
+    start_timeout_s: float,
+) -> ReplicaPool:
+    """A pool of replicas, not started. Raises ConfigError: too few GPUs for them."""
+    gpus = replica_gpus(rollout, rollout.num_replicas)
+    require_gpus(gpus, rollout.num_replicas)
+    options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
+    settings = PoolSettings(
+        recovery.max_replica_restarts,
+        start_timeout_s=start_timeout_s,
+        health_interval_s=HEALTH_INTERVAL_S,
+        health_timeout_s=HEALTH_TIMEOUT_S,
+        window_s=recovery.window_s,
+        serves_at_once=True,
+    )
+    spawn = functools.partial(spawn_replica, rollout, model, **options)
+    return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=_log)
+
+
+def _log(event: str, **fields: Any) -> None:
+    logger.info("%s %s", event, fields)

@@ -1,0 +1,119 @@
+"""The states of a replica: every event in every state, the budget, and what the rollout side is told."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.inference.membership import FORGETS, TRANSITIONS, Event, Membership
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.types import ReplicaState
+
+pytestmark = pytest.mark.unit
+
+TABLE = """
+             started   committed  hold      lease   lease_ended  fenced    late       answered  failed
+starting     newcomer  -          -         -       -            -         -          -         dead
+newcomer     -         serving    newcomer  -       -            newcomer  suspended  -         dead
+serving      -         serving    held      leased  -            newcomer  suspended  -         dead
+held         -         serving    held      -       -            newcomer  suspended  -         dead
+leased       -         -          -         -       newcomer     newcomer  suspended  -         dead
+suspended    -         -          -         -       -            -         -          newcomer  dead
+dead         -         -          -         -       -            -         -          -         -
+"""
+WAYS: dict[ReplicaState, tuple[Event, ...]] = {
+    "starting": (),
+    "newcomer": ("started",),
+    "serving": ("started", "committed"),
+    "held": ("started", "committed", "hold"),
+    "leased": ("started", "committed", "lease"),
+    "suspended": ("started", "late"),
+    "dead": ("failed",),
+}
+
+
+def membership(max_restarts=2, restart_delay_s=3.0):
+    return Membership([0, 1], RestartBudget(max_restarts, 3600), restart_delay_s=restart_delay_s)
+
+
+def in_state(state):
+    made = membership()
+    for event in WAYS[state]:
+        made.apply(0, event)
+    assert made.members[0].state == state
+    return made
+
+
+def cells():
+    head, *rows = [line.split() for line in TABLE.strip().splitlines()]
+    assert set(head) == set(get_args(Event)) == set(TRANSITIONS)
+    assert {row[0] for row in rows} == set(get_args(ReplicaState))
+    return [(row[0], event, after) for row in rows for event, after in zip(head, row[1:], strict=True)]
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cells())
+def test_the_table(state, event, after):
+    made = in_state(state)
+    before = made.members[0].incarnation
+    assert made.may(0, event) == (after != "-")
+    if after == "-":
+        with pytest.raises(ValueError, match=f"replica 0 is {state}: {event}"):
+            made.apply(0, event)
+        return
+    made.apply(0, event)
+    assert made.members[0].state == after
+    assert made.members[0].incarnation == before + (event in FORGETS)
+    assert made.members[1].state == "starting", "the others stay as they are"
+
+
+def test_a_version_lasts_as_long_as_the_weights_are_served():
+    made = in_state("serving")
+    made.apply(0, "committed", 4)
+    made.apply(0, "hold")
+    made.apply(0, "committed")
+    assert made.members[0].version == 4
+    made.apply(0, "lease")
+    assert made.members[0].version == 4
+    made.apply(0, "lease_ended")
+    assert made.members[0].version is None
+
+
+def test_failures_in_a_row_wait_longer_and_one_that_had_served_does_not():
+    made = membership(max_restarts=9)
+    delays = []
+    for serves in (False, False, True, False, False):
+        made.apply(0, "started")
+        if serves:
+            made.apply(0, "committed")
+        made.apply(0, "failed")
+        delays.append(made.replace(0))
+    assert delays == [3, 6, 0, 3, 6]
+
+
+def test_a_spent_budget_leaves_it_dead_and_counts_for_all():
+    made = membership(max_restarts=1)
+    made.apply(0, "failed")
+    assert made.replace(0) is not None
+    made.apply(1, "failed")
+    assert made.replace(1) is None
+    assert made.members[1].state == "dead"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.sampled_from(get_args(Event)), st.sampled_from([None, 1, 2])), max_size=60)
+)
+def test_every_change_has_a_generation_of_its_own_and_what_is_forgotten_an_incarnation(events):
+    made = membership(max_restarts=99)
+    for replica_id, event, version in events:
+        before = made.generation, [(m.state, m.incarnation, m.version) for m in made.members.values()]
+        if not made.may(replica_id, event):
+            continue
+        made.apply(replica_id, event, version)
+        if event == "failed":
+            made.replace(replica_id)
+        after = made.generation, [(m.state, m.incarnation, m.version) for m in made.members.values()]
+        assert (before[0] == after[0]) == (before[1] == after[1])
+        assert after[0] >= before[0]
+        member = made.members[replica_id]
+        assert member.version is None or member.state in ("serving", "held", "leased")
