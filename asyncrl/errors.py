@@ -6,17 +6,30 @@ library's type, so that a caller can catch either.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that others wait for: its role, e.g. "trainer rank", and its number where a role has several."""
+
+    role: str
+    index: int | None = None
+
+    def __str__(self) -> str:
+        return self.role if self.index is None else f"{self.role} {self.index}"
 
 
 class AsyncRLError(Exception):
     """Root of all errors raised on purpose. `exit_code`: what `asyncrl-train` exits with when it ends the run."""
 
     exit_code = 1
-    process = ""
-    """The process that failed, e.g. "trainer rank 0"; empty where no single one is to blame."""
+    process: Process | None = None
+    """The process that failed; None where no single one is to blame."""
 
-    def of(self, process: str) -> Self:
+    def of(self, process: Process) -> Self:
         """This error, with the process that failed."""
         self.process = process
         return self
@@ -78,6 +91,25 @@ class StorageError(AsyncRLError, OSError):
     """The run directory cannot be written (no space, say), or no checkpoint in it can be read."""
 
     exit_code = 8
+
+
+def cause(errors: Iterable[BaseException]) -> BaseException:
+    """The error that explains the others, of several that came together; of two that are alike the first one.
+
+    A process that died explains what its peers met. Then come errors that say what went wrong, missed deadlines, and
+    the ends of transfers whose cause is elsewhere. An error that was not raised on purpose comes after those.
+    """
+
+    def rank(error: BaseException) -> int:
+        if isinstance(error, ProcessDied):
+            return 0
+        if isinstance(error, TransferEnded):
+            return 3
+        if isinstance(error, AsyncRLError):
+            return 2 if isinstance(error, TimeoutError) else 1
+        return 5 if isinstance(error, TimeoutError) else 4
+
+    return min(errors, key=rank)
 
 
 def explain(asked: str, found: str, do: str) -> str:

@@ -46,6 +46,7 @@ from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.vllm.launch import Launcher
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.remote.reply import reply
+from asyncrl.remote.waits import replica as replica_process
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router, prefix_blocks
@@ -145,7 +146,7 @@ def conditions(llm) -> dict[str, object]:
 async def check_equal(bare: dict[str, object], control: ReplicaControl) -> None:
     """Raises SystemExit: the two run under different conditions, and no ratio of them means anything."""
     call = control.handle.__ray_call__.remote(lambda replica: conditions(replica._engine._llm))
-    replica = await reply(call, timeout_s=30.0, call="conditions", process="the replica")
+    replica = await reply(call, timeout_s=30.0, call="conditions", process=replica_process(0))
     if bare != replica or os.nice(0) != NICENESS:
         raise SystemExit(f"bare vLLM runs as {bare}, the replica as {replica}, the client with {os.nice(0)}")
 

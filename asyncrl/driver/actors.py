@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.driver.run_spec import Job
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
@@ -133,10 +133,7 @@ class Actors:
                     pool.kill()
             if not isinstance(error, ExceptionGroup):
                 raise
-            # One error is told: a named one before others, one with a cause before a timeout.
-            raise min(
-                error.exceptions, key=lambda e: (not isinstance(e, AsyncRLError), isinstance(e, TimeoutError))
-            ) from None
+            raise cause(error.exceptions) from None
         self.trainers = trainers.result()
 
     def _new_queue(self) -> QueueControl:

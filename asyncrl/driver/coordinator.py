@@ -21,7 +21,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import StepClock, StepRecord, tokens_between
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport
@@ -109,11 +109,12 @@ class Coordinator:
                 if self._finishing:
                     await _first_of(None, training, *guards)
             failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
-            failed.sort(key=lambda task: _told_last(task.exception()))
-            for task in failed[1:]:
-                logger.error("also: %s: %s", task.get_name(), task.exception())
             if failed:
-                await failed[0]
+                first = cause(error for t in failed if (error := t.exception()) is not None)
+                for task in failed:
+                    if task.exception() is not first:
+                        logger.error("also: %s: %s", task.get_name(), task.exception())
+                raise first
             if not training.done() and not self._stop.is_set():
                 raise ProcessDied("the rollouter stopped by itself; see the log of the run")
             if not training.done():
@@ -345,8 +346,3 @@ def _any_failed(*tasks: asyncio.Task[Any]) -> bool:
 
 async def _outcome(future: asyncio.Future[None]) -> None:
     await asyncio.shield(future)
-
-
-def _told_last(error: BaseException | None) -> tuple[bool, bool]:
-    """Sorts errors that came together: who died explains the others, and a named error tells more than a bare one."""
-    return not isinstance(error, ProcessDied), not isinstance(error, AsyncRLError)

@@ -59,8 +59,9 @@ from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
-from asyncrl.remote.waits import MESSAGE_QUEUE, WAITS
+from asyncrl.remote.waits import WAITS
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class _Run:
             try:
                 await coordinator.run()
             except (ProcessDied, DeadlineExceeded) as error:
-                if not _is_training_side(error.process):
+                if failure_action(error.process, error, restarts_left=True) is not FailureAction.RESTART_TRAINING_SIDE:
                     raise
                 if self._stopped.is_set():
                     self._tell_lost(error, coordinator.step)
@@ -176,7 +177,7 @@ class _Run:
                 await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
             self._events.write(
                 "training_restarted",
-                process=lost.process,
+                process=str(lost.process),
                 seconds=time.monotonic() - started,
                 checkpoint=start_from.name if start_from else None,
             )
@@ -288,7 +289,7 @@ class _Run:
         )
 
     def _tell_lost(self, lost: AsyncRLError, step: int) -> None:
-        self._events.write("training_failed", process=lost.process, error=str(lost), step=step)
+        self._events.write("training_failed", process=str(lost.process), error=str(lost), step=step)
 
     def _tell(self, error: Exception) -> None:
         try:
@@ -344,10 +345,6 @@ class _Run:
     def _stall(self, error: Stalled) -> None:
         if not self._stalled.done():
             self._stalled.set_exception(error)
-
-
-def _is_training_side(process: str) -> bool:
-    return process == MESSAGE_QUEUE or process.startswith("trainer rank")
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference.engines import ENGINES, build_engine
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.reply import reply
+from asyncrl.remote.waits import replica
 from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
 
 GRACE_S = 5.0
@@ -101,7 +102,7 @@ class ReplicaControl:
     def __init__(self, replica_id: int, handle: Any) -> None:
         self._id = replica_id
         self.handle = handle
-        self.name = f"replica {replica_id}"
+        self.process = replica(replica_id)
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
@@ -147,7 +148,7 @@ class ReplicaControl:
         if self._abandoned:
             raise self._late(method)
         ref = getattr(self.handle, method).remote(*args)
-        answer = asyncio.ensure_future(reply(ref, timeout_s=timeout_s, call=method, process=self.name))
+        answer = asyncio.ensure_future(reply(ref, timeout_s=timeout_s, call=method, process=self.process))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)
         try:
@@ -161,4 +162,4 @@ class ReplicaControl:
 
     def _late(self, method: str) -> DeadlineExceeded:
         do = "nothing: it is brought back when it answers again, or replaced"
-        return DeadlineExceeded(explain(f"{method} of {self.name}", "it answers too late", do)).of(self.name)
+        return DeadlineExceeded(explain(f"{method} of {self.process}", "it answers too late", do)).of(self.process)

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.membership import Membership
+from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.waits import replica
 from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable
 
 logger = logging.getLogger(__name__)
@@ -173,8 +175,9 @@ class ReplicaPool:
         """
         if self._controls[replica_id] is not control or self._stopping or self._failure is not None:
             return
-        late = isinstance(why, DeadlineExceeded) and self._settings.rejoin_timeout_s > 0
-        if late and self._membership.may(replica_id, "late"):
+        may_rejoin = self._settings.rejoin_timeout_s > 0 and self._membership.may(replica_id, "late")
+        action = failure_action(replica(replica_id), why, restarts_left=True, may_rejoin=may_rejoin)
+        if action is FailureAction.SUSPEND_REPLICA:
             self._suspend(replica_id, control, why)
         else:
             self._replace(replica_id, control, why)

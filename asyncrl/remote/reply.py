@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.remote.waits import WAITS, Wait
 
 ENDED_POLL_S = 0.05
@@ -18,11 +18,11 @@ SLEPT_S = 2.0
 """When a deadline is noticed later than this, the process was stopped or its loop blocked: it looks once more."""
 
 
-async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) -> Any:
+async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
     """Returns the value of `ref`, awaited for at most `timeout_s` seconds.
 
     Args:
-        call, process: what was called and who answers it, e.g. "train_step" of "trainer rank 0"; they name the error.
+        call, process: what was called and who answers it; they name the error.
 
     Raises:
         DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides what to do with it.
@@ -55,7 +55,7 @@ async def _once_more(ref: ray.ObjectRef, wait: Wait) -> Any:
         _translate(error, wait)
 
 
-def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) -> Any:
+def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
     """As `reply`, blocking: for the synchronous methods of an actor."""
     wait = Wait(call, process, timeout_s)
     try:
@@ -67,7 +67,7 @@ def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: str) 
         _translate(error, wait)
 
 
-async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: str) -> None:
+async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: Process) -> None:
     """Returns when a process that was killed is gone: `ask` calls a method of it that answers at once.
 
     Raises DeadlineExceeded.

@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from asyncrl.errors import Process
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
     """One wait of this process on another one; `since_s` is monotonic."""
 
     call: str
-    process: str
+    process: Process
     timeout_s: float
     since_s: float = field(default_factory=time.monotonic)
 
@@ -68,8 +70,16 @@ class Waits:
 FOREVER_S = 10 * 365 * 86400.0
 """The deadline of a wait that lasts as long as the run: something else watches the process that answers it."""
 
-MESSAGE_QUEUE, ROLLOUTER = "message queue", "rollouter"
-"""The names of these processes in errors and reports; the others are "trainer rank <i>" and "replica <i>"."""
+MESSAGE_QUEUE, ROLLOUTER = Process("message queue"), Process("rollouter")
+
+
+def trainer_rank(rank: int) -> Process:
+    return Process("trainer rank", rank)
+
+
+def replica(replica_id: int) -> Process:
+    return Process("replica", replica_id)
+
 
 WAITS = Waits()
 """What this process waits for. One per process, as its loggers are: whoever writes its state down finds it here."""

@@ -16,13 +16,16 @@ from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.rewards.reward import RewardResult
 
 MAX_ANSWER_BYTES = 1 << 20
 _TOLD_CHARS = 300
 _MARGIN = 0.95
 """Share of `reward.timeout_s` after which it gives up by itself: whoever is killed for it cannot say why."""
+
+
+REWARD_MODEL = Process("reward model")
 
 
 class _Passing(Exception):
@@ -56,11 +59,11 @@ class RemoteReward:
                 if number == config.retries:
                     found = f"{number + 1} request(s) failed; the last: {failure}"
                     do = "see that the reward model runs and is reachable from here; raise reward.remote.retries"
-                    raise ProcessDied(explain(asked, found, do)).of("reward model") from failure
+                    raise ProcessDied(explain(asked, found, do)).of(REWARD_MODEL) from failure
                 if pause_s >= left_s:
                     found = f"{number + 1} request(s) failed and no time is left for another; the last: {failure}"
                     do = "raise reward.timeout_s, or lower reward.remote.timeout_s or backoff_s"
-                    raise DeadlineExceeded(explain(asked, found, do)).of("reward model") from failure
+                    raise DeadlineExceeded(explain(asked, found, do)).of(REWARD_MODEL) from failure
                 time.sleep(pause_s)
         raise AssertionError("the last request has returned or raised")
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from asyncrl.remote.reply import ended, reply
-from asyncrl.remote.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER
+from asyncrl.remote.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, replica
 from asyncrl.types import (
     Admission,
     EvalResult,
@@ -35,18 +35,20 @@ class ReplicaActorChannel:
     def __init__(self, replica_id: int, handle: Any, client_id: str) -> None:
         self._handle = handle
         self._client_id = client_id
-        self._name = f"replica {replica_id}"
+        self._process = replica(replica_id)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         call = self._handle.submit.remote(self._client_id, requests)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, call="submit", process=self._name)
+        await reply(call, timeout_s=CALL_TIMEOUT_S, call="submit", process=self._process)
 
     async def collect(self, wait_s: float) -> list[TokenChunk]:
         call = self._handle.collect.remote(self._client_id, wait_s)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="collect", process=self._name)
+        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="collect", process=self._process)
 
     async def abort(self, request_ids: list[str]) -> None:
-        await reply(self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, call="abort", process=self._name)
+        await reply(
+            self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, call="abort", process=self._process
+        )
 
 
 def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
+from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
@@ -157,7 +158,7 @@ class RolloutSupervisor:
         try:
             return await self._answer(current, current.control.partials(timeout_s))
         except (ProcessDied, DeadlineExceeded) as error:
-            if not self._is_gone(current, error) and error.process != ROLLOUTER:
+            if not self._is_gone(current, error) and not self._is_its_own(error):
                 raise
             logger.warning("a checkpoint goes without the tokens of running groups: %s", error)
             return []
@@ -274,15 +275,20 @@ class RolloutSupervisor:
         """Whether `error` says that this rollouter is dead; then it is given up."""
         if error is current.failure:
             return True
-        if isinstance(error, ProcessDied) and error.process == ROLLOUTER:
+        if isinstance(error, ProcessDied) and self._is_its_own(error):
             self._give_up(current, error)
             return True
         return False
 
+    @staticmethod
+    def _is_its_own(error: AsyncRLError) -> bool:
+        """Whether the rollouter failed, and not another process that it needs."""
+        return failure_action(error.process, error, restarts_left=True) is FailureAction.RESTART_ROLLOUTER
+
     def _blame(self, current: _Incarnation, error: AsyncRLError) -> ProcessDied:
         """Gives this rollouter up for not answering, or being gone; raises errors about another process."""
         if not self._is_gone(current, error):
-            if error.process != ROLLOUTER:
+            if not self._is_its_own(error):
                 raise error
             self._give_up(current, ProcessDied(f"the rollouter was killed: {error}").of(ROLLOUTER))
         assert current.failure is not None

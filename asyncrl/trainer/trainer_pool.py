@@ -20,9 +20,9 @@ from typing import Any
 import ray
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.remote.reply import ended, reply, reply_now
-from asyncrl.remote.waits import MESSAGE_QUEUE
+from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -213,14 +213,11 @@ class TrainerPool:
     async def ended(self, timeout_s: float) -> None:
         """Returns when the ranks that were killed are gone, and their memory with them. Raises DeadlineExceeded."""
         await asyncio.gather(
-            *(
-                ended(a.ping.remote, timeout_s=timeout_s, process=f"trainer rank {i}")
-                for i, a in enumerate(self._killed)
-            )
+            *(ended(a.ping.remote, timeout_s=timeout_s, process=trainer_rank(i)) for i, a in enumerate(self._killed))
         )
 
     def _named(self, ref: Any, method: str, rank: int, timeout_s: float) -> Any:
-        return reply(ref, timeout_s=timeout_s, call=method, process=f"trainer rank {rank}")
+        return reply(ref, timeout_s=timeout_s, call=method, process=trainer_rank(rank))
 
     async def _on(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
         return await self._named(self._actors[rank].call.remote(method, *args), method, rank, timeout_s)
@@ -257,10 +254,9 @@ class TrainerPool:
     ) -> BaseException:
         """The error to raise. `errors`: what ranks raised, and missed deadlines, by rank; `unanswered`: the actors of
         the ranks that gave no answer."""
-        for error in errors.values():
-            if isinstance(error, ProcessDied):
-                return error
-        first = min(errors.values(), key=lambda error: isinstance(error, DeadlineExceeded))
+        first = cause(errors.values())
+        if isinstance(first, ProcessDied):
+            return first
         pings = [self._named(actor.ping.remote(), "ping", rank, BLAME_S) for rank, actor in unanswered.items()]
         silent = await asyncio.gather(*pings, return_exceptions=True)
         for kind in (ProcessDied, DeadlineExceeded):
@@ -274,7 +270,7 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
     """The error about `method` for a rank of which a ping found `lost`."""
     gone = isinstance(lost, ProcessDied)
     found = "the process is gone" if gone else f"it does not answer a ping within {BLAME_S:g} s either"
-    if getattr(first, "process", "") != lost.process:
+    if getattr(first, "process", None) != lost.process:
         found += f"; a peer found: {type(first).__name__}: {first}"
     do = "see its log, or whether it is stopped or its machine unreachable; a run starts anew from its last checkpoint"
     error = type(lost)(explain(f"{method} of {lost.process}", found, do)).of(lost.process)
@@ -284,4 +280,4 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
 
 def _is_late(error: BaseException | None, rank: int) -> bool:
     """Trainer rank `rank` did not answer in time. A missed deadline that it raised itself names another process."""
-    return isinstance(error, DeadlineExceeded) and error.process == f"trainer rank {rank}"
+    return isinstance(error, DeadlineExceeded) and error.process == trainer_rank(rank)

@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.workers.messages import Raised, WorkerSpec, packed
 from asyncrl.workers.orphan_reaper import Guard
 from asyncrl.workers.worker_process import WorkerProcess, error_of
@@ -151,7 +151,7 @@ class WorkerPool:
             self.killed += 1
             await self._end(process)
             found = f"no result within {spec.timeout_s:g} s; the process that computed it was killed"
-            outcome = DeadlineExceeded(explain(job.asked, found, spec.advice)).of(spec.name)
+            outcome = DeadlineExceeded(explain(job.asked, found, spec.advice)).of(Process(spec.name))
         except EOFError:
             await self._lost(process, f"while it computed {job.asked}")
             outcome = process.died(job.asked, "the process that computed it ended")
@@ -210,7 +210,7 @@ class WorkerPool:
 
     def _refused(self, asked: str) -> ProcessDied:
         found = self._refusal or f"the {self._spec.name}es were ended"
-        error = ProcessDied(explain(asked, found, "see the log of the run")).of(self._spec.name)
+        error = ProcessDied(explain(asked, found, "see the log of the run")).of(Process(self._spec.name))
         error.__cause__ = self._cause
         return error
 

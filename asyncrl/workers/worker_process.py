@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.sandbox.process_tree import kill_group, kill_tree
 from asyncrl.workers.messages import LENGTH, Raised, Start, WorkerSpec, packed
 from asyncrl.workers.orphan_reaper import Guard
@@ -50,7 +50,7 @@ class WorkerProcess:
             )
         except OSError as error:
             do = "free memory, processes or file descriptors"
-            raise ProcessDied(explain(f"a process for {spec.asked}", str(error), do)).of(spec.name) from error
+            raise ProcessDied(explain(f"a process for {spec.asked}", str(error), do)).of(Process(spec.name)) from error
         guard.watch(self.pid)
 
     async def start(self) -> None:
@@ -67,7 +67,7 @@ class WorkerProcess:
         except TimeoutError:
             found = f"its process was not ready within {spec.start_timeout_s:g} s"
             do = "let its module import or load less, or wait longer for it"
-            raise DeadlineExceeded(explain(spec.asked, found, do)).of(spec.name) from None
+            raise DeadlineExceeded(explain(spec.asked, found, do)).of(Process(spec.name)) from None
         except EOFError:
             await self.end()
             raise self.died(spec.asked, "its process ended while it started") from None
@@ -111,7 +111,7 @@ class WorkerProcess:
         else:
             how = f"exit code {code}"
         do = "see its output in the log; SIGKILL is often the system, out of memory"
-        return ProcessDied(explain(asked, f"{found}: {how}", do)).of(self._spec.name)
+        return ProcessDied(explain(asked, f"{found}: {how}", do)).of(Process(self._spec.name))
 
     async def end(self, grace_s: float = 0.0) -> None:
         """Ends it and what it has started: by itself within `grace_s` seconds if it is idle, else it is killed.

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, StorageError
 
 pytestmark = pytest.mark.concurrency
 
@@ -132,11 +132,11 @@ async def test_a_last_one_of_a_step_that_failed_to_be_saved_is_tried_again(tmp_p
 @pytest.mark.parametrize("kind", [ProcessDied, DeadlineExceeded])
 async def test_the_loss_of_a_process_is_not_a_failed_checkpoint(tmp_path, kind):
     rig = Rig(tmp_path, max_failures=5)
-    rig.trainers.errors = [kind("gone").of("trainer rank 1")]
+    rig.trainers.errors = [kind("gone").of(Process("trainer rank", 1))]
     await rig.save(2)
     with pytest.raises(kind) as caught:
         await asyncio.wait_for(asyncio.shield(rig.writer.failed), 20)
-    assert caught.value.process == "trainer rank 1"
+    assert str(caught.value.process) == "trainer rank 1"
     assert rig.events == []
     with pytest.raises(kind):
         await rig.writer.settle()

@@ -12,7 +12,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
-from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDied
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
@@ -215,7 +215,7 @@ async def test_the_last_step_waits_for_the_evaluation_under_way_then_all_replica
 
 
 @pytest.mark.parametrize(
-    "error", [GenerationError("all lost"), ProcessDied("gone").of("replica 1"), DeadlineExceeded("")]
+    "error", [GenerationError("all lost"), ProcessDied("gone").of(Process("replica", 1)), DeadlineExceeded("")]
 )
 async def test_one_that_fails_is_tried_again_on_other_leases_with_the_version_of_then(tmp_path, error):
     rig, held = Rig(tmp_path), Held(raises=error)
@@ -376,7 +376,7 @@ async def test_a_process_that_is_lost_during_an_evaluation_is_no_failed_evaluati
     rig = Rig(tmp_path)
 
     async def lost(replicas):
-        raise ProcessDied("gone").of("replica 0")
+        raise ProcessDied("gone").of(Process("replica", 0))
 
     rig.rollouter.on_evaluate = [lost]
     await rig.start()

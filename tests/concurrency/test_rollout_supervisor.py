@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.remote.restart_budget import RestartBudget
-from asyncrl.remote.waits import ROLLOUTER
+from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
 from asyncrl.rollout.supervisor import RolloutSupervisor
 from asyncrl.types import EvalResult, RolloutStats
 from asyncrl_testing.local import Rows
@@ -127,7 +127,7 @@ class Rig:
     async def forget(self, client_id):
         self.forgotten.append(client_id)
         if len(self.forgotten) == 1:
-            raise died("replica 1")
+            raise died(replica(1))
 
     async def __aenter__(self):
         await self.supervisor.set_replicas(self.rows.table)
@@ -271,7 +271,7 @@ async def test_partials_that_come_too_late_are_done_without_and_nobody_is_killed
         assert (len(rig.made), rig.made[0].killed) == (1, 0)
 
 
-@pytest.mark.parametrize("error", [died("message queue"), GenerationError("its own loop broke")])
+@pytest.mark.parametrize("error", [died(MESSAGE_QUEUE), GenerationError("its own loop broke")])
 async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
     async with Rig() as rig:
         rig.made[0].die(error)
@@ -287,11 +287,11 @@ async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
 
 async def test_a_queue_that_is_gone_when_groups_are_taken_back_is_told():
     async with Rig() as rig:
-        rig.take_error = died("message queue")
+        rig.take_error = died(MESSAGE_QUEUE)
         rig.made[0].die()
         with pytest.raises(ProcessDied) as caught:
             await asyncio.wait_for(rig.running, 20)
-        assert caught.value.process == "message queue"
+        assert str(caught.value.process) == "message queue"
 
 
 async def test_starts_that_fail_count_and_the_spent_budget_names_the_last_error():

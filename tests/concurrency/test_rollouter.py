@@ -16,7 +16,7 @@ from asyncrl.data.row_table import RowWriter
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import LedgerError, ProcessDied
+from asyncrl.errors import LedgerError, Process, ProcessDied
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout import rollouter as rollouter_module
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
@@ -354,10 +354,10 @@ async def test_the_death_of_the_queue_ends_the_rollouter_with_its_name(tmp_path,
     rig, queue = Rig(tmp_path, tokenizer), Queue()
 
     async def dead(limit, wait_s):
-        raise ProcessDied("gone").of("message queue")
+        raise ProcessDied("gone").of(Process("message queue"))
 
     queue.admit = dead
     with pytest.raises(ProcessDied) as caught:
         async with rig.start(queue, version=4) as rollouter:
             await until(rollouter.running.done, "the end of the rollouter")
-    assert caught.value.process == "message queue"
+    assert str(caught.value.process) == "message queue"

@@ -322,7 +322,7 @@ async def test_a_group_that_a_stranger_cancels_ends_the_rollouter_which_gives_it
     with pytest.raises(ProcessDied, match=r"group 0\.0 was cancelled") as error:
         async with rig.start(queue) as rollouter:
             await until(rollouter.running.done, "the end of the rollouter")
-    assert error.value.process == "rollouter", "its supervisor takes the tickets back and starts another"
+    assert str(error.value.process) == "rollouter", "its supervisor takes the tickets back and starts another"
 
 
 class Held(SingleTurn):

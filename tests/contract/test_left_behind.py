@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl.cluster.janitor import RUN_VARIABLE, processes_of
-from asyncrl.errors import Stalled
+from asyncrl.errors import Process, Stalled
 from asyncrl.observability import stacks
 from asyncrl.observability.failure_report import write_report
 from asyncrl.observability.watchdog import Watchdog
@@ -144,7 +144,7 @@ def test_a_report_says_what_failed_and_what_everybody_was_doing(tmp_path):
     busy = worker("def spins_for_ever():", "    print('up', flush=True)", "    while True: pass", "spins_for_ever()")
     log = tmp_path / "log.txt"
     log.write_text("first\nlast words\n")
-    error = Stalled("nothing moved").of("trainer rank 1")
+    error = Stalled("nothing moved").of(Process("trainer rank", 1))
     try:
         places = [
             write_report(

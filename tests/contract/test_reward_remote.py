@@ -104,7 +104,7 @@ def test_it_gives_up_after_its_retries(serve) -> None:
     server = serve(503)
     with pytest.raises(ProcessDied, match=r"(?s)f:1.*3 request\(s\) failed; the last: HTTP 503") as caught:
         reward_of(server)("four", ROW)
-    assert caught.value.process == "reward model"
+    assert str(caught.value.process) == "reward model"
     assert len(server.bodies) == 3
 
 

@@ -1,0 +1,42 @@
+"""What follows when a process fails. Pure; docs/operations.md has the same as a table, and a test compares them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied
+
+
+class FailureAction(Enum):
+    SUSPEND_REPLICA = "the replica is suspended"
+    REPLACE_REPLICA = "the replica is replaced"
+    RESTART_ROLLOUTER = "the rollouter is replaced"
+    RESTART_TRAINING_SIDE = "the training side restarts from the newest intact checkpoint"
+    STOP_RUN = "the run stops"
+
+
+OF_TRAINING_SIDE = ("message queue", "trainer rank")
+"""Roles that restart together: the queue's ledger and the trainer's step must be those of one checkpoint."""
+
+
+def failure_action(
+    process: Process | None, error: BaseException | str, *, restarts_left: bool, may_rejoin: bool = False
+) -> FailureAction:
+    """
+    Args:
+        process: the one that failed; None where no single one is to blame.
+        error: what its caller met, or what a replica did wrong.
+        restarts_left: whether the budget of this kind of process allows another restart.
+        may_rejoin: for a replica that had started: `recovery.rejoin_timeout_s` gives a late one time to answer again.
+    """
+    role = None if process is None else process.role
+    if role == "replica":
+        if isinstance(error, DeadlineExceeded) and may_rejoin:
+            return FailureAction.SUSPEND_REPLICA
+        return FailureAction.REPLACE_REPLICA if restarts_left else FailureAction.STOP_RUN
+    if restarts_left and isinstance(error, ProcessDied | DeadlineExceeded):
+        if role == "rollouter":
+            return FailureAction.RESTART_ROLLOUTER
+        if role in OF_TRAINING_SIDE:
+            return FailureAction.RESTART_TRAINING_SIDE
+    return FailureAction.STOP_RUN
