@@ -92,7 +92,7 @@ class Actors:
             trainers.kill()
             ends.append(trainers.ended(END_TIMEOUT_S))
         self.rollouter.kill()
-        ray.kill(self.queue.handle)
+        self.queue.kill()
         await asyncio.gather(*ends)
         self.trainers = None
         await self.replicas.forget_client(self.rollouter.client_id)
@@ -114,7 +114,7 @@ class Actors:
             elif isinstance(failure, BaseException):
                 logger.warning("while stopping: %r", failure)
         self.rollouter.kill()
-        ray.kill(self.queue.handle)
+        self.queue.kill()
 
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
@@ -15,9 +15,12 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference.engines import ENGINES, build_engine
 from asyncrl.inference.replica import Replica
-from asyncrl.remote.reply import reply
+from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.waits import replica
 from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 GRACE_S = 5.0
 """What a call may take beyond the deadline that the replica itself keeps, so that its own error arrives."""
@@ -97,39 +100,39 @@ def spawn_replica(
 
 
 class ReplicaControl:
-    """The control plane of one replica over its Ray actor handle."""
+    """What the pool and the checkpoint engine call of one replica."""
 
     def __init__(self, replica_id: int, handle: Any) -> None:
         self._id = replica_id
         self.handle = handle
-        self.process = replica(replica_id)
+        self._actor = ActorClient(handle, replica(replica_id))
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
     async def start(self, timeout_s: float) -> ReplicaStats:
-        return await self._call("start", timeout_s)
+        return await self._call(timeout_s, Replica.start)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        await self._call("pause", timeout_s, mode)
+        await self._call(timeout_s, Replica.pause, mode)
 
     async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        return await self._call("receive_weights", timeout_s + GRACE_S, manifest, source, timeout_s)
+        return await self._call(timeout_s + GRACE_S, Replica.receive_weights, manifest, source, timeout_s)
 
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None:
-        await self._call("commit", timeout_s, publish_id, version, digest)
+        await self._call(timeout_s, Replica.commit, publish_id, version, digest)
 
     async def stats(self, timeout_s: float) -> ReplicaStats:
-        return await self._call("stats", timeout_s)
+        return await self._call(timeout_s, Replica.stats)
 
     async def reset(self, timeout_s: float) -> None:
         """As `Replica.reset`. Raises DeadlineExceeded, ProcessDied."""
-        await self._call("reset", timeout_s + GRACE_S, timeout_s)
+        await self._call(timeout_s + GRACE_S, Replica.reset, timeout_s)
 
     async def forget_client(self, client_id: str, timeout_s: float) -> None:
-        await self._call("forget_client", timeout_s, client_id)
+        await self._call(timeout_s, Replica.forget_client, client_id)
 
     async def stop(self, timeout_s: float) -> None:
-        await self._call("stop", timeout_s)
+        await self._call(timeout_s, Replica.stop)
 
     def abandon(self) -> ReplicaControl:
         """Ends every call in progress, and every later one, with DeadlineExceeded: nobody waits for this replica any
@@ -141,25 +144,26 @@ class ReplicaControl:
         return ReplicaControl(self._id, self.handle)
 
     def kill(self) -> None:
-        """Ends the process, also a stopped one; its children go with it."""
-        ray.kill(self.handle)
+        self._actor.kill()
 
-    async def _call(self, method: str, timeout_s: float, *args: Any) -> Any:
+    async def _call(
+        self, timeout_s: float, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         if self._abandoned:
-            raise self._late(method)
-        ref = getattr(self.handle, method).remote(*args)
-        answer = asyncio.ensure_future(reply(ref, timeout_s=timeout_s, call=method, process=self.process))
+            raise self._late(method.__name__)
+        answer = asyncio.ensure_future(self._actor.call(timeout_s, method, *args, **kwargs))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)
         try:
             await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise self._late(method)
+                raise self._late(method.__name__)
             return answer.result()
         finally:
             self._open.discard(ended)
             answer.cancel()
 
     def _late(self, method: str) -> DeadlineExceeded:
+        process = self._actor.process
         do = "nothing: it is brought back when it answers again, or replaced"
-        return DeadlineExceeded(explain(f"{method} of {self.process}", "it answers too late", do)).of(self.process)
+        return DeadlineExceeded(explain(f"{method} of {process}", "it answers too late", do)).of(process)

@@ -7,10 +7,11 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import ray
-
-from asyncrl.remote.reply import ended, reply
+from asyncrl.inference.replica import Replica
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, replica
+from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import (
     Admission,
     EvalResult,
@@ -23,8 +24,6 @@ from asyncrl.types import (
     TrajectoryGroup,
 )
 
-CALL_TIMEOUT_S = 60.0
-"""Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
 GRACE_S = 5.0
 """What an evaluation may take beyond the deadline that the rollouter itself keeps, so that its own error arrives."""
 
@@ -33,22 +32,17 @@ class ReplicaActorChannel:
     """A `ReplicaChannel` over a Ray actor handle."""
 
     def __init__(self, replica_id: int, handle: Any, client_id: str) -> None:
-        self._handle = handle
+        self._actor = ActorClient(handle, replica(replica_id))
         self._client_id = client_id
-        self._process = replica(replica_id)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        call = self._handle.submit.remote(self._client_id, requests)
-        await reply(call, timeout_s=CALL_TIMEOUT_S, call="submit", process=self._process)
+        await self._actor.call(CALL_TIMEOUT_S, Replica.submit, self._client_id, requests)
 
     async def collect(self, wait_s: float) -> list[TokenChunk]:
-        call = self._handle.collect.remote(self._client_id, wait_s)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="collect", process=self._process)
+        return await self._actor.call(wait_s + CALL_TIMEOUT_S, Replica.collect, self._client_id, wait_s)
 
     async def abort(self, request_ids: list[str]) -> None:
-        await reply(
-            self._handle.abort.remote(request_ids), timeout_s=CALL_TIMEOUT_S, call="abort", process=self._process
-        )
+        await self._actor.call(CALL_TIMEOUT_S, Replica.abort, request_ids)
 
 
 def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:
@@ -64,14 +58,13 @@ class QueueChannel:
     """
 
     def __init__(self, handle: Any, client_id: str = "") -> None:
-        self._handle = handle
+        self._actor = ActorClient(handle, MESSAGE_QUEUE)
         self._client_id = client_id
         self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def admit(self, limit: int, wait_s: float) -> Admission:
-        call = self._handle.admit.remote(limit, wait_s, self._client_id)
-        return await reply(call, timeout_s=wait_s + CALL_TIMEOUT_S, call="admit", process=MESSAGE_QUEUE)
+        return await self._actor.call(wait_s + CALL_TIMEOUT_S, MessageQueue.admit, limit, wait_s, self._client_id)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -81,8 +74,7 @@ class QueueChannel:
         await done
 
     async def nack(self, ticket: Ticket, reason: str) -> bool:
-        call = self._handle.nack.remote(ticket, reason)
-        return await reply(call, timeout_s=CALL_TIMEOUT_S, call=f"nack(group {ticket.ordinal})", process=MESSAGE_QUEUE)
+        return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.nack, ticket, reason)
 
     async def _send(self) -> None:
         """Sends until nothing waits; every put learns its own outcome."""
@@ -91,10 +83,9 @@ class QueueChannel:
             batch = [put for put in waiting if not put[2].cancelled()]  # others are of groups that were given up
             if not batch:
                 continue
-            put = f"put({len(batch)} groups)"
+            items = [(ticket, group) for ticket, group, _ in batch]
             try:
-                call = self._handle.put_many.remote([(ticket, group) for ticket, group, _ in batch])
-                outcomes = await reply(call, timeout_s=CALL_TIMEOUT_S, call=put, process=MESSAGE_QUEUE)
+                outcomes = await self._actor.call(CALL_TIMEOUT_S, MessageQueue.put_many, items)
             except Exception as e:  # noqa: BLE001 - task boundary: every put of the batch raises it to its caller
                 outcomes = [e] * len(batch)
             for (_, _, done), outcome in zip(batch, outcomes, strict=True):
@@ -108,50 +99,45 @@ class QueueChannel:
 
 
 class RolloutControl:
-    """One rollouter over its Ray actor handle; `client_id` is its name among the clients of the replicas."""
+    """What the supervisor calls of one rollouter; `client_id` is its name among the clients of the replicas."""
 
     def __init__(self, handle: Any, client_id: str) -> None:
         self.handle = handle
+        self._actor = ActorClient(handle, ROLLOUTER)
         self._client_id = client_id
         self._evaluations = itertools.count()
 
     async def start(self, timeout_s: float) -> RolloutStats:
-        return await reply(self.handle.start.remote(), timeout_s=timeout_s, call="start", process=ROLLOUTER)
+        return await self._actor.call(timeout_s, Rollouter.start)
 
     async def run(self) -> None:
         """Returns when the rollouter was stopped; raises what ended it. Waits as long as the run lasts: the health
         watch of the coordinator, through the supervisor, is its deadline."""
-        await reply(self.handle.run.remote(), timeout_s=FOREVER_S, call="run", process=ROLLOUTER)
+        await self._actor.call(FOREVER_S, Rollouter.run)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
         """`leased`: the replicas that answer all of it, None: those that serve."""
         if leased is not None:
             # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
             leased = channels(leased, f"{self._client_id}/evaluation-{next(self._evaluations)}")
-        call = self.handle.evaluate.remote(name, seed, timeout_s, leased)
-        return await reply(call, timeout_s=timeout_s + GRACE_S, call=f"evaluate({name})", process=ROLLOUTER)
+        return await self._actor.call(timeout_s + GRACE_S, Rollouter.evaluate, name, seed, timeout_s, leased)
 
     async def set_replicas(self, table: ReplicaTable) -> None:
         """`table`: with the controls of the replicas as its handles."""
-        call = self.handle.set_replicas.remote(channels(table, self._client_id))
-        await self._call(f"set_replicas({table.generation})", call)
+        await self._actor.call(CALL_TIMEOUT_S, Rollouter.set_replicas, channels(table, self._client_id))
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
-        return await self._call("partials", self.handle.partials.remote(), timeout_s)
+        return await self._actor.call(timeout_s, Rollouter.partials)
 
     async def stats(self, timeout_s: float) -> RolloutStats:
-        return await reply(self.handle.stats.remote(), timeout_s=timeout_s, call="stats", process=ROLLOUTER)
+        return await self._actor.call(timeout_s, Rollouter.stats)
 
     async def stop(self, timeout_s: float) -> None:
-        await reply(self.handle.stop.remote(), timeout_s=timeout_s, call="stop", process=ROLLOUTER)
+        await self._actor.call(timeout_s, Rollouter.stop)
 
     def kill(self) -> None:
-        """Ends the process, also a stopped one. Idempotent."""
-        ray.kill(self.handle)
+        self._actor.kill()
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
-        await ended(self.handle.stats.remote, timeout_s=timeout_s, process=ROLLOUTER)
-
-    async def _call(self, call: str, ref: ray.ObjectRef, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        return await reply(ref, timeout_s=timeout_s, call=call, process=ROLLOUTER)
+        await self._actor.ended(timeout_s, Rollouter.stats)

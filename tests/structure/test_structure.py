@@ -33,7 +33,7 @@ PARTS = {
     "publish": {"weights"},
     "inference": {"weights", "sandbox"},
     "evaluation": set(),
-    "rollout": {"data", "rewards", "environments", "inference", "evaluation"},
+    "rollout": {"data", "rewards", "environments", "inference", "evaluation", "queue"},
     "serving": {"data", "inference", "rollout"},
     "environments": {"data", "rewards", "rollout", "sandbox", "serving", "workers"},
     "queue": {"observability"},

@@ -1,0 +1,55 @@
+"""Calls to one Ray actor: each has a deadline, names the process that answers, and is checked against its method."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+import ray
+
+from asyncrl.errors import Process
+from asyncrl.remote.reply import ended, reply
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 60.0
+"""Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+
+
+class ActorClient:
+    """Owns the handle of an actor. Raises as `remote.reply.reply`."""
+
+    def __init__(self, handle: Any, process: Process) -> None:
+        self.handle = handle
+        self.process = process
+
+    @overload
+    async def call(
+        self,
+        timeout_s: float,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T: ...
+    @overload
+    async def call(
+        self, timeout_s: float, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
+        name = method.__name__
+        ref = getattr(self.handle, name).remote(*args, **kwargs)
+        return await reply(ref, timeout_s=timeout_s, call=name, process=self.process)
+
+    def kill(self) -> None:
+        """Ends the process, also a stopped one; its children go with it. Idempotent."""
+        ray.kill(self.handle)
+
+    async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:
+        """Returns when the process that was killed is gone. `ping`: a method that answers at once.
+
+        Raises DeadlineExceeded.
+        """
+        await ended(getattr(self.handle, ping.__name__).remote, timeout_s=timeout_s, process=self.process)
