@@ -324,11 +324,11 @@ class ReplicaPool:
                 await self._listener(table)
                 self._told = table.generation
 
-    async def _tell_of_loss(self) -> None:
+    async def _tell_soon(self) -> None:
         try:
             await self._tell()
         except Exception as error:  # noqa: BLE001 - task boundary: the next call of `_tell` meets the same, and raises
-            logger.warning("who routes requests does not know yet that a replica is gone: %s", error)
+            logger.warning("the rollout side does not know of a change of the replicas yet: %s", error)
 
     async def _reset(self, replica_id: int, control: Any) -> bool:
         """True when the replica has forgotten what it was asked; one that does not answer has failed."""
@@ -347,7 +347,7 @@ class ReplicaPool:
         # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
         self._controls[replica_id] = control.abandon()
         self._spawn_task(self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
-        self._spawn_task(self._tell_of_loss(), f"tell of replica {replica_id}")
+        self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _rejoin(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         """Asks a suspended replica until it answers, and makes it a newcomer; replaces it when it is dead or takes too
@@ -370,7 +370,8 @@ class ReplicaPool:
             else:
                 if self._is_awaited(replica_id, control):
                     self._membership.apply(replica_id, "answered")
-                    self._joined(replica_id, "replica_rejoined")
+                    self._on_event("replica_rejoined", replica=replica_id)
+                    self._changed.set()
             return
 
     def _replace(self, replica_id: int, control: Any, why: BaseException | str) -> None:
@@ -393,7 +394,7 @@ class ReplicaPool:
             self._controls[replica_id] = self._spawn(replica_id)
             start = self._start(replica_id, self._controls[replica_id], delay_s)
             self._spawn_task(start, f"replace replica {replica_id}")
-        self._spawn_task(self._tell_of_loss(), f"tell of replica {replica_id}")
+        self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _start(self, replica_id: int, control: Any, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -404,7 +405,9 @@ class ReplicaPool:
             return
         if self._is_awaited(replica_id, control):
             self._came_up(replica_id)
-            self._joined(replica_id, "replica_started")
+            self._on_event("replica_started", replica=replica_id)
+            self._changed.set()
+            self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     def _is_awaited(self, replica_id: int, control: Any) -> bool:
         return self._controls[replica_id] is control and not self._stopping and self._failure is None
@@ -414,12 +417,6 @@ class ReplicaPool:
         if self._settings.serves_at_once:
             self._membership.apply(replica_id, "committed")
             self._details.pop(replica_id, None)
-
-    def _joined(self, replica_id: int, event: str) -> None:
-        self._on_event(event, replica=replica_id)
-        self._changed.set()
-        if self._settings.serves_at_once:
-            self._spawn_task(self._tell_of_loss(), f"tell of replica {replica_id}")
 
     def _spawn_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -335,12 +335,12 @@ async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_b
     await channel.submit([GenerationRequest("from-before", np.array(PROMPT, np.int32), sampling)])
     await fleet.forget_client("former")
     await fleet.fence()
-    assert fleet.serving_members == {}
+    assert fleet.serving == {}
     with pytest.raises(GenerationError, match="forgotten"):
         await channel.submit([GenerationRequest("zombie", np.array(PROMPT, np.int32), sampling)])
     again = Publishing(trainer, fleet)
     assert (await again.engine.publish(15)).replicas == 2
-    for member in fleet.serving_members.values():
+    for member in fleet.serving.values():
         versions = set()
         assert (await ask(member, versions), versions) == (expected, {15})
 
@@ -373,7 +373,7 @@ async def test_while_a_rolling_publish_reaches_one_replica_the_other_generates(f
     by_wave = [{replica for at, replica, _ in arrived if began + 0.05 < at < ended} for began, ended in waves]
     assert all(by_wave), "tokens came in the middle of each wave"
     assert report.pause_s < report.publish_s
-    for member in fleet.serving_members.values():
+    for member in fleet.serving.values():
         versions = set()
         assert (await ask(member, versions), versions) == (expected, {31})
     assert max(publishing.open_s) < 2.0

@@ -17,7 +17,7 @@ from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.connection_guard import REASONS, Guard, Limits
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
-from asyncrl.serving.fleet import ReplicaState
+from asyncrl.serving.fleet import ReplicaReport
 from asyncrl.serving.server import serve_until
 
 pytestmark = pytest.mark.unit
@@ -62,13 +62,13 @@ def test_the_fleet_outlives_its_discovery_file(tmp_path, caplog):
     with pytest.raises(FileNotFoundError):
         file.write([])
     directory.mkdir()
-    file.write([ReplicaState(0)])
+    file.write([ReplicaReport(0, "serving")])
     directory.rename(tmp_path / "away")
     for _ in range(3):
-        file.write([ReplicaState(0)])
+        file.write([ReplicaReport(0, "serving")])
     assert [r.levelname for r in caplog.records] == ["WARNING"], "told once, not every time"
     (tmp_path / "away").rename(directory)
-    file.write([ReplicaState(5)])
+    file.write([ReplicaReport(5, "serving")])
     assert [r["id"] for r in json.loads((directory / "fleet.json").read_text())["replicas"]] == [5]
     file.remove()
     assert not list(directory.iterdir())
