@@ -1,6 +1,6 @@
-"""Writes the generated tables of the documents: recipe keys and metric keys.
+"""Writes the generated tables of the documents: recipe keys, metric keys and the transitions of replicas.
 
-    python tools/document.py            # writes docs/recipes.md and docs/run_directory.md
+    python tools/document.py            # writes docs/recipes.md, run_directory.md and replicas.md
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
@@ -22,6 +22,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from asyncrl.config.checks import bounds_of, range_in_words
 from asyncrl.config.recipe import Recipe
+from asyncrl.inference.membership import TRANSITIONS
+from asyncrl.types import ReplicaState
 from asyncrl.types.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,9 +140,20 @@ def metric_keys() -> str:
     return "\n".join(["| key | unit | better | required | meaning |", "|---|---|---|---|---|", *rows])
 
 
+def replica_transitions() -> str:
+    """A row for each state, a column for each event."""
+    rows = []
+    for state in get_args(ReplicaState):
+        cells = [follows.get(state, "") for follows in TRANSITIONS.values()]
+        rows.append(f"| {' | '.join((f'**{state}**', *cells))} |")
+    head = ["state", *(event.replace("_", " ") for event in TRANSITIONS)]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/recipes.md": ("recipe keys", recipe_keys),
     "docs/run_directory.md": ("metric keys", metric_keys),
+    "docs/replicas.md": ("replica transitions", replica_transitions),
 }
 
 
