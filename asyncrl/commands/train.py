@@ -94,7 +94,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
     from asyncrl.driver.run import run
-    from asyncrl.driver.run_spec import Job
+    from asyncrl.driver.run_spec import RunSpec
     from asyncrl.observability.logs import configure_driver
 
     configure_driver(directory.log, console, hide)
@@ -103,7 +103,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     resume = f"{command} resume=auto"
     try:
         held_out = {held: prompts for held, prompts in found.held_out.items() if prompts is not None}
-        result = run(Job(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide), console)
+        result = run(RunSpec(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide), console)
     except KeyboardInterrupt:
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2

@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.cluster.ray_session import Cluster
-from asyncrl.driver.run_spec import Job
+from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import gpu_share, replica_gpus, require_gpus, spawn_replica
@@ -44,9 +44,9 @@ END_TIMEOUT_S = 30.0
 class Actors:
     """The actors of a run and the channels to them."""
 
-    def __init__(self, job: Job, cluster: Cluster, events: EventLog) -> None:
-        self._job = job
-        self._recipe = recipe = job.recipe
+    def __init__(self, spec: RunSpec, cluster: Cluster, events: EventLog) -> None:
+        self._spec = spec
+        self._recipe = recipe = spec.recipe
         self._events = events
         self._on_driver = {
             "num_cpus": 0,
@@ -149,14 +149,14 @@ class Actors:
             max_filtered_fraction=recipe.algorithm.max_filtered_fraction,
             filtered_window=recipe.algorithm.filtered_window,
             on_overdue=recipe.staleness.on_overdue,
-            events_path=self._job.directory.events,
-            hide=self._job.hide,
+            events_path=self._spec.directory.events,
+            hide=self._spec.hide,
         )
         return QueueControl(ray.remote(MessageQueue).options(**self._on_driver).remote(spec))
 
     def _new_rollouter(self) -> RolloutSupervisor:
-        job, recipe = self._job, self._recipe
-        spec = RolloutSpec(recipe, job.train, job.held_out, job.directory.samples, job.directory.quarantine, job.hide)
+        run, recipe = self._spec, self._recipe
+        spec = RolloutSpec(recipe, run.train, run.held_out, run.directory.samples, run.directory.quarantine, run.hide)
         queue = self.queue
 
         def spawn(client_id: str) -> RolloutControl:

@@ -41,7 +41,7 @@ from asyncrl.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.actors import Actors
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
-from asyncrl.driver.run_spec import Job, RunResult
+from asyncrl.driver.run_spec import RunResult, RunSpec
 from asyncrl.errors import (
     AsyncRLError,
     DeadlineExceeded,
@@ -71,12 +71,12 @@ STALL_GRACE_S = 30.0
 """What a stalled run may take to end by itself, before its processes are killed."""
 
 
-def run(job: Job, console: Console) -> RunResult:
+def run(spec: RunSpec, console: Console) -> RunResult:
     """Runs to the end or to a signal. Raises the first error of any part that cannot be mended, after everything was
     shut down."""
-    sinks = build_sinks(job.recipe, job.written, job.name, job.directory.path)
-    with ray_cluster(job.recipe.ray.address, job.directory.log, job.hide.names) as cluster:
-        current = _Run(job, console, cluster, MetricsLog(job.directory.metrics, sinks))
+    sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
+    with ray_cluster(spec.recipe.ray.address, spec.directory.log, spec.hide.names) as cluster:
+        current = _Run(spec, console, cluster, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
         finally:
@@ -86,14 +86,14 @@ def run(job: Job, console: Console) -> RunResult:
 class _Run:
     """One process of a run, from the start of its actors to their end."""
 
-    def __init__(self, job: Job, console: Console, cluster: Cluster, metrics: MetricsLog) -> None:
-        self._job, self._cluster, self._metrics = job, cluster, metrics
-        self._recipe = recipe = job.recipe
-        self._events = EventLog(job.directory.events, job.hide)
+    def __init__(self, spec: RunSpec, console: Console, cluster: Cluster, metrics: MetricsLog) -> None:
+        self._spec, self._cluster, self._metrics = spec, cluster, metrics
+        self._recipe = recipe = spec.recipe
+        self._events = EventLog(spec.directory.events, spec.hide)
         live = recipe.observability.progress and console.is_terminal
         self._progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
-        self._checkpoints = CheckpointStore(job.directory.checkpoints, recipe.checkpoint.keep)
-        self._actors = Actors(job, cluster, self._events)
+        self._checkpoints = CheckpointStore(spec.directory.checkpoints, recipe.checkpoint.keep)
+        self._actors = Actors(spec, cluster, self._events)
         self._coordinator: Coordinator | None = None
         self._signals: list[int] = []
         self._stopped = asyncio.Event()
@@ -144,7 +144,7 @@ class _Run:
         """
         recovery = self._recipe.recovery
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
-        start_from, elapsed_s = self._job.start_from, 0.0
+        start_from, elapsed_s = self._spec.start_from, 0.0
         if start_from is not None:
             await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
         while True:
@@ -173,7 +173,7 @@ class _Run:
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
             if coordinator.restored:  # before that, what was asked for is still what it has to start from
-                start_from = await asyncio.to_thread(self._checkpoints.latest) or self._job.start_from
+                start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
             self._events.write(
                 "training_restarted",
@@ -198,7 +198,7 @@ class _Run:
                     explain(
                         "train on after the loss of a process",
                         f"{lost.process} failed after {budget} of the training side: {lost}",
-                        f"see {self._job.directory.faults}; raise recovery.max_restarts, or go on with resume=auto",
+                        f"see {self._spec.directory.faults}; raise recovery.max_restarts, or go on with resume=auto",
                     )
                 ) from lost
             if isinstance(lost, DeadlineExceeded):
@@ -228,7 +228,7 @@ class _Run:
             metrics=self._metrics,
             events=self._events,
             progress=self._progress,
-            prompts_digest=self._job.train.digest,
+            prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
         )
 
@@ -271,15 +271,15 @@ class _Run:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or isinstance(error, AsyncRLError):
             return error
-        return unwritable(Path(error.filename or self._job.directory.path), error)
+        return unwritable(Path(error.filename or self._spec.directory.path), error)
 
     def _tell_start(self) -> None:
         """With what the audit holds the run to, so that nobody can say later that the recipe had allowed more."""
         recipe = self._recipe
         self._events.write(
             "start",
-            name=self._job.name,
-            resumed=self._job.start_from is not None,
+            name=self._spec.name,
+            resumed=self._spec.start_from is not None,
             pid=os.getpid(),
             groups_per_step=recipe.batch.groups_per_step,
             max_lag=recipe.max_lag,
@@ -306,7 +306,7 @@ class _Run:
             logger.warning("no report could be written: %r", failure)
 
     def _write_report(self, error: Exception) -> Path:
-        directory = self._job.directory
+        directory = self._spec.directory
         return write_report(
             directory.faults,
             error,
@@ -314,7 +314,7 @@ class _Run:
             processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
             log=directory.log,
             outputs=self._cluster.crash_outputs,
-            hide=self._job.hide,
+            hide=self._spec.hide,
         )
 
     def _on_stall(self, quiet_s: float) -> None:
@@ -323,7 +323,7 @@ class _Run:
             explain(
                 "progress of the run",
                 f"none for {quiet_s:.0f} s",
-                f"read the stacks below {self._job.directory.faults}; raise recovery.stall_timeout_s if it was slow",
+                f"read the stacks below {self._spec.directory.faults}; raise recovery.stall_timeout_s if it was slow",
             )
         )
         logger.error("%s", error)

@@ -15,7 +15,7 @@ from asyncrl.data.training_set import TrainingSet
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RunSpec:
     """A run that has been checked. `start_from`: the checkpoint to go on from, if any. `written`: the recipe as others
     may read it; `hide`: for all other texts that they may read."""
 

@@ -32,7 +32,7 @@ from asyncrl.errors import (
     WeightTransferError,
     explain,
 )
-from asyncrl.publish.participants import Fleet, PublishedReplica, PublishingTrainer
+from asyncrl.publish.participants import PublishedReplica, PublishingTrainer, PublishTargets
 from asyncrl.types import Digest, Manifest, PauseMode, PublishReport, TransferSource
 from asyncrl.weights.plan import plan_buckets
 
@@ -82,7 +82,7 @@ class CheckpointEngine:
         self,
         config: WeightsConfig,
         trainer: PublishingTrainer,
-        fleet: Fleet,
+        fleet: PublishTargets,
         *,
         interrupt: Interrupt,
         receivers_per_replica: int = 1,

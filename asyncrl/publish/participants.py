@@ -33,7 +33,7 @@ class PublishedReplica(Protocol):
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
 
 
-class Fleet(Protocol):
+class PublishTargets(Protocol):
     """Who is there to publish to: `inference.replica_pool.ReplicaPool`."""
 
     @property

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Process(Protocol):
+class RolloutProcess(Protocol):
     """One rollouter, as `rollout.actor_channels.RolloutControl` reaches it; its errors name `ROLLOUTER`."""
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
@@ -48,7 +48,7 @@ class Process(Protocol):
 class _Incarnation:
     """One rollouter process. `up`: it has started and knows the replicas. `failure`: it has been given up."""
 
-    control: Process
+    control: RolloutProcess
     client_id: str
     up: bool = False
     told: ReplicaTable | None = None
@@ -69,7 +69,7 @@ class RolloutSupervisor:
 
     def __init__(
         self,
-        spawn: Callable[[str], Process],
+        spawn: Callable[[str], RolloutProcess],
         take_back: Callable[[str, str], Awaitable[int]],
         forget: Callable[[str], Awaitable[None]],
         *,
