@@ -298,7 +298,8 @@ async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment:
 
 
 async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
-    from asyncrl.inference.standalone import STOP_TIMEOUT_S, standalone_pool
+    from asyncrl.inference.engines import ENGINES
+    from asyncrl.inference.standalone import standalone_pool
     from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
@@ -331,7 +332,8 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(rollouter.stop(), replicas.stop(STOP_TIMEOUT_S), return_exceptions=True)
+        stop_timeout_s = ENGINES[recipe.rollout.engine].stop_timeout_s
+        await asyncio.gather(rollouter.stop(), replicas.stop(stop_timeout_s), return_exceptions=True)
 
 
 class _NoTickets:

@@ -162,7 +162,7 @@ def run(service: Service) -> int:
 
 
 async def _run(service: Service, environment: Mapping[str, str]) -> int:
-    from asyncrl.inference.standalone import STOP_TIMEOUT_S, standalone_pool
+    from asyncrl.inference.standalone import standalone_pool
 
     signals: list[int] = []
     stopped = asyncio.Event()
@@ -193,7 +193,7 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
         return signals[0]
     finally:
         stop.cancel()
-        await replicas.stop(STOP_TIMEOUT_S)
+        await replicas.stop(ENGINES[service.rollout.engine].stop_timeout_s)
 
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:

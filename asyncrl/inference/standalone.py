@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 30.0
 """A replica that does not answer for this long is taken for dead."""
 HEALTH_INTERVAL_S = 5.0
-STOP_TIMEOUT_S = 3.0
-"""Longest that one replica may take to stop before its process is killed."""
 
 
 def standalone_pool(
