@@ -1,8 +1,9 @@
-"""The processes of a run, and what is built anew when one of them is gone.
+"""The processes of a run, and which of them restart together.
 
-Three groups live and die apart: each replica (`inference.replica_pool`), the rollouter (`rollout.supervisor`), and the
-training side: message queue, trainer ranks and, because its groups belong to the queue's ledger, the rollouter with
-them. The training side comes back as the last checkpoint has it; the replicas stay and get its weights.
+Three groups fail independently of each other: each replica (`inference.replica_pool`), the rollouter
+(`rollout.supervisor`), and the training side. The training side is the message queue, the trainer ranks and, because
+its groups belong to the queue's ledger, the rollouter with them. It restarts from the last checkpoint; the replicas
+keep running and get its weights.
 
 The handles here are the only ones that keep the actors alive: none is detached, none is found by name.
 """
@@ -85,7 +86,7 @@ class Actors:
         await self._start_training_side(self.replicas.start())
 
     async def restart_training_side(self) -> None:
-        """A new queue, rollouter and trainer pool, empty; the former ones are gone when they start, and the replicas
+        """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
         have forgotten the former rollouter. Raises what a start raises."""
         ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)]
         if (trainers := self.trainers) is not None:
@@ -102,7 +103,7 @@ class Actors:
         await self._start_training_side()
 
     async def stop(self) -> None:
-        """Asks every part to stop and kills what does not in time."""
+        """Asks every part to stop, and kills those that do not stop in time."""
         stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s)]
         if self.trainers is not None:
             stops.append(self.trainers.stop())

@@ -78,7 +78,7 @@ class Coordinator:
 
     @property
     def restored(self) -> bool:
-        """Whether it trains, from what it was to start from."""
+        """True once the start state (checkpoint or step 0) has been restored and training has begun."""
         return self._restored.is_set()
 
     def stop(self) -> None:
@@ -86,8 +86,8 @@ class Coordinator:
         self._stop.set()
 
     async def run(self) -> None:
-        """Trains until the end or a stop; always leaves a checkpoint of the last complete step. A stop before training
-        began leaves everything as it was.
+        """Trains until the end or a stop, and always leaves a checkpoint of the last complete step. A stop before
+        training began changes nothing.
 
         Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
         progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
@@ -103,7 +103,7 @@ class Coordinator:
         try:
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
-                return  # nothing was trained: what it was to start from stands
+                return  # nothing was trained: the start state remains the newest
             if self._stop.is_set() and not training.done():
                 await _first_of(self._recipe.run.shutdown_timeout_s, training, *guards)
                 if self._finishing:
@@ -220,10 +220,10 @@ class Coordinator:
         return None
 
     async def _drain(self) -> float:
-        """Waits until no group is being generated, or a stop; returns the seconds it took.
+        """Waits until no group is being generated, or for a stop; returns the seconds it took.
 
-        When no replica serves any more, what is running can only end under the weights that would be published next:
-        they are, and the drain is over.
+        When no replica serves any more, running groups can only finish under the next weights: these are published, and
+        the drain ends.
         """
         started = time.monotonic()
         while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
@@ -252,8 +252,8 @@ class Coordinator:
         return report, counts
 
     async def _catch_up(self) -> None:
-        """Brings replaced replicas to the published version. The trainer holds only its newest weights: when these are
-        not published yet, all replicas get them."""
+        """Publishes to the newcomers. The trainer has only its newest weights: when these are not published yet, all
+        replicas get them."""
         if self._published != self._step:
             await self._publish()
         elif (report := await self._parts.weights.publish(self._step, newcomers_only=True)) is not None:
@@ -274,7 +274,7 @@ class Coordinator:
         self._parts.saw("publish", time.monotonic())
 
     async def _catch_up_evaluation(self) -> None:
-        """Another version only where nobody could answer otherwise."""
+        """Publishes to newcomers during an evaluation; a new version only when no replica could answer otherwise."""
         if self._published == self._step or not self._parts.replicas.serving:
             await self._catch_up()
 
@@ -286,7 +286,7 @@ class Coordinator:
         )
 
     async def _resume(self, checkpoint: Path | None) -> None:
-        """Becomes what the checkpoint holds; without one the run begins anew."""
+        """Restores the state of the checkpoint; without one the run starts at step 0."""
         parts = self._parts
         if checkpoint is None:
             parts.events.write("resume", step=0, checkpoint=None)
@@ -313,8 +313,8 @@ class Coordinator:
     # -- guards --------------------------------------------------------------------------------------------------
 
     async def _rollout(self) -> None:
-        """The rollouter, from the moment that the queue is what it was at the checkpoint and the replicas serve its
-        weights: what they served before may belong to steps that are undone."""
+        """Runs the rollouter once the queue has been restored and the replicas serve the weights of the checkpoint.
+        What they served before may belong to steps that were undone."""
         await self._restored.wait()
         await self._parts.rollouter.run()
 

@@ -1,4 +1,4 @@
-"""The composition root: builds every part of a run from its recipe, wires them, mends them and shuts them down.
+"""The composition root: builds every part of a run from its recipe, wires them, restarts them and shuts them down.
 
     PromptStream --ordinal--> MessageQueue.admit ==ticket==> Rollouter --generate--> Router --> Replica[0..R)
                                   |  ^                          |  environment + reward            |
@@ -14,8 +14,8 @@ The driver's process runs the coordinator; MessageQueue, Rollouter, Replica and 
 by handles of `driver/actors.py` for the whole run. Control carries ids, lengths, rewards and versions; tokens go from
 the rollouter to the queue and from there to the trainer rank that needs them.
 
-A coordinator lives as long as its queue and its trainer ranks. When one of these is gone, they are built anew, and
-another coordinator goes on from the last checkpoint. Replicas and the rollouter are replaced under a living one.
+A coordinator lives as long as its queue and its trainer ranks. When one of these dies, the run starts new ones, and
+another coordinator resumes from the last checkpoint. Replicas and the rollouter are replaced while the coordinator runs.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ STALL_GRACE_S = 30.0
 
 
 def run(spec: RunSpec, console: Console) -> RunResult:
-    """Runs to the end or to a signal. Raises the first error of any part that cannot be mended, after everything was
-    shut down."""
+    """Runs to the end or to a signal. Raises the first error that no restart can repair, after everything was shut
+    down."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
     with ray_cluster(spec.recipe.ray.address, spec.directory.log, spec.hide.names) as cluster:
         current = _Run(spec, console, cluster, MetricsLog(spec.directory.metrics, sinks))
@@ -99,7 +99,7 @@ class _Run:
         self._stopped = asyncio.Event()
         self._ended = threading.Event()
         self.left = threading.Event()
-        """Set when nothing of the run is left in this process."""
+        """Set when nothing of the run remains in this process."""
         self._loop: asyncio.AbstractEventLoop
         self._stalled: asyncio.Future[None]
 
@@ -112,15 +112,15 @@ class _Run:
         try:
             if not await self._unless_stopped(self._actors.start()):
                 return RunResult(0, self._signals[0])
-            self._tell_start()
+            self._write_start()
             gc.collect()
-            gc.freeze()  # what start-up left behind is not worth walking in every full collection
+            gc.freeze()  # objects of the start-up live as long as the process: no collection has to visit them
             watchdog = Watchdog(self._recipe.stall_timeout_s, self._on_stall)
             step, complete = await self._unless_stalled(self._train(watchdog))
             return RunResult(step, None if complete or not self._signals else self._signals[0])
         except Exception as error:
-            named = self._named(error)
-            self._tell(named)
+            named = self._as_storage_error(error)
+            self._write_fault(named)
             if not isinstance(named, Stalled):  # that one has its report
                 await self._report(named)
             if named is error:
@@ -137,10 +137,10 @@ class _Run:
             threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     async def _train(self, watchdog: Watchdog) -> tuple[int, bool]:
-        """Trains until the end or a stop, through the loss of queue and trainers; the last step, and whether it is the
-        last of the run.
+        """Trains until the end or a stop, and restarts the training side when the queue or a trainer rank is lost.
 
-        Raises what cannot be mended; RunFailed when the training side was lost too often.
+        Returns the last step, and True when it is the last step of the run. Raises errors that no restart can repair;
+        RunFailed when the training side was lost too often.
         """
         recovery = self._recipe.recovery
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
@@ -158,11 +158,11 @@ class _Run:
                 if failure_action(error.process, error, restarts_left=True) is not FailureAction.RESTART_TRAINING_SIDE:
                     raise
                 if self._stopped.is_set():
-                    self._tell_lost(error, coordinator.step)
+                    self._write_loss(error, coordinator.step)
                     return self._interrupted(coordinator.step)
                 lost = error
             else:
-                if not coordinator.restored:  # a stop before anything was trained
+                if not coordinator.restored:  # a stop before training began
                     return self._interrupted(_step_of(start_from))
                 complete = coordinator.step >= self._recipe.run.max_steps
                 outcome = "finished" if complete else "interrupted"
@@ -172,7 +172,7 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
-            if coordinator.restored:  # before that, what was asked for is still what it has to start from
+            if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
             self._events.write(
@@ -184,15 +184,15 @@ class _Run:
             watchdog.saw("verified", budget.total)
 
     def _interrupted(self, step: int) -> tuple[int, bool]:
-        """A stop outside of training: the last checkpoint stands."""
+        """Records a stop outside of training: the last checkpoint remains the newest."""
         self._events.write("end", outcome="interrupted", step=step)
         return step, False
 
     async def _restart(self, lost: AsyncRLError, step: int, budget: RestartBudget) -> bool:
-        """Builds the training side anew, as often as the budget allows; False when a signal came first."""
+        """Restarts the training side, as often as the budget allows; False when a signal came first."""
         while True:
-            logger.error("%s has failed after step %d; the training side starts anew: %s", lost.process, step, lost)
-            self._tell_lost(lost, step)
+            logger.error("%s has failed after step %d; the training side restarts: %s", lost.process, step, lost)
+            self._write_loss(lost, step)
             if not budget.take():
                 raise RunFailed(
                     explain(
@@ -266,15 +266,15 @@ class _Run:
             await self._stalled
         return await task
 
-    def _named(self, error: Exception) -> Exception:
-        """A full disk as what it is; any other error as it came."""
+    def _as_storage_error(self, error: Exception) -> Exception:
+        """Converts ENOSPC and EDQUOT to StorageError; returns other errors unchanged."""
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or isinstance(error, AsyncRLError):
             return error
         return unwritable(Path(error.filename or self._spec.directory.path), error)
 
-    def _tell_start(self) -> None:
-        """With what the audit holds the run to, so that nobody can say later that the recipe had allowed more."""
+    def _write_start(self) -> None:
+        """Writes the start event, with the limits that the audit checks: they cannot be changed afterwards."""
         recipe = self._recipe
         self._events.write(
             "start",
@@ -288,21 +288,21 @@ class _Run:
             verify=recipe.weights.verify,
         )
 
-    def _tell_lost(self, lost: AsyncRLError, step: int) -> None:
+    def _write_loss(self, lost: AsyncRLError, step: int) -> None:
         self._events.write("training_failed", process=str(lost.process), error=str(lost), step=step)
 
-    def _tell(self, error: Exception) -> None:
+    def _write_fault(self, error: Exception) -> None:
         try:
             self._events.write("fault", error=type(error).__name__, message=str(error))
-        except StorageError as full:  # it does not hide the error itself
+        except StorageError as full:  # must not hide the error itself
             logger.warning("%s", full)
 
     async def _report(self, error: Exception) -> None:
-        """Leaves the evidence of a failure in the run directory."""
+        """Writes the evidence of a failure to the run directory."""
         try:
             place = await asyncio.to_thread(self._write_report, error)
             logger.warning("what failed and what all processes were doing: %s", place)
-        except Exception as failure:  # noqa: BLE001 - evidence that cannot be written does not hide the failure
+        except Exception as failure:  # noqa: BLE001 - a report that cannot be written must not hide the failure
             logger.warning("no report could be written: %r", failure)
 
     def _write_report(self, error: Exception) -> Path:
@@ -318,7 +318,7 @@ class _Run:
         )
 
     def _on_stall(self, quiet_s: float) -> None:
-        """In the watchdog's thread: the event loop may be what hangs."""
+        """Ends the run. Called in the watchdog's thread: the event loop may be the part that hangs."""
         error = Stalled(
             explain(
                 "progress of the run",
@@ -337,7 +337,7 @@ class _Run:
             os._exit(Stalled.exit_code)
 
     def _leave(self) -> None:
-        """asyncio waits for threads that hang in a dead file system, for ever."""
+        """Ends the process when a thread hangs: asyncio would wait for it forever, in a dead file system for example."""
         if not self.left.wait(STALL_GRACE_S):
             logger.critical("a thread does not end; the process does")
             os._exit(Stalled.exit_code)

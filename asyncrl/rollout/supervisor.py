@@ -1,12 +1,11 @@
-"""Keeps a rollouter alive: one that died, or answers no health check, is replaced by a new process.
+"""Keeps a rollouter running: a new process replaces one that died or answers no health check.
 
 Consumes: deaths and missed health checks of the rollouter.   Produces: a new one that knows the replicas that serve.
 Waits for: starts (`start_timeout_s`) and calls of the rollouter, each with a deadline.
 Stops when: `stop` is called; `run` raises when the restarts are spent, when the rollouter itself raised, and when
 another process that it needs is gone.
 
-The groups of a dead rollouter are taken back at the queue and issued again; replicas forget the dead client, so that
-nothing of it is generated on.
+The queue requeues the groups of a dead rollouter. The replicas forget the dead client and stop generating for it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class RolloutProcess(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Incarnation:
-    """One rollouter process. `up`: it has started and knows the replicas. `failure`: it has been given up."""
+    """One rollouter process. `up`: it has started and has a table. `failure`: why the supervisor has dropped it."""
 
     control: RolloutProcess
     client_id: str
@@ -115,7 +114,7 @@ class RolloutSupervisor:
                 await self._restart(error)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
-        """As of a rollouter; begins anew on the next one when it dies meanwhile. Raises DeadlineExceeded.
+        """As of a rollouter; starts again on the next rollouter when this one dies. Raises DeadlineExceeded.
 
         Args:
             leased: the replicas that answer all of it; None: those that serve.
@@ -151,7 +150,7 @@ class RolloutSupervisor:
                 self._blame(current, error)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
-        """What runs now; nothing while there is no rollouter that could tell: its groups begin anew anyway."""
+        """The groups that run now; none while no rollouter is up: the groups of a dead one start again anyway."""
         current = self._current
         if not current.up:
             return []
@@ -164,8 +163,8 @@ class RolloutSupervisor:
             return []
 
     async def stats(self, timeout_s: float) -> RolloutStats:
-        """The health check: a rollouter that does not answer in time is killed and replaced. Meanwhile the last ones
-        known are returned; the restart has its own deadline."""
+        """The health check: a rollouter that does not answer in time is killed and replaced. Until the next one is up,
+        the last statistics are returned; the restart has its own deadline."""
         current = self._current
         if current.up:
             try:
@@ -305,6 +304,6 @@ class RolloutSupervisor:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """What a call that nobody waits for any more raised is no news."""
+    """Marks the error of a call that nobody awaits any more as retrieved."""
     if not task.cancelled():
         task.exception()
