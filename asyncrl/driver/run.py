@@ -15,7 +15,7 @@ by handles of `driver/actors.py` for the whole run. Control carries ids, lengths
 the rollouter to the queue and from there to the trainer rank that needs them.
 
 A coordinator lives as long as its queue and its trainer ranks. When one of these dies, the run starts new ones, and
-another coordinator resumes from the last checkpoint. Replicas and the rollouter are replaced while the coordinator runs.
+another coordinator resumes from the last checkpoint. Replicas and the rollouter are replaced under a running one.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class _Run:
             os._exit(Stalled.exit_code)
 
     def _leave(self) -> None:
-        """Ends the process when a thread hangs: asyncio would wait for it forever, in a dead file system for example."""
+        """Ends the process when a thread hangs, in a dead file system for example: asyncio would wait forever."""
         if not self.left.wait(STALL_GRACE_S):
             logger.critical("a thread does not end; the process does")
             os._exit(Stalled.exit_code)
