@@ -1,6 +1,6 @@
 """Advantages, losses and corrections, one file each, and the objective that composes them.
 
-Importing this package does not import torch.
+`config/algorithm_parts.py` lists them. Importing this package imports neither them nor torch.
 """
 
 from __future__ import annotations
@@ -11,43 +11,61 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.algorithms.dr_grpo import dr_grpo_advantages
-from asyncrl.algorithms.grpo import grpo_advantages
-from asyncrl.algorithms.maxrl import maxrl_advantages
-from asyncrl.algorithms.overlong import shaped_rewards
-from asyncrl.algorithms.reinforce_plus_plus import baseline_advantages, own_rewards
-from asyncrl.algorithms.rloo import rloo_advantages
+from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.registry import resolve
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms.objective import Objective
-    from asyncrl.config.algorithm import AlgorithmConfig
+    import torch
 
-__all__ = ["ADVANTAGES", "Advantage", "build_advantage", "build_objective", "shaped_rewards"]
+    from asyncrl.algorithms.loss import Correction, Loss
+    from asyncrl.algorithms.objective import Objective
+    from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, GaeConfig
 
 Advantage = Callable[[np.ndarray], np.ndarray]
 """Rewards of one group, [G] float -> advantages of its trajectories, [G] float64."""
+TokenAdvantage = Callable[
+    ["torch.Tensor", "torch.Tensor | None", "torch.Tensor", "GaeConfig"], "tuple[torch.Tensor, torch.Tensor | None]"
+]
+"""(rewards, values, sequences, config) of the trained tokens of one micro-batch, [n] each -> (advantages, returns).
 
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-    "maxrl": maxrl_advantages,
-    "reinforce_plus_plus": own_rewards,
-    "reinforce_plus_plus_baseline": baseline_advantages,
-    "gae": own_rewards,
-}
+rewards: `returns.token_rewards`. values: of the critic, None without one. sequences: ascending numbers of the
+trajectories. returns: what the critic learns, None without one. Without gradient, and not yet whitened."""
 
 
 def build_advantage(name: str, group_std: str = "population") -> Advantage:
-    """The advantage called `name`; `group_std` is what `grpo` divides by. Raises ConfigError: there is none."""
-    if name == "grpo" and group_std == "sample":
-        return partial(grpo_advantages, sample=True)
-    return resolve("algorithm.advantage", name, ADVANTAGES)
+    """The advantage called `name`; `group_std`: see `AlgorithmConfig`. Raises ConfigError: there is none."""
+    spec = resolve("algorithm.advantage", name, ADVANTAGES)
+    made = resolve("algorithm.advantage", spec.of_group, {})
+    return partial(made, sample=True) if spec.has_group_std and group_std == "sample" else made
+
+
+def build_token_advantage(name: str) -> TokenAdvantage | None:
+    """What the trainer makes of that advantage for each token. None: each has that of its trajectory."""
+    path = ADVANTAGES[name].of_tokens
+    return None if path is None else resolve("algorithm.advantage", path, {})
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
     """What `config` composes. Imports torch. Raises ConfigError: a name that is not known."""
-    from asyncrl.algorithms import objective_registry as shelf
+    from asyncrl.algorithms.objective import Objective
 
-    return shelf.build_objective(config)
+    return Objective(
+        build_loss(config), tuple((c.name, build_correction(c, config)) for c in config.corrections), config
+    )
+
+
+def build_loss(config: AlgorithmConfig) -> Loss:
+    """Imports torch. Raises ConfigError: a name that is not known."""
+    spec = resolve("algorithm.loss", config.loss, LOSSES)
+    return resolve("algorithm.loss", spec.of, {}).of(config)
+
+
+def build_correction(correction: CorrectionConfig, config: AlgorithmConfig) -> Correction:
+    """Imports torch. Raises ConfigError: a name that is not known."""
+    from asyncrl.algorithms.batch_normalized import BatchNormalized
+
+    spec = resolve("algorithm.corrections", correction.name, CORRECTIONS)
+    built = resolve("algorithm.corrections", spec.of, {}).of(correction, config)
+    if not correction.normalize:
+        return built
+    return BatchNormalized(correction.name, built, per_trajectory=spec.scope == "trajectory")

@@ -19,16 +19,15 @@ import torch
 
 from asyncrl.algorithms.loss import AddUp, Correction, LossInputs, sequence_sums
 
-PER_TRAJECTORY = ("sequence_truncated_is",)
-"""Corrections that give all tokens of a trajectory one weight."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchNormalized:
-    """The `FittedCorrection` of this file: `inner`, called `name`, with weights of mean 1."""
+    """The `FittedCorrection` of this file: `inner`, called `name`, with weights of mean 1. `per_trajectory`: it gives
+    all tokens of a trajectory one weight, which counts once."""
 
     name: str
     inner: Correction
+    per_trajectory: bool
 
     def fit(self, microbatches: Sequence[LossInputs], add_up: AddUp) -> torch.Tensor:
         """[] float32: mean of the weights; 1 where all are 0. Collective."""
@@ -44,6 +43,6 @@ class BatchNormalized:
         """[2] float64: sum of the weights, and how many they are."""
         weights = self.inner(inputs)[0].double()
         shares = inputs.mask.double()
-        if self.name in PER_TRAJECTORY:
+        if self.per_trajectory:
             shares = shares / sequence_sums(shares, inputs.mask, inputs.sequences).clamp(min=1)
         return torch.stack([(weights * shares).sum(), shares.sum()])

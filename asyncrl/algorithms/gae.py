@@ -16,6 +16,15 @@ import torch
 
 from asyncrl.algorithms.loss import masked, require_same_shape
 from asyncrl.algorithms.returns import discounted_returns
+from asyncrl.config.algorithm import GaeConfig
+
+
+def critic_advantages(
+    rewards: torch.Tensor, values: torch.Tensor | None, sequences: torch.Tensor, config: GaeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `TokenAdvantage` of this file."""
+    assert values is not None, "advantage gae has a critic"
+    return gae_advantages(rewards, values, sequences, config.gamma, config.lam)
 
 
 def gae_advantages(

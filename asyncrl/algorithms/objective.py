@@ -31,7 +31,7 @@ class LossStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objective:
-    """Built from the recipe by `algorithms.build_objective`. `corrections`: (name, correction), applied in order."""
+    """Built from the recipe by `build_objective`. `corrections`: (name, correction), applied in order."""
 
     loss: Loss
     corrections: tuple[tuple[str, Correction], ...]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms.loss import masked
+from asyncrl.config.algorithm import GaeConfig
 
 EPSILON = 1e-8
 """Added to the variance; equal values come out as 0."""
@@ -54,6 +55,13 @@ def discounted_returns(rewards: torch.Tensor, sequences: torch.Tensor, gamma: fl
         sums = sums + factor * shifted
         distance, factor = 2 * distance, factor * factor
     return sums
+
+
+def return_advantages(
+    rewards: torch.Tensor, values: torch.Tensor | None, sequences: torch.Tensor, config: GaeConfig
+) -> tuple[torch.Tensor, None]:
+    """The `TokenAdvantage` of REINFORCE++: the discounted return. `values` are not read."""
+    return discounted_returns(rewards, sequences, config.gamma), None
 
 
 def whitening_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

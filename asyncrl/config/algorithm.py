@@ -1,37 +1,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge
 
+from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, check_ranges, require
 
-AdvantageName = Literal[
-    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
-]
-CorrectionName = Literal[
-    "truncated_is",
-    "sequence_truncated_is",
-    "masked_is",
-    "icepop",
-    "geometric_rejection",
-    "off_policy_mask",
-    "m2po",
-]
-USUAL_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
-    "truncated_is": (0.0, 2.0),
-    "sequence_truncated_is": (0.0, 2.0),
-    "masked_is": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    "geometric_rejection": (0.99, 1.01),
-    "off_policy_mask": (0.0, 0.5),
-    "m2po": (0.0, 0.04),
-}
-"""low and high of each correction where the recipe says nothing; those with a low of 0 have no lower bound."""
-WEIGHING = ("truncated_is", "sequence_truncated_is", "masked_is", "icepop")
-"""Corrections that weigh a token by the ratio where algorithm.ratio=proximal; the others only drop."""
+if TYPE_CHECKING:
+    AdvantageName = LossName = CorrectionName = str
+else:
+    AdvantageName, LossName, CorrectionName = (Literal[tuple(known)] for known in (ADVANTAGES, LOSSES, CORRECTIONS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,29 +99,21 @@ class CorrectionConfig:
     sequence_truncated_is over its trajectories). Costs a forward pass before the update."""
 
     def __post_init__(self) -> None:
-        low, high = self.bounds
+        spec, (low, high) = CORRECTIONS[self.name], self.bounds
         asked = f"algorithm.corrections: {self.name} with low={low:g} and high={high:g}"
+        require(low == 0 or spec.low > 0, asked=asked, found="it has no lower bound", do="leave low out")
         require(
-            low == 0 or self.name in ("icepop", "geometric_rejection"),
-            asked=asked,
-            found="it has no lower bound",
-            do="leave low out",
-        )
-        require(
-            not self.normalize or self.name in WEIGHING,
+            not self.normalize or spec.weighs,
             asked=f"{asked} and normalize=true",
             found="it only drops tokens: there are no weights to normalise",
-            do=f"leave normalize out, or use one of {', '.join(WEIGHING)}",
+            do=f"leave normalize out, or use one of {_those(CORRECTIONS, 'weighs')}",
         )
-        if self.name in ("off_policy_mask", "m2po"):
-            kind, usual = ("a divergence in nats per token", "0.1 to 0.5")
-            if self.name == "m2po":
-                kind, usual = ("a second moment in squared nats", "0.04")
+        if spec.measure is not None:
             require(
                 math.isfinite(high) and high > 0,
                 asked=asked,
-                found=f"high is {kind}",
-                do=f"set high above 0 ({usual} is usual)",
+                found=f"high is {spec.measure}",
+                do=f"set high above 0 ({spec.usual} is usual)",
             )
             return
         require(
@@ -152,8 +126,13 @@ class CorrectionConfig:
     @property
     def bounds(self) -> tuple[float, float]:
         """low and high, the usual ones where nothing is set."""
-        low, high = USUAL_BOUNDS[self.name]
-        return (low if self.low is None else self.low), (high if self.high is None else self.high)
+        spec = CORRECTIONS[self.name]
+        return (spec.low if self.low is None else self.low), (spec.high if self.high is None else self.high)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it looks at the whole update before it."""
+        return self.normalize or CORRECTIONS[self.name].is_fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +208,7 @@ class AlgorithmConfig:
     group_std: Literal["population", "sample"] = "population"
     """What advantage grpo divides by. population: root mean square of what rewards differ from their mean by. sample:
     divided by G - 1 in place of G, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
-    loss: Literal["clipped_surrogate", "gspo", "cispo", "sapo", "dppo"] = "clipped_surrogate"
+    loss: LossName = "clipped_surrogate"
     """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, no token without
     gradient. sapo: a soft gate instead of a bound. dppo: bounds on the divergence in place of the ratio."""
     clip_low: Share = 0.2
@@ -279,10 +258,11 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         check_ranges("algorithm.", self)
+        advantage = ADVANTAGES[self.advantage]
         require(
-            self.group_std == "population" or self.advantage == "grpo",
+            self.group_std == "population" or advantage.has_group_std,
             asked=f"algorithm.group_std={self.group_std} with algorithm.advantage={self.advantage}",
-            found="only advantage grpo divides by it",
+            found=f"only advantage {_those(ADVANTAGES, 'has_group_std')} divides by it",
             do="set algorithm.advantage=grpo, or leave algorithm.group_std out",
         )
         require(
@@ -305,16 +285,16 @@ class AlgorithmConfig:
             do="set algorithm.kl.coefficient above 0, or leave the place out",
         )
         require(
-            self.dual_clip == 0 or self.loss == "clipped_surrogate",
+            self.dual_clip == 0 or LOSSES[self.loss].has_dual_clip,
             asked=f"algorithm.dual_clip={self.dual_clip} with algorithm.loss={self.loss}",
-            found="only clipped_surrogate has that bound",
+            found=f"only {_those(LOSSES, 'has_dual_clip')} has that bound",
             do="set algorithm.dual_clip=0",
         )
         negative = self.overlong.buffer_tokens != 0 or (self.kl.coefficient > 0 and self.kl.place == "reward")
         require(
-            self.advantage != "maxrl" or not negative,
-            asked="algorithm.advantage=maxrl with a penalty in the reward",
-            found="rewards may become negative, and maxrl divides by their mean",
+            advantage.takes_negative or not negative,
+            asked=f"algorithm.advantage={self.advantage} with a penalty in the reward",
+            found=f"rewards may become negative, and {self.advantage} has no meaning for those",
             do="set algorithm.overlong.buffer_tokens=0 and algorithm.kl.place=loss",
         )
         self._check_ratio()
@@ -328,11 +308,12 @@ class AlgorithmConfig:
             do="set algorithm.ratio=proximal",
         )
         require(
-            self.loss != "dppo" or self.ratio == "behavior",
-            asked="algorithm.loss=dppo with algorithm.ratio=proximal",
+            LOSSES[self.loss].takes_proximal or self.ratio == "behavior",
+            asked=f"algorithm.loss={self.loss} with algorithm.ratio=proximal",
             found="its trust region is around the policy that sampled: around another it does not bound the mismatch",
             do="set algorithm.ratio=behavior, or algorithm.loss=clipped_surrogate",
         )
+        names = [c.name for c in self.corrections]
         normalized = [c.name for c in self.corrections if c.normalize]
         require(
             not normalized or self.ratio == "proximal",
@@ -340,28 +321,27 @@ class AlgorithmConfig:
             found="corrections weigh nothing there",
             do="set algorithm.ratio=proximal, or leave normalize out",
         )
-        fitted = [*normalized, *(c.name for c in self.corrections if c.name == "m2po")]
+        fitted = [c.name for c in self.corrections if c.is_fitted]
         require(
             not fitted or self.proximal == "recompute",
             asked=f"algorithm.corrections={fitted} over the whole update with algorithm.proximal=log_linear",
             found="they need the forward pass before the update that log_linear is to save",
             do="set algorithm.proximal=recompute, or leave them (or their normalize) out",
         )
-        weighers = [c.name for c in self.corrections if c.name in WEIGHING]
+        weighers = [name for name in names if CORRECTIONS[name].weighs]
         require(
             self.ratio == "behavior" or len(weighers) <= 1,
             asked=f"algorithm.corrections={weighers} with algorithm.ratio=proximal",
             found="each of them weighs by the ratio: it would count twice",
             do="name one of them",
         )
-        weighing = [c.name for c in self.corrections if c.name in ("truncated_is", "sequence_truncated_is")]
+        weighing = [name for name in weighers if not CORRECTIONS[name].drops]
         require(
             self.ratio == "proximal" or not weighing,
             asked=f"algorithm.corrections={weighing} with algorithm.ratio=behavior",
             found="the ratio to the behaviour policy corrects for the mismatch already: it would count twice",
             do="set algorithm.ratio=proximal, or use corrections that drop tokens (masked_is, icepop, ...)",
         )
-        names = [c.name for c in self.corrections]
         require(
             len(set(names)) == len(names),
             asked=f"algorithm.corrections={names}",
@@ -371,13 +351,13 @@ class AlgorithmConfig:
 
     @property
     def needs_critic(self) -> bool:
-        return self.advantage == "gae"
-
-    @property
-    def fits_corrections(self) -> bool:
-        """Whether a correction looks at the whole update before it."""
-        return any(c.normalize or c.name == "m2po" for c in self.corrections)
+        return ADVANTAGES[self.advantage].needs_critic
 
     @property
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
+
+
+def _those(known: Mapping[str, object], what: str) -> str:
+    """The names of the parts that are, or do, `what`."""
+    return ", ".join(name for name, spec in known.items() if getattr(spec, what))

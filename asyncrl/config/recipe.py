@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm_parts import ADVANTAGES, LOSSES
 from asyncrl.config.batch import BatchConfig
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.checks import require
@@ -144,7 +145,7 @@ class Recipe:
     def _check_algorithm(self) -> None:
         """What the algorithm needs of batch and rollout."""
         algorithm, group_size = self.algorithm, self.batch.group_size
-        relative = algorithm.advantage not in ("gae", "reinforce_plus_plus")
+        relative = ADVANTAGES[algorithm.advantage].is_relative
         require(
             group_size >= 2 or not relative,
             asked=f"batch.group_size={group_size} with algorithm.advantage={algorithm.advantage}",
@@ -173,9 +174,10 @@ class Recipe:
         )
         bounds = AlgorithmConfig.__dataclass_fields__
         require(
-            algorithm.loss != "gspo"
+            LOSSES[algorithm.loss].scope == "token"
             or (algorithm.clip_low, algorithm.clip_high) != (bounds["clip_low"].default, bounds["clip_high"].default),
-            asked=f"algorithm.loss=gspo with clip_low={algorithm.clip_low} and clip_high={algorithm.clip_high}",
+            asked=f"algorithm.loss={algorithm.loss} with clip_low={algorithm.clip_low} and "
+            f"clip_high={algorithm.clip_high}",
             found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
         )

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from asyncrl.algorithms import build_advantage, shaped_rewards
+from asyncrl.algorithms import build_advantage
+from asyncrl.algorithms.overlong import shaped_rewards
+from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.recipe import Recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, RankPlan, TrajectoryKey
-
-TOKEN_ADVANTAGES = ("gae", "reinforce_plus_plus")
-"""Advantages that the trainer makes token by token, the divergence from the reference included."""
 
 
 class StepPlanner:
@@ -23,8 +22,8 @@ class StepPlanner:
         self._advantage = build_advantage(algorithm.advantage, algorithm.group_std)
         self._rules = PackingRules.of(recipe)
         self._longest_response_tokens = recipe.longest_response_tokens
-        kl = algorithm.kl
-        self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and algorithm.advantage not in TOKEN_ADVANTAGES
+        kl, scope = algorithm.kl, ADVANTAGES[algorithm.advantage].scope
+        self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and scope == "group"
         """Whether `plan` wants the divergence of each trajectory."""
 
     def plan(

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms import build_correction, build_objective
 from asyncrl.algorithms.loss import FittedCorrection
-from asyncrl.algorithms.objective_registry import CORRECTIONS, build_objective
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.numerics
 
 def build(name, ratio, low=0.0, high=2.0):
     config = AlgorithmConfig(ratio=ratio)
-    return CORRECTIONS[name](CorrectionConfig(name=name, low=low, high=high), config)
+    return build_correction(CorrectionConfig(name=name, low=low, high=high), config)
 
 
 def run(correction, tokens):

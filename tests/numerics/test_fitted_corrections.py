@@ -9,15 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms import build_correction, build_objective
 from asyncrl.algorithms.batch_normalized import BatchNormalized
 from asyncrl.algorithms.loss import FittedCorrection
 from asyncrl.algorithms.m2po import M2po
-from asyncrl.algorithms.objective_registry import CORRECTIONS, build_correction, build_objective
-from asyncrl.config.algorithm import WEIGHING, AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes
 
 pytestmark = pytest.mark.numerics
+
+WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
@@ -128,7 +131,7 @@ def test_normalised_weights_have_mean_1(name):
     t = draw(3)
     correction, plain = (
         normalized(name),
-        CORRECTIONS[name](CorrectionConfig(name=name, high=1.2), AlgorithmConfig(ratio="proximal")),
+        build_correction(CorrectionConfig(name=name, high=1.2), AlgorithmConfig(ratio="proximal")),
     )
     inputs = t.torch()
     mean = correction.fit([inputs], alone)

@@ -23,9 +23,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.model import choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
+from asyncrl.trainer.step.batch import pack
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused

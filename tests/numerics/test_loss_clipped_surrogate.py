@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms import build_objective
 from asyncrl.algorithms.clipped_surrogate import ClippedSurrogate, clipped_surrogate
-from asyncrl.algorithms.objective_registry import build_objective
 from asyncrl.config.algorithm import AlgorithmConfig
 from tests.numerics.losses import draw, slopes
 

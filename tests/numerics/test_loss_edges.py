@@ -4,15 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms import build_loss
 from asyncrl.algorithms.loss import MAX_LOG_RATIO, bounded_ratio
-from asyncrl.algorithms.objective_registry import LOSSES
 from asyncrl.config.algorithm import AlgorithmConfig, SapoConfig
+from asyncrl.config.algorithm_parts import LOSSES
 from tests.numerics.losses import draw
 
 pytestmark = pytest.mark.numerics
 
-CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, sapo=SapoConfig(temperature_positive=0.8))
-every_loss = pytest.mark.parametrize("loss", [pytest.param(of(CONFIG), id=name) for name, of in LOSSES.items()])
+SAPO = SapoConfig(temperature_positive=0.8)
+CONFIGS = {
+    name: AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.28, dual_clip=3.0 * spec.has_dual_clip, sapo=SAPO)
+    for name, spec in LOSSES.items()
+}
+every_loss = pytest.mark.parametrize("loss", [pytest.param(build_loss(c), id=name) for name, c in CONFIGS.items()])
 
 
 def run(loss, tokens, dtype=torch.float64):

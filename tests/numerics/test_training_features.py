@@ -13,10 +13,10 @@ from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.fsdp.batch import pack
 from asyncrl.trainer.fsdp.model import compile_layers
 from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.trainer.step.batch import pack
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 from asyncrl.weights.adapters import BaseWeights
@@ -203,12 +203,11 @@ def test_the_proximal_policy_is_that_before_the_step(path, temperature):
     lease = random_lease(7)
     proximal = build(path, AlgorithmConfig(ratio="proximal"), temperature=temperature)
     behavior = build(path, AlgorithmConfig(), temperature=temperature)
-    own = proximal._policy_pass
     plan = plan_of(lease, num_epochs=2, budget=1000)
     (microbatch,) = plan.updates[0]
-    batch = pack(microbatch, lease.trajectories, predict="trained", device=CPU)
+    tokens = pack(microbatch, lease.trajectories, predict="trained", device=CPU).tokens
     with torch.no_grad():
-        parts = own(batch.tokens)[0].split([s.lengths.trained for s in microbatch])
+        parts = proximal._policy(tokens, temperature)[0].split([s.lengths.trained for s in microbatch])
     replayed = dict(lease.trajectories)
     for s, part in zip(microbatch, parts, strict=True):
         t = replayed[s.ordinal, s.index]

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import ADVANTAGES, build_advantage, shaped_rewards
+from asyncrl.algorithms import build_advantage
 from asyncrl.algorithms.grpo import grpo_advantages
 from asyncrl.algorithms.maxrl import maxrl_advantages
+from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm import AlgorithmConfig, OverlongConfig
+from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.errors import ConfigError
 
 pytestmark = pytest.mark.unit

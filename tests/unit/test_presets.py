@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from asyncrl.algorithms import shaped_rewards
 from asyncrl.algorithms.grpo import grpo_advantages
+from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionName, OverlongConfig
 from asyncrl.config.load import load_recipe, presets
 from asyncrl.errors import ConfigError

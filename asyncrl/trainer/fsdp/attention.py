@@ -7,35 +7,15 @@ similar length together, which keeps the padding small; every other layer comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from asyncrl.trainer.step.batch import PackedLayout
+
 PACKED_SDPA = "packed_sdpa"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLayout:
-    """Where the sequences of one packed row lie.
-
-    Attributes:
-        num_sequences, max_length: shape of the padded batch.
-        slots: [tokens] int64, place of each packed token in the flattened [num_sequences * max_length].
-        boundaries: [num_sequences + 1] int32, cumulative lengths from 0.
-    """
-
-    num_sequences: int
-    max_length: int
-    slots: torch.Tensor
-    boundaries: torch.Tensor
-
-    @property
-    def is_dense(self) -> bool:
-        """All sequences are equally long: the padded batch is a view of the packed row."""
-        return self.slots.numel() == self.num_sequences * self.max_length
 
 
 def register_packed_attention() -> None:

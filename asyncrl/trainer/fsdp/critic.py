@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrl.trainer.fsdp.batch import PackedTokens
 from asyncrl.trainer.fsdp.model import packed_forward
+from asyncrl.trainer.step.batch import PackedTokens
 
 
 class Critic(nn.Module):

@@ -20,7 +20,7 @@ from asyncrl.config.places import check_place
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
-from asyncrl.trainer.fsdp.batch import PackedTokens
+from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.weights.experts import MODEL_TYPES, is_fused
 
 FLASH_ATTENTION = "flash_attention_2"

@@ -1,10 +1,11 @@
-"""The models that the algorithm asks for, sharded over the same ranks: policy, reference, critic."""
+"""The models that the algorithm asks for, sharded over the same ranks, with their optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.critic import Critic
 from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, shard
+from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
+from asyncrl.trainer.step.model import StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 
 class Models:
-    """`critic` is None without advantage gae."""
+    """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
 
     def __init__(self, spec: TrainerSpec, mesh: DeviceMesh) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
@@ -32,15 +36,25 @@ class Models:
         self.critic = self._critic() if spec.algorithm.needs_critic else None
         if spec.algorithm.needs_reference and not self._reference_is_the_base:
             self._reference = self._frozen_reference()
+        trainer, algorithm, host_state = spec.trainer, spec.algorithm, spec.trainer.fsdp.offload_optimizer
+        self.update = Update(self.policy.causal_lm, trainer, max_grad_norm=trainer.max_grad_norm, host_state=host_state)
+        self.critic_update = (
+            Update(self.critic, trainer, max_grad_norm=algorithm.critic.max_grad_norm, host_state=host_state)
+            if self.critic is not None
+            else None
+        )
 
-    def train(self, mode: bool) -> None:
-        """Whether dropout drops."""
-        self.policy.train(mode)
-        if self.critic is not None:
-            self.critic.train(mode)
+    def of_step(self) -> StepModels:
+        """The same as the training step sees them."""
+        algorithm, ranks, critic = self._spec.algorithm, self._mesh.size(), None
+        if self.critic is not None and self.critic_update is not None:
+            critic = Trained(self.critic, self.critic, self.critic_update, ranks)
+        outputs = partial(policy_outputs, self.policy, routing=algorithm.router_aux_coefficient > 0)
+        reference = Reference(self._opened_reference) if algorithm.needs_reference else None
+        return StepModels(Trained(self.policy, outputs, self.update, ranks), critic, reference)
 
     @contextmanager
-    def reference(self) -> Iterator[Policy]:
+    def _opened_reference(self) -> Iterator[Policy]:
         """The reference model, inside; for passes without gradient."""
         if self._reference is not None:
             yield self._reference

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
-from asyncrl.trainer.fsdp.batch import PackedTokens
 from asyncrl.trainer.fsdp.model import packed_forward
 from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+from asyncrl.trainer.step.batch import PackedTokens
 
 
 class Policy(nn.Module):

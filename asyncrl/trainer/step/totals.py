@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from asyncrl.algorithms.objective import LossStatistics
-from asyncrl.trainer.fsdp.batch import PackedBatch
+from asyncrl.trainer.step.batch import PackedBatch
+from asyncrl.trainer.step.model import Part, Peers
 from asyncrl.types import TrainMetrics
 from asyncrl.types.metrics import Metric
 
@@ -26,13 +25,13 @@ class StepTotals:
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, loss: torch.Tensor, seen: LossStatistics, batch: PackedBatch) -> None:
-        """`loss` is the micro-batch's part of the objective. Every rank adds the same names in the same order."""
-        self._counts[0] += loss.detach().double()
+    def add(self, part: Part, batch: PackedBatch) -> None:
+        """`part`: of the policy. Every rank adds the same names in the same order."""
+        self._counts[0] += part.loss.double()
         self._counts[1] += batch.mask.sum()
         self._counts[2] += batch.num_tokens
-        self.add_sums(seen.sums)
-        self._largest = torch.maximum(self._largest, seen.ratio_max.double())
+        self.add_sums(part.seen.sums)
+        self._largest = torch.maximum(self._largest, part.seen.ratio_max.double())
 
     def add_sums(self, sums: Sums) -> None:
         """(metric, sum over the trained tokens of the micro-batch)."""
@@ -40,13 +39,12 @@ class StepTotals:
             self._sums[name] = self._sums.get(name, 0) + value.double()
 
     def reduce(
-        self, grad_norms: list[float], lr: float, critic_norms: list[float], skipped_updates: int = 0
+        self, peers: Peers, grad_norms: list[float], lr: float, critic_norms: list[float], skipped_updates: int
     ) -> TrainMetrics:
         """The same on every rank; collective. `grad_norms`, `critic_norms`: one for each update; none without a
         critic."""
-        totals = torch.cat([self._counts, *(value[None] for value in self._sums.values())])
-        dist.all_reduce(totals)
-        dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
+        totals = peers.add_up(torch.cat([self._counts, *(value[None] for value in self._sums.values())]))
+        largest = peers.largest(self._largest)
         loss, trained, packed, *sums = totals.tolist()
         means = {name: value / max(trained, 1) for name, value in zip(self._sums, sums, strict=True)}
         if critic_norms:
@@ -56,7 +54,7 @@ class StepTotals:
             loss=loss / len(grad_norms),
             grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
-            ratio_max=float(self._largest),
+            ratio_max=float(largest),
             trained_tokens=int(trained),
             packed_tokens=int(packed),
             means=tuple((name, value) for name, value in means.items() if not name.startswith("_")),

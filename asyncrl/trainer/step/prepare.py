@@ -9,28 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
-from asyncrl.algorithms.gae import gae_advantages
+from asyncrl.algorithms import build_token_advantage
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, FittedCorrection, masked
-from asyncrl.algorithms.returns import discounted_returns, token_rewards, whitened, whitening_sums
+from asyncrl.algorithms.returns import token_rewards, whitened, whitening_sums
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.trainer.fsdp.batch import PackedBatch, PackedTokens, pack
-from asyncrl.trainer.fsdp.totals import ERRORS, ERRORS_SQUARED, RETURNS, RETURNS_SQUARED
-from asyncrl.trainer.planner import TOKEN_ADVANTAGES
-from asyncrl.types import Microbatch, RankPlan, Trajectory, TrajectoryKey
+from asyncrl.config.algorithm_parts import ADVANTAGES
+from asyncrl.trainer.step.batch import PackedBatch, Trajectories
+from asyncrl.trainer.step.model import Peers, StepModels
+from asyncrl.trainer.step.totals import ERRORS, ERRORS_SQUARED, RETURNS, RETURNS_SQUARED
+from asyncrl.types import Microbatch, RankPlan, TrajectoryKey
 from asyncrl.types.metrics import Metric
-
-TokenLogprobs = Callable[[PackedTokens], torch.Tensor]
-"""[n] float32 of the predicted tokens; without gradient. Collective over ranks."""
-TokenValues = TokenLogprobs
-PolicyPass = Callable[[PackedTokens], tuple[torch.Tensor, ...]]
-"""The same, and with a load-balancing loss how often each expert was chosen, [L, E] float32."""
-Trajectories = Mapping[TrajectoryKey, Trajectory]
-
-WHITENED = (*TOKEN_ADVANTAGES, "reinforce_plus_plus_baseline")
-"""Advantages that the spread over an update scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,25 +52,24 @@ class Prepared:
 
 
 class Preparer:
-    """Args:
-    policy, reference: log-probabilities under the policy now and under the reference model; None without one.
-    values: of the critic; None without one.
-    corrections: those of the objective, with their names.
-    """
+    """Makes `Prepared` for the micro-batches of a step. Owns what the reference said of the step to come."""
 
     def __init__(
         self,
         algorithm: AlgorithmConfig,
-        device: torch.device,
+        models: StepModels,
         *,
         corrections: Sequence[tuple[str, Correction]],
-        policy: PolicyPass,
-        reference: TokenLogprobs | None,
-        values: TokenValues | None,
+        peers: Peers,
+        device: torch.device,
+        pack: Callable[..., PackedBatch],
     ) -> None:
-        self._algorithm, self._device = algorithm, device
+        """`corrections`: those of the objective, with their names. `pack`: `batch.pack` for the trained tokens."""
+        self._algorithm, self._models, self._peers = algorithm, models, peers
+        self._device, self._pack = device, pack
+        self._advantage = ADVANTAGES[algorithm.advantage]
+        self._of_tokens = build_token_advantage(algorithm.advantage)
         self._fitted = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
-        self._policy, self._reference, self._values = policy, reference, values
         self._known: dict[TrajectoryKey, torch.Tensor] = {}
         """Log-probabilities of the trained tokens under the reference, found by `reference_kl` for the step to come."""
 
@@ -91,17 +80,14 @@ class Preparer:
         recompute = algorithm.ratio == "proximal" and algorithm.proximal == "recompute" and len(plan.updates) > 1
         routes = algorithm.router_aux_coefficient > 0
         asks_policy = recompute or bool(self._fitted) or routes
-        makes_advantages = algorithm.advantage in WHITENED
-        if not (asks_policy or makes_advantages or self._reference):
+        makes_advantages = self._of_tokens is not None or self._advantage.whitens
+        if not (asks_policy or makes_advantages or self._models.reference):
             return [[Prepared()] * len(update) for update in plan.updates]
         distinct, known = self._agree(plan)
         found = []
         for update in plan.updates[:distinct]:
-            batches = [pack(m, trajectories, predict="trained", device=self._device, step=plan.step) for m in update]
-            ready = [
-                self._passes(microbatch, batch, known=known, asks_policy=asks_policy)
-                for microbatch, batch in zip(update, batches, strict=True)
-            ]
+            batches = [self._pack(microbatch, trajectories, step=plan.step) for microbatch in update]
+            ready = self._passes(update, batches, known=known, asks_policy=asks_policy)
             if makes_advantages:
                 ready = self._with_advantages(ready, batches)
             if self._fitted:
@@ -115,13 +101,15 @@ class Preparer:
     @torch.no_grad()
     def reference_kl(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, float]:
         """Of every trajectory of this rank; see `TrainBackend`. Collective over ranks."""
-        if self._reference is None:
+        if self._models.reference is None:
             raise ValueError("reference_kl was called, and algorithm.kl.coefficient=0 loads no reference")
         self._known, found = {}, {}
         distinct, _ = self._agree(plan)
-        for microbatch in (m for update in plan.updates[:distinct] for m in update):
-            batch = pack(microbatch, trajectories, predict="trained", device=self._device, step=plan.step)
-            logprobs = self._reference(batch.tokens)
+        microbatches = [m for update in plan.updates[:distinct] for m in update]
+        batches = [self._pack(m, trajectories, step=plan.step) for m in microbatches]
+        outputs = self._models.reference.evaluate([batch.tokens for batch in batches])
+        for microbatch, batch, output in zip(microbatches, batches, outputs, strict=True):
+            logprobs = output.logprobs
             kl = self._divergence(batch, logprobs)
             counts = [s.lengths.trained for s in microbatch]
             for s, part, nats in zip(
@@ -142,25 +130,35 @@ class Preparer:
         # a rank without a sequence sees no difference between updates, and misses nothing
         missing = any(key not in self._known for update in keys for run in update for key in run)
         distinct = next(n for n in range(1, len(keys) + 1) if keys[n:] == keys[:-n])
-        agreed = torch.tensor([distinct, int(missing)], device=self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        agreed = self._peers.largest(torch.tensor([distinct, int(missing)], device=self._device))
         return int(agreed[0]), not bool(agreed[1])
 
-    def _passes(self, microbatch: Microbatch, batch: PackedBatch, *, known: bool, asks_policy: bool) -> Prepared:
-        before, *routed = self._policy(batch.tokens) if asks_policy else (None,)
-        reference = None
-        if self._reference is not None and known:
-            parts = [self._known[s.ordinal, s.index] for s in microbatch]
-            reference = torch.cat([batch.behavior_logprobs[:0], *parts])
-            reference = reference if len(reference) else torch.zeros_like(batch.behavior_logprobs)
-        elif self._reference is not None:
-            reference = self._reference(batch.tokens)
-        return Prepared(
-            before_logprobs=before,
-            reference_logprobs=reference,
-            values=None if self._values is None else self._values(batch.tokens),
-            routed=routed[0] if routed else None,
-        )
+    def _passes(
+        self, update: Sequence[Microbatch], batches: Sequence[PackedBatch], *, known: bool, asks_policy: bool
+    ) -> list[Prepared]:
+        """The passes without gradient over one update; collective."""
+        models, tokens = self._models, [batch.tokens for batch in batches]
+        ready = [Prepared()] * len(batches)
+        if asks_policy:
+            outputs = models.policy.evaluate(tokens)
+            ready = [Prepared(before_logprobs=output.logprobs, routed=output.chosen) for output in outputs]
+        if models.reference is not None:
+            found = (
+                [self._known_logprobs(microbatch, batch) for microbatch, batch in zip(update, batches, strict=True)]
+                if known
+                else [output.logprobs for output in models.reference.evaluate(tokens)]
+            )
+            ready = [replace(p, reference_logprobs=logprobs) for p, logprobs in zip(ready, found, strict=True)]
+        if models.critic is not None:
+            values = models.critic.evaluate(tokens)
+            ready = [replace(p, values=value) for p, value in zip(ready, values, strict=True)]
+        return ready
+
+    def _known_logprobs(self, microbatch: Microbatch, batch: PackedBatch) -> torch.Tensor:
+        """What `reference_kl` found; a micro-batch that predicts nothing still gets its placeholder."""
+        parts = [self._known[s.ordinal, s.index] for s in microbatch]
+        found = torch.cat([batch.behavior_logprobs[:0], *parts])
+        return found if len(found) else torch.zeros_like(batch.behavior_logprobs)
 
     def _with_fitted(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
         """What corrections find in one update; collective."""
@@ -169,16 +167,16 @@ class Preparer:
             before = prepared.before_logprobs
             assert before is not None, "fitted corrections ask the policy"
             inputs.append(batch.inputs(before, before, torch.zeros_like(before)))
-        fitted = {name: correction.fit(inputs, _add_up) for name, correction in self._fitted}
+        fitted = {name: correction.fit(inputs, self._peers.add_up) for name, correction in self._fitted}
         return [replace(prepared, fitted=fitted) for prepared in ready]
 
     def _with_routing(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
         """The load of each expert in one update; collective. A row that only holds a rank's place does not count."""
         counts = [p.routed.double() for p in ready if p.routed is not None]
         real = torch.tensor([batch.num_tokens for batch in batches], device=self._device)
-        whole = _add_up((torch.stack(counts) * (real > 0)[:, None, None]).sum(0))
+        whole = self._peers.add_up((torch.stack(counts) * (real > 0)[:, None, None]).sum(0))
         trained = torch.stack([batch.mask.sum() for batch in batches]).sum()
-        tokens = _add_up(torch.stack([real.sum(), trained]).double()).clamp(min=1)
+        tokens = self._peers.add_up(torch.stack([real.sum(), trained]).double()).clamp(min=1)
         routed = (whole / tokens[0]).float()
         return [replace(p, routed=routed, routed_tokens=tokens[0], token_share=1 / tokens[1]) for p in ready]
 
@@ -188,10 +186,10 @@ class Preparer:
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         for (advantages, _), batch in zip(raw, batches, strict=True):
             sums += whitening_sums(advantages, batch.mask)
-        sums = _add_up(sums)
+        sums, whitens = self._peers.add_up(sums), self._advantage.whitens and self._algorithm.gae.whiten
         found = []
         for prepared, (advantages, returns), batch in zip(ready, raw, batches, strict=True):
-            final = whitened(advantages, sums) if self._algorithm.gae.whiten else advantages
+            final = whitened(advantages, sums) if whitens else advantages
             watched = self._watched(prepared, advantages, returns, batch.mask)
             share = 1 / sums[0].clamp(min=1)
             found.append(replace(prepared, advantages=final, returns=returns, token_share=share, sums=watched))
@@ -199,21 +197,18 @@ class Preparer:
 
     def _raw_advantages(self, prepared: Prepared, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Advantages before whitening, and with a critic what it learns."""
-        algorithm, gae = self._algorithm, self._algorithm.gae
-        if algorithm.advantage not in TOKEN_ADVANTAGES:
+        if self._of_tokens is None:
             return batch.advantages, None
-        penalties = None
-        if prepared.reference_logprobs is not None and algorithm.kl.place == "reward":
-            penalties = algorithm.kl.coefficient * self._divergence(batch, prepared.reference_logprobs)
+        kl, penalties = self._algorithm.kl, None
+        if prepared.reference_logprobs is not None and kl.place == "reward":
+            penalties = kl.coefficient * self._divergence(batch, prepared.reference_logprobs)
         rewards = token_rewards(batch.advantages, batch.sequences, penalties)
-        if prepared.values is None:
-            return discounted_returns(rewards, batch.sequences, gae.gamma), None
-        return gae_advantages(rewards, prepared.values, batch.sequences, gae.gamma, gae.lam)
+        return self._of_tokens(rewards, prepared.values, batch.sequences, self._algorithm.gae)
 
     def _watched(
         self, prepared: Prepared, advantages: torch.Tensor, returns: torch.Tensor | None, mask: torch.Tensor
     ) -> tuple[tuple[str, torch.Tensor], ...]:
-        if self._algorithm.advantage not in TOKEN_ADVANTAGES:
+        if self._of_tokens is None:
             return ()
         found = [(Metric.ADVANTAGE_MEAN, advantages)]
         if prepared.values is not None and returns is not None:
@@ -221,8 +216,3 @@ class Preparer:
             found += [(Metric.CRITIC_VALUE, prepared.values), (RETURNS, returns), (RETURNS_SQUARED, returns.square())]
             found += [(ERRORS, error), (ERRORS_SQUARED, error.square())]
         return tuple((name, masked(tokens.double(), mask).sum()) for name, tokens in found)
-
-
-def _add_up(values: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(values)
-    return values

@@ -10,19 +10,41 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.loss import LossInputs
-from asyncrl.trainer.fsdp.attention import PackedLayout
-from asyncrl.trainer.packing import Microbatch
-from asyncrl.types import Trajectory, TrajectoryKey
+from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
+
+Trajectories = Mapping[TrajectoryKey, Trajectory]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Where the sequences of one packed row lie.
+
+    Attributes:
+        num_sequences, max_length: shape of the padded batch.
+        slots: [tokens] int64, place of each packed token in the flattened [num_sequences * max_length].
+        boundaries: [num_sequences + 1] int32, cumulative lengths from 0.
+    """
+
+    num_sequences: int
+    max_length: int
+    slots: torch.Tensor
+    boundaries: torch.Tensor
+
+    @property
+    def is_dense(self) -> bool:
+        """All sequences are equally long: the padded batch is a view of the packed row."""
+        return self.slots.numel() == self.num_sequences * self.max_length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTokens:
-    """What the model reads: the sequences of a micro-batch in one row of N tokens, n of which are predicted.
+    """What a model reads: the sequences of a micro-batch in one row of N tokens, n of which are predicted.
 
     Attributes:
         input_ids, position_ids: [1, N] int64; positions restart at 0 with every sequence.
         predictors: [n] int64, index in the row of the token before each predicted token.
         targets: [n] int64, the predicted tokens.
+        temperature: what logits are divided by.
     """
 
     input_ids: torch.Tensor
@@ -30,6 +52,7 @@ class PackedTokens:
     layout: PackedLayout
     predictors: torch.Tensor
     targets: torch.Tensor
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +90,12 @@ class PackedBatch:
 
 def pack(
     microbatch: Microbatch,
-    trajectories: Mapping[TrajectoryKey, Trajectory],
+    trajectories: Trajectories,
     *,
     predict: Literal["trained", "response"],
     device: torch.device,
     step: int = 0,
+    temperature: float = 1.0,
 ) -> PackedBatch:
     """Packs in the order of `microbatch`; predicts the tokens of `loss_mask`, or all of the response. `step`:
     `global_steps`, for lags.
@@ -117,6 +141,7 @@ def pack(
             ),
             predictors=place(predictors, torch.int64),
             targets=place(targets, torch.int64),
+            temperature=temperature,
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -134,7 +159,7 @@ def _versions(trajectory: Trajectory) -> np.ndarray:
     return np.repeat([s.version for s in segments], [s.stop - s.start for s in segments]).astype(np.int64)
 
 
-def _checked(microbatch: Microbatch, at: int, trajectories: Mapping[TrajectoryKey, Trajectory]) -> Trajectory:
+def _checked(microbatch: Microbatch, at: int, trajectories: Trajectories) -> Trajectory:
     sequence = microbatch[at]
     trajectory = trajectories.get((sequence.ordinal, sequence.index))
     if trajectory is None:

@@ -1,0 +1,130 @@
+"""The advantages, losses and corrections that a recipe can name, and what each of them is.
+
+A new one is a file in `asyncrl/algorithms` and an entry here: the recipe's choices, its checks, the planner and the
+training step read these entries, and no other module lists names. An implementation stands as `package.module:Name`
+and is imported where it is built, so that reading an entry imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSpec:
+    of_group: str
+    """`Advantage`: what the planner makes of the rewards of one group."""
+    of_tokens: str | None = None
+    """`TokenAdvantage`: what the trainer makes of that for each token. None: every token has its trajectory's."""
+    is_relative: bool = True
+    """Compares the trajectories of a group: one trajectory, or several that are alike, teach nothing."""
+    needs_critic: bool = False
+    whitens: bool = False
+    """With algorithm.gae.whiten it is shifted and scaled by mean and spread over the tokens of an update."""
+    takes_negative: bool = True
+    """Whether it has a meaning for negative rewards."""
+    has_group_std: bool = False
+    """Divides by the spread of the group, by that of a sample when it is called with `sample=True`."""
+
+    @property
+    def scope(self) -> Literal["group", "token"]:
+        """token: the trainer makes it, and takes a divergence in the reward from each token. group: the planner does,
+        from the rewards alone."""
+        return "group" if self.of_tokens is None else "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    of: str
+    """Class of the `Loss`, whose `of` builds it from the algorithm's section."""
+    scope: Literal["token", "trajectory"] = "token"
+    """What the ratio is of, and what clip_low and clip_high bound."""
+    takes_proximal: bool = True
+    """Whether it has a meaning with algorithm.ratio=proximal."""
+    has_dual_clip: bool = False
+    """Reads algorithm.dual_clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSpec:
+    of: str
+    """Class of the `Correction`, whose `of` builds it from its own section and the algorithm's."""
+    high: float
+    """The upper bound where the recipe says nothing."""
+    low: float = 0.0
+    """The lower bound where the recipe says nothing. 0: it has no lower bound."""
+    measure: str | None = None
+    """What `high` bounds, for messages; None: a ratio, which is 1 where the policies agree."""
+    usual: str = ""
+    """Usual values of `high`, for messages about a `measure`."""
+    scope: Literal["token", "trajectory"] = "token"
+    """What gets one factor."""
+    weighs: bool = False
+    """Weighs what it keeps by the ratio, with algorithm.ratio=proximal."""
+    drops: bool = True
+    """Drops what is beyond its bounds."""
+    is_fitted: bool = False
+    """A `FittedCorrection`: it looks at all tokens of an update before it."""
+
+
+ADVANTAGES = {
+    "grpo": AdvantageSpec(of_group="asyncrl.algorithms.grpo:grpo_advantages", has_group_std=True),
+    "dr_grpo": AdvantageSpec(of_group="asyncrl.algorithms.dr_grpo:dr_grpo_advantages"),
+    "rloo": AdvantageSpec(of_group="asyncrl.algorithms.rloo:rloo_advantages"),
+    "maxrl": AdvantageSpec(of_group="asyncrl.algorithms.maxrl:maxrl_advantages", takes_negative=False),
+    "reinforce_plus_plus": AdvantageSpec(
+        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_tokens="asyncrl.algorithms.returns:return_advantages",
+        is_relative=False,
+        whitens=True,
+    ),
+    "reinforce_plus_plus_baseline": AdvantageSpec(
+        of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
+    ),
+    "gae": AdvantageSpec(
+        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_tokens="asyncrl.algorithms.gae:critic_advantages",
+        is_relative=False,
+        needs_critic=True,
+        whitens=True,
+    ),
+}
+LOSSES = {
+    "clipped_surrogate": LossSpec(of="asyncrl.algorithms.clipped_surrogate:ClippedSurrogate", has_dual_clip=True),
+    "gspo": LossSpec(of="asyncrl.algorithms.gspo:Gspo", scope="trajectory"),
+    "cispo": LossSpec(of="asyncrl.algorithms.cispo:Cispo"),
+    "sapo": LossSpec(of="asyncrl.algorithms.sapo:Sapo"),
+    "dppo": LossSpec(of="asyncrl.algorithms.dppo:Dppo", takes_proximal=False),
+}
+CORRECTIONS = {
+    "truncated_is": CorrectionSpec(
+        of="asyncrl.algorithms.truncated_is:TruncatedIs", high=2.0, weighs=True, drops=False
+    ),
+    "sequence_truncated_is": CorrectionSpec(
+        of="asyncrl.algorithms.sequence_truncated_is:SequenceTruncatedIs",
+        high=2.0,
+        scope="trajectory",
+        weighs=True,
+        drops=False,
+    ),
+    "masked_is": CorrectionSpec(of="asyncrl.algorithms.masked_is:MaskedIs", high=2.0, weighs=True),
+    "icepop": CorrectionSpec(of="asyncrl.algorithms.icepop:IcePop", low=0.5, high=5.0, weighs=True),
+    "geometric_rejection": CorrectionSpec(
+        of="asyncrl.algorithms.geometric_rejection:GeometricRejection", low=0.99, high=1.01, scope="trajectory"
+    ),
+    "off_policy_mask": CorrectionSpec(
+        of="asyncrl.algorithms.off_policy_mask:OffPolicyMask",
+        high=0.5,
+        measure="a divergence in nats per token",
+        usual="0.1 to 0.5",
+        scope="trajectory",
+    ),
+    "m2po": CorrectionSpec(
+        of="asyncrl.algorithms.m2po:M2po",
+        high=0.04,
+        measure="a second moment in squared nats",
+        usual="0.04",
+        is_fitted=True,
+    ),
+}

@@ -1,0 +1,67 @@
+"""Sharded modules as the training step sees them: `Model` and `FrozenModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic
+
+import torch
+from torch import nn
+
+from asyncrl.trainer.fsdp.optimizer import Update
+from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.step.model import LossFunction, Output, Part, TokenOutputs
+
+
+class Trained(Generic[Output]):
+    """The `Model` of a module and its optimizer.
+
+    Gradients are reduced after every micro-batch, not only after the last one: what accumulates is then the rank's
+    shard, where unreduced gradients would take the memory of a whole model on every rank.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[[PackedTokens], Output], update: Update, num_ranks: int
+    ) -> None:
+        """`forward`: a pass through `module`. `update`: its optimizer."""
+        self._module, self._forward, self._num_ranks = module, forward, num_ranks
+        self.clip_gradients, self.update, self.drop_gradients = update.clip, update.step, update.drop
+
+    def train(self, mode: bool) -> None:
+        self._module.train(mode)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
+        return [self._forward(tokens) for tokens in batches]
+
+    def forward_backward(
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
+    ) -> list[Part]:
+        return [self._part(at, tokens, loss_function, learns=learns) for at, tokens in enumerate(batches)]
+
+    def _part(self, at: int, tokens: PackedTokens, loss_function: LossFunction[Output], *, learns: bool) -> Part:
+        with torch.set_grad_enabled(learns):
+            part = loss_function(at, self._forward(tokens))
+        if learns:
+            (part.loss * self._num_ranks).backward()  # FSDP averages gradients over ranks
+        return part.detached()
+
+
+class Reference:
+    """The `FrozenModel` of the reference."""
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[Policy]]) -> None:
+        """`opened`: the reference model, inside the context; it may be the policy without its adapters."""
+        self._opened = opened
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedTokens]) -> list[TokenOutputs]:
+        with self._opened() as reference:
+            return [policy_outputs(reference, tokens) for tokens in batches]
+
+
+def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:
+    """`routing`: with what the routers of a mixture did."""
+    return TokenOutputs(*policy(tokens, tokens.temperature, routing=routing))

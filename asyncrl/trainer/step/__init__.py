@@ -1,0 +1,1 @@
+"""The training step: from the plan of a rank to its updates, over any backend."""

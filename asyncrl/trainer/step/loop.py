@@ -1,0 +1,189 @@
+"""The training step: prepare once, then update by update gradients, checks and the optimizers' steps.
+
+Blind to how a model is sharded: it sees the micro-batches of its data-parallel index, `Model`s and sums over `Peers`.
+The loss of a token is weighed by its share of the update, so that the result is the same for every packing and every
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from asyncrl.algorithms import build_objective
+from asyncrl.algorithms.loss import LossInputs
+from asyncrl.algorithms.objective import LossStatistics
+from asyncrl.algorithms.proximal import log_linear
+from asyncrl.algorithms.router_balance import balance_loss
+from asyncrl.algorithms.value_loss import value_clipped, value_loss
+from asyncrl.errors import RunFailed, explain
+from asyncrl.trainer.schedule import scheduled_rate
+from asyncrl.trainer.step.batch import PackedBatch, Trajectories, pack
+from asyncrl.trainer.step.model import Part, Peers, StepModels, TokenOutputs
+from asyncrl.trainer.step.prepare import Prepared, Preparer
+from asyncrl.trainer.step.totals import StepTotals
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.types import Microbatch, RankPlan, TrainMetrics, TrajectoryKey
+from asyncrl.types.metrics import Metric
+
+
+class TrainingStep:
+    """What `TrainBackend` promises of `train_step`, `logprobs` and `reference_kl`, over the models of any backend."""
+
+    def __init__(self, spec: TrainerSpec, models: StepModels, *, peers: Peers, device: torch.device) -> None:
+        """`device`: where the models read micro-batches."""
+        self._spec, self._models, self._peers, self._device = spec, models, peers, device
+        self._in_training = [model for model in (models.policy, models.critic) if model is not None]
+        self._objective = build_objective(spec.algorithm)
+        self._pack = partial(pack, predict="trained", device=device, temperature=spec.temperature or 1.0)
+        self._preparer = Preparer(
+            spec.algorithm,
+            models,
+            corrections=self._objective.corrections,
+            peers=peers,
+            device=device,
+            pack=self._pack,
+        )
+
+    def train_step(self, plan: RankPlan, trajectories: Trajectories) -> TrainMetrics:
+        """The updates of one step; see `TrainBackend`. One without a trained token on any rank is skipped: momentum and
+        weight decay would move the weights.
+
+        Raises:
+            RunFailed: loss or gradient is not finite. The weights and the optimizers are as before that update.
+            ValueError: a trajectory is missing or differs from its plan.
+        """
+        self._train(False)
+        prepared = self._preparer.prepare(plan, trajectories)
+        self._train(True)
+        spec, policy, critic = self._spec, self._models.policy, self._models.critic
+        start = spec.algorithm.critic.warmup_steps if critic is not None else 0
+        rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, start=start)
+        critic_rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
+        learns = plan.step >= start
+        totals, norms, critic_norms, skipped = StepTotals(self._device), [], [], 0
+        for number, (update, ready) in enumerate(zip(plan.updates, prepared, strict=True), start=1):
+            batches = [self._pack(microbatch, trajectories, step=plan.step) for microbatch in update]
+            loss = self._gradients(batches, ready, totals, learns=learns)
+            norms.append(policy.clip_gradients())
+            if critic is not None:
+                critic_norms.append(critic.clip_gradients())
+            place = f"update {number} of {len(plan.updates)} in optimizer step {plan.step}"
+            if not self._agree(loss, update, [norms[-1], *critic_norms[-1:]], place):
+                self._drop_gradients()
+                skipped += 1
+                continue
+            if learns:
+                policy.update(rate)
+            if critic is not None:
+                critic.update(critic_rate)
+        return totals.reduce(self._peers, norms, rate, critic_norms, skipped)
+
+    @torch.no_grad()
+    def logprobs(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, torch.Tensor]:
+        """[T] float32 on the CPU for each sequence of the plan, at temperature 1; see `TrainBackend`."""
+        self._train(False)
+        batches = [pack(m, trajectories, predict="response", device=self._device) for m in plan.microbatches]
+        found: dict[TrajectoryKey, torch.Tensor] = {}
+        outputs = self._models.policy.evaluate([batch.tokens for batch in batches])
+        for microbatch, output in zip(plan.microbatches, outputs, strict=True):
+            counts = [s.lengths.response for s in microbatch]
+            parts = output.logprobs[: sum(counts)].cpu().split(counts)  # nothing predicted still gives one placeholder
+            found.update(((s.ordinal, s.index), part) for s, part in zip(microbatch, parts, strict=True))
+        return found
+
+    def reference_kl(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, float]:
+        """See `TrainBackend`. The step that follows does not ask the reference again."""
+        self._train(False)
+        return self._preparer.reference_kl(plan, trajectories)
+
+    def _train(self, mode: bool) -> None:
+        for model in self._in_training:
+            model.train(mode)
+
+    def _gradients(
+        self, batches: Sequence[PackedBatch], ready: Sequence[Prepared], totals: StepTotals, *, learns: bool
+    ) -> torch.Tensor:
+        """Forward and backward through one update; [] float64: what is minimised, this rank's part, the critic's
+        included. `learns`: whether the policy does, or the critic alone."""
+        tokens = [batch.tokens for batch in batches]
+        parts = self._models.policy.forward_backward(
+            tokens, lambda at, output: self._policy_part(batches[at], ready[at], output), learns=learns
+        )
+        for part, batch, prepared in zip(parts, batches, ready, strict=True):
+            totals.add(part, batch)
+            totals.add_sums(prepared.sums)
+        if self._models.critic is not None:
+            critic_parts = self._models.critic.forward_backward(
+                tokens, lambda at, values: self._critic_part(batches[at], ready[at], values), learns=True
+            )
+            for part in critic_parts:
+                totals.add_sums(part.seen.sums)
+            parts = [*parts, *critic_parts]
+        return torch.stack([part.loss.double() for part in parts]).sum()
+
+    def _policy_part(self, batch: PackedBatch, prepared: Prepared, output: TokenOutputs) -> Part:
+        loss, seen = self._objective(self._inputs(batch, prepared, output))
+        if output.given is None:
+            return Part(loss, seen)
+        assert prepared.routed is not None, "prepared with the routing"
+        assert prepared.routed_tokens is not None, "prepared with the routing"
+        assert prepared.token_share is not None, "prepared with the routing"
+        real = output.given * (batch.num_tokens > 0)
+        balance = balance_loss(prepared.routed, real, prepared.routed_tokens.float())
+        watched = (Metric.ROUTER_BALANCE, balance.detach() / prepared.token_share)
+        loss = loss + self._spec.algorithm.router_aux_coefficient * balance
+        return Part(loss, replace(seen, sums=(watched, *seen.sums)))
+
+    def _critic_part(self, batch: PackedBatch, prepared: Prepared, values: torch.Tensor) -> Part:
+        """The micro-batch's part of the critic's mean loss over the trained tokens of the update."""
+        assert prepared.values is not None, "prepared with the critic"
+        assert prepared.returns is not None, "prepared with the critic"
+        assert prepared.token_share is not None, "prepared with the critic"
+        clip = self._spec.algorithm.critic.clip
+        losses = value_loss(values, prepared.values, prepared.returns, batch.mask, clip=clip)
+        touched = value_clipped(values, prepared.values, prepared.returns, batch.mask, clip=clip)
+        sums = ((Metric.CRITIC_LOSS, losses.detach().sum()), (Metric.CRITIC_CLIPPED, touched.sum()))
+        loss = losses.sum() * prepared.token_share.float()
+        return Part(loss, LossStatistics(sums, ratio_max=loss.new_zeros(())))
+
+    def _inputs(self, batch: PackedBatch, prepared: Prepared, output: TokenOutputs) -> LossInputs:
+        algorithm, logprobs = self._spec.algorithm, output.logprobs
+        old = batch.behavior_logprobs
+        if algorithm.ratio == "proximal" and algorithm.proximal == "log_linear":
+            old = log_linear(logprobs, batch.behavior_logprobs, batch.lags)
+        elif algorithm.ratio == "proximal":  # the policy before a single update is the policy itself
+            old = logprobs.detach() if prepared.before_logprobs is None else prepared.before_logprobs
+        return replace(
+            batch.inputs(logprobs, old, output.entropy),
+            advantages=batch.advantages if prepared.advantages is None else prepared.advantages,
+            reference_logprobs=prepared.reference_logprobs,
+            fitted=prepared.fitted,
+        )
+
+    def _agree(self, loss: torch.Tensor, update: Sequence[Microbatch], norms: Sequence[float], place: str) -> bool:
+        """Whether the update trains a token on any rank. All ranks see the same reduced numbers, so all of them raise.
+
+        Raises:
+            RunFailed: loss or gradient is not finite; the gradients are dropped.
+        """
+        trained = sum(s.lengths.trained for microbatch in update for s in microbatch)
+        whole, tokens = self._peers.add_up(torch.stack([loss, loss.new_tensor(trained)])).tolist()
+        if math.isfinite(whole) and all(math.isfinite(norm) for norm in norms):
+            return tokens > 0
+        self._drop_gradients()
+        raise RunFailed(
+            explain(
+                place,
+                f"loss={whole}, gradient norm={', '.join(map(str, norms))}; this update changed no weights",
+                "lower trainer.lr, or look for odd rewards in samples.jsonl",
+            )
+        )
+
+    def _drop_gradients(self) -> None:
+        for model in self._in_training:
+            model.drop_gradients()
