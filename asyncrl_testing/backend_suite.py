@@ -28,8 +28,29 @@ from asyncrl.types.metrics import Metric
 
 VOCAB_SIZE = 40
 MakeBackend = Callable[[], TrainBackend]
-"""A backend on one rank, temperature 1, lr 1e-2 without warm-up, no weight decay, no KL; the same weights at every
-call."""
+"""A backend on one rank with the model of `write_model`, temperature 1, lr 1e-2 without warm-up, no weight decay, no KL;
+the same weights at every call."""
+
+
+def write_model(directory: Path) -> str:
+    """Saves a Qwen3 of two layers with random weights below `directory`; returns that directory."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +65,9 @@ class Lease:
     def trajectories(self) -> dict[TrajectoryKey, Trajectory]:
         return {(g.ordinal, i): t for g in self.groups for i, t in enumerate(g.trajectories)}
 
-    def plans(self, num_ranks: int = 1, budget: int = 256) -> tuple[RankPlan, ...]:
+    def plans(self, num_plans: int = 1, budget: int = 256) -> tuple[RankPlan, ...]:
         return plan_step(
-            self.manifest, self.advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget)
+            self.manifest, self.advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget)
         )
 
 

@@ -93,7 +93,7 @@ def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
     trainer = TrainerConfig(fsdp=FsdpConfig(param_dtype=dtype))  # type: ignore[arg-type]
     spec = TrainerSpec(model=ModelConfig(path=model), trainer=trainer, algorithm=AlgorithmConfig())
     backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-    rules = PackingRules(num_ranks=1, max_tokens_per_microbatch=4096)
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=4096)
     (plan,) = plan_step(LeaseManifest(0, tuple(groups)), [np.zeros(1)] * len(groups), rules)
     found = backend.logprobs(plan, trajectories)
     dist.destroy_process_group()

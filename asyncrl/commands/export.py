@@ -29,6 +29,8 @@ from asyncrl.config.places import check_place, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.json_records import from_plain
+from asyncrl.trainer.backend import CheckpointReader
+from asyncrl.trainer.backends import open_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -103,35 +105,27 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
     """
     import safetensors.torch
 
-    from asyncrl.trainer.fsdp.lora import SCALE
-    from asyncrl.trainer.fsdp.sharded_state import adapter_facts
-    from asyncrl.trainer.fsdp.stored_state import StoredState
-
     require_new(out)
-    written = StoredState(found.directory / "trainer", f"export the adapter of {found.directory}")
-    if SCALE not in written:
+    adapter = _reader(found).adapter()
+    if adapter is None:
         why = "it has none: the run trained all weights"
         raise ConfigError(explain(f"the adapter of {found.directory}", why, "leave --adapter out"))
-    scale, trained_on = adapter_facts(written)
-    adapter = {n.removeprefix("model."): written.read(n) for n in written.entries if n.startswith("model.")}
-    rank = next((tensor.shape[0] for name, tensor in adapter.items() if ".lora_A." in name), None)
-    if rank is None:
-        raise written.unfit("it has no adapter")
+    rank = next(tensor.shape[0] for name, tensor in adapter.tensors.items() if ".lora_A." in name)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base or trained_on,
+        "base_model_name_or_path": base or adapter.base,
         "revision": revision,
         "r": rank,
-        "lora_alpha": scale * rank,
-        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter}),
+        "lora_alpha": adapter.scale * rank,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter.tensors}),
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
     with _new_directory(out) as directory:
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
         safetensors.torch.save_file(named, directory / "adapter_model.safetensors", metadata=_metadata(found))
         shutil.copymode(directory / "adapter_config.json", directory / "adapter_model.safetensors")
 
@@ -172,6 +166,12 @@ def model_of(
         return from_plain(ModelConfig, resolved(section), "model")
     except ValueError as error:
         raise ConfigError(explain(asked, str(error), "mend the run's config.json, or move it away")) from error
+
+
+def _reader(found: FoundCheckpoint) -> CheckpointReader:
+    """The reader of the backend that the run's recipe names."""
+    trainer = (found.recipe or {}).get("trainer")
+    return open_checkpoint(found.directory / "trainer", trainer.get("backend") if isinstance(trainer, dict) else None)
 
 
 def require_new(out: Path) -> None:
@@ -225,11 +225,9 @@ def _write_weights(
     """safetensors of at most `max_shard_bytes`, unless a single tensor is larger, and their index."""
     import safetensors.torch
 
-    from asyncrl.trainer.fsdp.sharded_state import read_weights
-
     shards: list[list[str]] = []
     parameters = nbytes = 0
-    weights = read_weights(found.directory / "trainer", model.path, model.revision)
+    weights = _reader(found).weights(model.path, model.revision)
     for shard in _shards(((name, tensor.to(dtype)) for name, tensor in weights), max_shard_bytes):
         safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
         shards.append(list(shard))

@@ -82,9 +82,10 @@ class Recipe:
             do="lower eval.leased_replicas, or set it to 0: training then waits for evaluations",
         )
         require(
-            trajectories % self.trainer.num_ranks == 0,
+            trajectories % self.trainer.layout.num_plans == 0,
             asked=f"{batch.groups_per_step} groups x {batch.group_size} trajectories on {self.trainer.num_ranks} ranks",
-            found=f"{trajectories} trajectories do not divide evenly over trainer.num_ranks={self.trainer.num_ranks}",
+            found=f"{trajectories} trajectories do not divide evenly over the {self.trainer.layout.num_plans} "
+            f"data-parallel ranks of trainer.num_ranks={self.trainer.num_ranks}",
             do="choose batch.groups_per_step, batch.group_size or trainer.num_ranks so that they do",
         )
         require(

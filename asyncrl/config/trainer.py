@@ -15,6 +15,7 @@ from asyncrl.config.checks import (
     require,
     require_device,
 )
+from asyncrl.config.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class LoraConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     num_ranks: PositiveInt = 1
-    """Data-parallel ranks, one process each."""
+    """Ranks, one process each. Backend fsdp: all of them are data-parallel."""
     backend: Literal["fsdp"] = "fsdp"
     """fsdp: FSDP2 over torch.distributed."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -99,6 +100,11 @@ class TrainerConfig:
     """Longest that one optimizer step may take, and reading the trainer's part of a checkpoint."""
     collective_timeout_s: Positive = 600.0
     """Longest that one torch.distributed operation may wait for a peer; at the start, for the one that reads models."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which ranks share a plan."""
+        return Layout(self.num_ranks)  # backend fsdp
 
     def __post_init__(self) -> None:
         check_ranges("trainer.", self)

@@ -217,7 +217,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     )
     emit(
         f"batch     {batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
-        f"{trajectories // trainer.num_ranks} per rank; at most {slots} groups ({slots * batch.group_size} "
+        f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "
         f"trajectories) exist at once"
     )
     emit(

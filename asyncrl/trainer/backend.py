@@ -1,8 +1,10 @@
-"""The protocol of a training backend: one instance per trainer rank, all ranks call the same method together."""
+"""The protocols of a training backend: what trains (one instance per trainer rank, all ranks call the same method
+together), and what reads a checkpoint of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,21 +15,24 @@ if TYPE_CHECKING:
 
 
 class TrainBackend(Protocol):
+    """What one rank does. A backend composes `step.TrainingStep` over its models for the first three methods, and adds
+    what hangs on how it shards: weights and state. Ranks that share a plan (`config.layout.Layout`) return the same."""
+
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
-        """One optimizer step over this rank's micro-batches; collective over ranks. The same on every rank."""
+        """One optimizer step over the micro-batches of all ranks' plans; collective. The same metrics on every rank."""
         ...
 
     def logprobs(
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, torch.Tensor]:
-        """Log-probabilities of the response tokens of this rank's sequences, [T] float32 each, no gradient.
+        """Log-probabilities of the response tokens of the plan's sequences, [T] float32 each, no gradient.
         Collective over ranks. At temperature 1."""
         ...
 
     def reference_kl(
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, float]:
-        """Divergence of the policy that sampled each trajectory of this rank from the reference model, by
+        """Divergence of the policy that sampled each trajectory of the plan from the reference model, by
         `algorithm.kl.estimator`: summed over its trained tokens, nats; 0 without any. Collective over ranks; the step
         of the same plan is to follow.
 
@@ -66,4 +71,36 @@ class TrainBackend(Protocol):
         Raises:
             ConfigError: there is no checkpoint below `directory`, or it is of another model.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredAdapter:
+    """The adapters of a checkpoint as they were trained. `scale`: alpha / rank. `base`: directory or hub name of the
+    weights they were trained on. `tensors`: by their published names."""
+
+    scale: float
+    base: str
+    tensors: dict[str, torch.Tensor]
+
+
+class CheckpointReader(Protocol):
+    """What a backend's `save` wrote, read in one process and without a process group."""
+
+    def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names in Hugging Face's naming and whole float32 tensors of the policy, one at a time, adapters merged,
+        experts apart.
+
+        Args:
+            base: where the base weights of adapters are now; None: where the checkpoint says.
+            revision: of the base on the hub; None: its default branch.
+
+        Raises:
+            ConfigError: the checkpoint cannot be read.
+            WeightTransferError: the adapters are not of the model at `base`.
+        """
+        ...
+
+    def adapter(self) -> StoredAdapter | None:
+        """None: the run trained all weights. Raises ConfigError: the checkpoint cannot be read."""
         ...

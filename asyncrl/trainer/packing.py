@@ -1,4 +1,4 @@
-"""Which rank trains which trajectory, in which micro-batch. Pure: the same lease gives the same plan everywhere."""
+"""Which data-parallel rank trains which trajectory, in which micro-batch. Pure: a lease always gives the same plans."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSeq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRules:
-    """`max_tokens_per_microbatch`: prompt and response tokens of one forward pass. `num_minibatches` updates, which
-    share the groups by chance, `num_epochs` times. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed."""
+    """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
+    `num_minibatches` updates, which share the groups by chance, `num_epochs` times. `seed`: of the run. `fixed_tokens`:
+    divisor of aggregation fixed."""
 
-    num_ranks: int
+    num_plans: int
     max_tokens_per_microbatch: int
     num_minibatches: int = 1
     num_epochs: int = 1
@@ -30,7 +31,7 @@ class PackingRules:
     @classmethod
     def of(cls, recipe: Recipe) -> PackingRules:
         return cls(
-            num_ranks=recipe.trainer.num_ranks,
+            num_plans=recipe.trainer.layout.num_plans,
             max_tokens_per_microbatch=recipe.max_tokens_per_microbatch,
             num_minibatches=recipe.batch.num_minibatches,
             num_epochs=recipe.batch.num_epochs,
@@ -41,7 +42,8 @@ class PackingRules:
 
 
 def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:
-    """One plan per rank; in each epoch they together hold every trajectory of the lease exactly once.
+    """One plan per data-parallel index (a rank, here); in each epoch they together hold every trajectory of the lease
+    exactly once.
 
     Which groups an update trains is drawn for each epoch, from the seed of the run and the step: the lease is in the
     order of deadlines, and cut as it is would give the oldest groups, often the longest, to the first update.
@@ -55,15 +57,15 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
         advantages: one [G] array per group of the manifest, finite.
 
     Returns:
-        Plans in rank order. The `token_weight` of the trained tokens of an update sums to 1, but with aggregation
-        fixed, where it is 1 / (trajectories * fixed_tokens), and where nothing is trained. Trajectories without a
-        trained token do not count, but with aggregation fixed, whose divisor depends on the recipe alone.
+        Plans in the order of the indices. The `token_weight` of the trained tokens of an update sums to 1, but with
+        aggregation fixed, where it is 1 / (trajectories * fixed_tokens), and where nothing is trained. Trajectories
+        without a trained token do not count, but with aggregation fixed, whose divisor depends on the recipe alone.
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
     """
-    if rules.num_ranks < 1:
-        raise ValueError(f"num_ranks is {rules.num_ranks}")
+    if rules.num_plans < 1:
+        raise ValueError(f"num_plans is {rules.num_plans}")
     sequences = _sequences(manifest, advantages)
     for s in (s for group in sequences for s in group):
         if s.lengths.total > rules.max_tokens_per_microbatch:
@@ -78,7 +80,7 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
             updates=tuple(update[rank] for update in updates),
             ordinals=tuple(sorted({s.ordinal for update in updates for run in update[rank] for s in run})),
         )
-        for rank in range(rules.num_ranks)
+        for rank in range(rules.num_plans)
     )
 
 
@@ -97,7 +99,7 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
     """The micro-batches of each rank."""
     weigh = _token_weight([s.lengths for s in sequences], rules)
     weighed = [replace(s, token_weight=weigh(s.lengths)) for s in sequences]
-    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(weighed, rules.num_ranks)]
+    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(weighed, rules.num_plans)]
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
@@ -153,12 +155,12 @@ def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> lis
     return sequences
 
 
-def _balance(sequences: list[TrainSequence], num_ranks: int) -> list[list[TrainSequence]]:
+def _balance(sequences: list[TrainSequence], num_plans: int) -> list[list[TrainSequence]]:
     """Longest-processing-time-first; each rank's list comes out longest first."""
-    ranks: list[list[TrainSequence]] = [[] for _ in range(num_ranks)]
-    tokens = [0] * num_ranks
+    ranks: list[list[TrainSequence]] = [[] for _ in range(num_plans)]
+    tokens = [0] * num_plans
     for s in sorted(sequences, key=lambda s: (-s.lengths.total, s.ordinal, s.index)):
-        rank = min(range(num_ranks), key=lambda r: (tokens[r], r))
+        rank = min(range(num_plans), key=lambda r: (tokens[r], r))
         ranks[rank].append(s)
         tokens[rank] += s.lengths.total
     return ranks

@@ -1,4 +1,4 @@
-"""What one step trains: from the rewards of a lease to the plan of every rank. Pure."""
+"""What one step trains: from the rewards of a lease to the plan of every data-parallel index. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepPlanner:
     def plan(
         self, manifest: LeaseManifest, divergence: Mapping[TrajectoryKey, float] | None = None
     ) -> tuple[RankPlan, ...]:
-        """One plan per rank. The packing depends on the manifest alone.
+        """One plan per data-parallel index. The packing depends on the manifest alone.
 
         Args:
             divergence: of each trajectory from the reference model, summed over its trained tokens, nats.

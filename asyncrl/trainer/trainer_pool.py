@@ -1,6 +1,6 @@
 """The trainer ranks as the coordinator sees them: one object, every wait with a deadline.
 
-Consumes: one plan per rank and step.   Produces: the metrics of the step; publishes; checkpoints.
+Consumes: one plan per data-parallel index and step.   Produces: the metrics of the step; publishes; checkpoints.
 Waits for: all ranks together, at most the timeout of the call.
 Stops when: `stop` is called. After an error other than RunFailed from `train_step`, StorageError from `save`, or
 WeightTransferError and DeadlineExceeded from `send_weights`, ranks may stand in different collectives: stop the pool
@@ -136,8 +136,8 @@ class TrainerPool:
         return pool
 
     async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
-        """One optimizer step. Raises RunFailed (not finite; nothing changed), DeadlineExceeded, ProcessDied, and what
-        the queue raises for groups that are not leased."""
+        """One optimizer step; one plan for each data-parallel index. Raises RunFailed (not finite; nothing changed),
+        DeadlineExceeded, ProcessDied, and what the queue raises for groups that are not leased."""
         return (await self._with_plans("train_step", plans))[0]
 
     async def reference_kl(self, plans: Sequence[RankPlan]) -> dict[TrajectoryKey, float]:
@@ -146,8 +146,7 @@ class TrainerPool:
         return {key: nats for found in await self._with_plans("reference_kl", plans) for key, nats in found.items()}
 
     async def _with_plans(self, method: str, plans: Sequence[RankPlan]) -> list[Any]:
-        if len(plans) != len(self._actors):
-            raise ValueError(f"{len(plans)} plans for {len(self._actors)} trainer ranks")
+        plans = self._spec.trainer.layout.by_rank(plans)
         refs = [actor.call.remote(method, plan) for actor, plan in zip(self._actors, plans, strict=True)]
         return await self._together(refs, method, self._spec.trainer.step_timeout_s)
 

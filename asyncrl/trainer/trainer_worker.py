@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend
-from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.backends import build_backend
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 Fetch = Callable[[Sequence[int]], Sequence[TrajectoryGroup]]
 """Ordinals of leased groups -> the groups, in that order. Raises what the queue raises, within its own deadline."""
-
-BACKENDS: dict[str, Callable[..., TrainBackend]] = {"fsdp": FsdpBackend}
 
 
 class TrainerWorker:
@@ -89,8 +87,7 @@ class TrainerWorker:
             world_size=self._world_size,
             timeout=self._timeout,
         )
-        build = BACKENDS[self._spec.trainer.backend]
-        self._backend = build(self._spec, rank=self._rank, world_size=self._world_size, device=self._device)
+        self._backend = build_backend(self._spec, rank=self._rank, world_size=self._world_size, device=self._device)
         logger.info(
             "trainer rank %d of %d ready on %s, pid %d", self._rank, self._world_size, self._device, os.getpid()
         )

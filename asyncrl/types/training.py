@@ -1,4 +1,4 @@
-"""What a trainer rank is to do in one step, and what the step measured."""
+"""What trainer ranks are to do in one step, and what the step measured."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Microbatch = tuple[TrainSequence, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """What one rank does in one step: its micro-batches, update by update.
+    """What the ranks of one data-parallel index do in one step: their micro-batches, update by update.
 
-    Every rank has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
+    Every plan has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
     """
 
     step: int

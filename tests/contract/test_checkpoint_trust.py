@@ -27,7 +27,8 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.queue.group_records import LedgerSnapshot
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
-from asyncrl.trainer.fsdp.sharded_state import read_weights, save
+from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
+from asyncrl.trainer.fsdp.sharded_state import save
 from asyncrl.trainer.fsdp.stored_state import StoredState
 from asyncrl.types import LedgerCounts
 
@@ -67,7 +68,7 @@ def forge(trainer, change):
 
 
 def read(trainer):
-    return dict(read_weights(trainer))
+    return dict(FsdpCheckpoint(trainer).weights())
 
 
 def test_an_honest_one_is_read(trainer):

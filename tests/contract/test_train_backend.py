@@ -1,4 +1,4 @@
-"""The fake and FSDP2 on one rank against the same suite."""
+"""Plain torch and FSDP2 on one rank against the same suite."""
 
 import datetime
 
@@ -8,8 +8,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl_testing.backend_suite import VOCAB_SIZE, TrainBackendSuite
-from asyncrl_testing.fake_backend import FakeBackend
+from asyncrl_testing.backend_suite import TrainBackendSuite, write_model
 
 pytestmark = pytest.mark.contract
 
@@ -25,24 +24,9 @@ def spec(path: str, algorithm: AlgorithmConfig | None = None, lora: LoraConfig |
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +39,22 @@ def process_group():
     dist.destroy_process_group()
 
 
-class TestFakeBackend(TrainBackendSuite):
+def plain(spec):
+    from asyncrl_testing.plain_backend import PlainBackend
+
+    return PlainBackend(spec)
+
+
+class TestPlainBackend(TrainBackendSuite):
     @pytest.fixture
-    def make_backend(self):
-        return lambda: FakeBackend(spec("none"), vocab_size=VOCAB_SIZE)
+    def make_backend(self, model_path):
+        return lambda: plain(spec(model_path))
+
+
+class TestPlainBackendWithCritic(TrainBackendSuite):
+    @pytest.fixture
+    def make_backend(self, model_path):
+        return lambda: plain(spec(model_path, PPO))
 
 
 def fsdp(spec):

@@ -104,14 +104,14 @@ def pool(queue, model_path):
 
 
 async def test_the_divergence_of_every_trajectory_comes_from_its_rank(pool, lease):
-    found = await pool.reference_kl(lease.plans(num_ranks=2))
+    found = await pool.reference_kl(lease.plans(num_plans=2))
     assert set(found) == set(lease.trajectories)
     for key, t in lease.trajectories.items():
         assert (found[key] > 0) == (t.num_trained_tokens > 0)
 
 
 async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
-    plans = lease.plans(num_ranks=2)
+    plans = lease.plans(num_plans=2)
     metrics = [await pool.train_step(plans) for _ in range(3)]
     assert metrics[2].loss < metrics[0].loss
     assert metrics[0].trained_tokens == sum(t.num_trained_tokens for t in lease.trajectories.values())
@@ -131,7 +131,7 @@ async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
 
 async def test_ping_answers_during_a_step(pool, lease, queue):
     await reply(queue.delay.remote(1.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
-    step = asyncio.ensure_future(pool.train_step(lease.plans(num_ranks=2)))
+    step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
     try:
         await asyncio.sleep(0)
         cpu_s = await pool.ping(5.0)
@@ -145,17 +145,17 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
     from dataclasses import replace
 
-    plans = [replace(p, ordinals=(*p.ordinals, 99)) for p in lease.plans(num_ranks=2)]
+    plans = [replace(p, ordinals=(*p.ordinals, 99)) for p in lease.plans(num_plans=2)]
     with pytest.raises(LedgerError, match="group 99") as raised:
         await pool.train_step(plans)
     assert type(raised.value) is LedgerError  # not Ray's wrapper of a wrapper
-    await pool.train_step(lease.plans(num_ranks=2))  # both ranks refused before any collective: the pool is whole
+    await pool.train_step(lease.plans(num_plans=2))  # both ranks refused before any collective: the pool is whole
 
 
 async def test_checkpoint_and_weights(pool, lease, tmp_path):
     from asyncrl.weights.transports import build_receiver
 
-    plans = lease.plans(num_ranks=2)
+    plans = lease.plans(num_plans=2)
     await pool.capture()
     first = await pool.train_step(plans)
     await pool.save(tmp_path / "trainer", START_S)
@@ -191,11 +191,11 @@ async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks
     with pytest.raises(DeadlineExceeded):
         await pool.send_weights(manifest, 1.0)
     assert time.monotonic() - started < 5
-    await pool.train_step(lease.plans(num_ranks=2))
+    await pool.train_step(lease.plans(num_plans=2))
 
 
 async def test_steps_publishes_and_pings_go_on_while_a_checkpoint_is_written(pool, lease, tmp_path):
-    plans = lease.plans(num_ranks=2)
+    plans = lease.plans(num_plans=2)
     await pool.capture()
     expected = await pool.train_step(plans)
     await pool.capture()  # replaces the one before
@@ -246,7 +246,7 @@ async def test_replies_are_bounded_and_typed(queue):
 
 async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
     impatient = TrainerPool(spec("same ranks", step_timeout_s=1.5), pool._actors)
-    plans = lease.plans(num_ranks=2)
+    plans = lease.plans(num_plans=2)
     stopped = pids_of(pool)[1]
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -273,7 +273,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     await pool.capture()
     await reply(queue.delay.remote(0.5), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
     saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "trainer", rank=1), START_S))
-    step = asyncio.ensure_future(pool.train_step(lease.plans(num_ranks=2)))
+    step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
     await pool.ping(5.0)
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
@@ -295,7 +295,7 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
     await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
     pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
     try:
-        pids, plans = pids_of(pool), lease.plans(num_ranks=2)
+        pids, plans = pids_of(pool), lease.plans(num_plans=2)
         await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
         assert segments_of(killed) == []
         await pool.capture()

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms import build_advantage, build_loss, build_objective
-from asyncrl.algorithms.loss import LossInputs
+from asyncrl.algorithms import build_advantage, build_correction, build_loss, build_objective
+from asyncrl.algorithms.loss import FittedCorrection, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.load import load_recipe, presets
+from asyncrl.registry import load
+from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 from tests.numerics.losses import Tokens, draw, slopes
@@ -180,12 +182,12 @@ def joined(parts: list[Tokens]) -> Tokens:
 @pytest.mark.parametrize(("loss", "advantage"), [("clipped_surrogate", "grpo"), ("gspo", "rloo"), ("sapo", "maxrl")])
 def test_neither_ranks_nor_micro_batches_nor_group_order_matter(aggregation, loss, advantage):
     config = everything(loss, aggregation=aggregation, advantage=advantage)
-    one = PackingRules(num_ranks=1, max_tokens_per_microbatch=10_000, aggregation=aggregation, fixed_tokens=16)
+    one = PackingRules(num_plans=1, max_tokens_per_microbatch=10_000, aggregation=aggregation, fixed_tokens=16)
     total, slopes_of = plan_total(config, list(range(6)), one)
     assert total != 0
     for ranks, budget, groups in ((1, 17, range(6)), (3, 40, (5, 4, 3, 2, 1, 0)), (2, 10_000, (2, 0, 5, 1, 4, 3))):
         rules = PackingRules(
-            num_ranks=ranks, max_tokens_per_microbatch=budget, aggregation=aggregation, fixed_tokens=16
+            num_plans=ranks, max_tokens_per_microbatch=budget, aggregation=aggregation, fixed_tokens=16
         )
         found, slopes_found = plan_total(config, list(groups), rules)
         assert found == pytest.approx(total, rel=1e-12)
@@ -255,6 +257,29 @@ def test_every_preset_composes_an_objective(preset):
 )
 def test_a_recipe_may_name_what_is_listed(config, key, known):
     assert get_args(get_type_hints(config)[key]) == tuple(known)
+
+
+def test_every_entry_names_what_is_there():
+    paths = [path for spec in ADVANTAGES.values() for path in (spec.of_group, spec.of_tokens) if path]
+    paths += [spec.of for spec in (*LOSSES.values(), *CORRECTIONS.values())]
+    paths += [path for spec in BACKENDS.values() for path in (spec.trains, spec.reads)]
+    assert all(callable(load(path)) for path in paths)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_is_what_its_entry_says(name):
+    """Fitted, weighing, dropping, one factor for a trajectory: seen in what it computes."""
+    spec, t = CORRECTIONS[name], draw(3, spread=1.0)
+    correction = build_correction(CorrectionConfig(name=name), AlgorithmConfig(ratio="proximal"))
+    assert isinstance(correction, FittedCorrection) == spec.is_fitted
+    fitted = {name: correction.fit([t.torch()], lambda sums: sums)} if spec.is_fitted else {}
+    factor, touched = (x.numpy() for x in correction(replace(t.torch(), fitted=fitted)))
+    assert touched.any(), "the draw is far enough from the policy"
+    assert (factor[touched] == 0).all() == spec.drops
+    kept = factor[t.mask & ~touched]
+    assert (kept != 1).any() == spec.weighs
+    whole = [len(set(factor[tokens][t.mask[tokens]])) <= 1 for tokens in t.trajectories()]
+    assert all(whole) == (spec.scope == "trajectory")
 
 
 def test_the_inputs_document_every_field():

@@ -79,7 +79,7 @@ def step(backend, lease, rank, world_size, budget=48):
 def features(path, rank, world_size, directory=None):
     """PPO with critic, reference and proximal policy over two minibatches and epochs; adapters; the divergence; a
     mixture with corrections and a router loss over whole updates."""
-    rules = PackingRules(num_ranks=world_size, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=2)
+    rules = PackingRules(num_plans=world_size, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=2)
     plans = [plan_step(lease.manifest, lease.advantages, rules)[rank] for lease in LEASES]
     ppo = build(path, rank, world_size, algorithm=PPO)
     found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}

@@ -107,7 +107,7 @@ def without_advantages(lease):
 
 def plan_of(lease, budget, **rules):
     (plan,) = plan_step(
-        lease.manifest, lease.advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=budget, **rules)
+        lease.manifest, lease.advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget, **rules)
     )
     return plan
 

@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.model import compile_layers
 from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
@@ -61,7 +62,7 @@ def build(path, algorithm=None, *, total_steps=1, temperature=1.0, **trainer):
 
 def plan_of(lease, *, budget=64, **rules):
     """The plan of one rank."""
-    rules = PackingRules(num_ranks=1, max_tokens_per_microbatch=budget, **rules)
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=budget, **rules)
     return plan_step(lease.manifest, lease.advantages, rules)[0]
 
 
@@ -417,7 +418,7 @@ def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_pat
     backend, _, _ = trained_lora(path)
     backend.capture()
     backend.save(tmp_path / "lora")
-    weights = dict(state.read_weights(tmp_path / "lora"))
+    weights = dict(FsdpCheckpoint(tmp_path / "lora").weights())
     for name, tensor in merged_by_peft(backend, path).state_dict().items():
         if name != "lm_head.weight":
             torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
@@ -426,11 +427,11 @@ def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_pat
     full.save(tmp_path / "full")
     size = [sum(f.stat().st_size for f in (tmp_path / kind).iterdir()) for kind in ("lora", "full")]
     assert size[0] < size[1]
-    plain = dict(state.read_weights(tmp_path / "full"))
+    plain = dict(FsdpCheckpoint(tmp_path / "full").weights())
     assert_same_weights({n: t.numpy() for n, t in plain.items()}, {n: plain[n].numpy() for n in plain})
     assert_close_weights({n: plain[n].numpy() for n in weights_of(full)}, weights_of(full), atol=0)
     with pytest.raises(ConfigError, match="no checkpoint"):
-        next(state.read_weights(tmp_path / "absent"))
+        FsdpCheckpoint(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("names", [["absent"], ["embed_tokens"], ["q_proj", "lm_head"]])

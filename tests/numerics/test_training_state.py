@@ -67,7 +67,7 @@ def build(path, algorithm=None, *, total_steps=1, revision=None, **trainer):
 
 def plan_of(lease, **rules):
     """The plan of one rank, of several micro-batches."""
-    rules = PackingRules(num_ranks=1, max_tokens_per_microbatch=64, **rules)
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=64, **rules)
     return plan_step(lease.manifest, lease.advantages, rules)[0]
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
+from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.trainer.backends import BACKENDS
 from asyncrl.types.metrics import FAMILIES, Metric
 
 pytestmark = pytest.mark.structure
@@ -101,6 +103,7 @@ LIGHT = {
     "asyncrl.algorithms": HEAVY,
     "asyncrl.trainer.packing": HEAVY,
     "asyncrl.trainer.backend": HEAVY,
+    "asyncrl.trainer.backends": HEAVY,
     "asyncrl.driver.preflight": HEAVY,
     "asyncrl.commands.train": HEAVY,
     "asyncrl.commands.serve": HEAVY,
@@ -184,6 +187,40 @@ def test_imports_have_no_circle():
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_training_step_knows_no_backend():
+    """A second backend copies nothing: what is below `trainer` imports one backend's folder in that folder only."""
+    folders = tuple(spec.trains.rpartition(".backend:")[0] for spec in BACKENDS.values())
+    users = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if any(module.startswith(folders) for module in imports(path))
+        and not any(str(path.with_suffix("").relative_to(ROOT)).replace("/", ".").startswith(f) for f in folders)
+    }
+    assert not users, "go through trainer/backends.py"
+
+
+def test_a_part_of_an_algorithm_is_one_file_and_one_entry():
+    """Only the entries list names, and only they say what a part is: elsewhere a recipe's choice is looked up."""
+    names = {*ADVANTAGES, *LOSSES, *CORRECTIONS}
+    offenders = []
+    for path in FILES:
+        if path == PACKAGE / "config" / "algorithm_parts.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            listed: list[ast.expr | None] = []
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                listed = [*node.elts]
+            elif isinstance(node, ast.Dict):
+                listed = [*node.keys]
+            elif isinstance(node, ast.Compare):
+                listed = [node.left, *node.comparators]
+            elif isinstance(node, ast.MatchValue):
+                listed = [node.value]
+            found = [item.value for item in listed if isinstance(item, ast.Constant) and item.value in names]
+            offenders += [f"{path.relative_to(PACKAGE)}:{node.lineno} names {name}" for name in found]
+    assert not offenders
 
 
 def test_omegaconf_has_one_user():

@@ -47,9 +47,9 @@ budgets = st.integers(LONGEST, 150)
 
 
 @given(leases, ranks, budgets)
-def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_ranks, budget):
+def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_plans, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget))
     found = sorted((s.ordinal, s.index, s.advantage, s.lengths) for p in plans for run in p.microbatches for s in run)
     expected = sorted(
         (g.ordinal, i, 10.0 * g.ordinal + i, lengths) for g in manifest.groups for i, lengths in enumerate(g.lengths)
@@ -59,10 +59,10 @@ def test_every_trajectory_exactly_once_with_its_own_advantage(groups, num_ranks,
 
 
 @given(leases, ranks, budgets)
-def test_budget_count_normalizer_and_ordinals(groups, num_ranks, budget):
+def test_budget_count_normalizer_and_ordinals(groups, num_plans, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
-    assert len(plans) == num_ranks
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget))
+    assert len(plans) == num_plans
     assert len({len(p.microbatches) for p in plans}) == 1
     assert len(plans[0].microbatches) >= 1
     trained = sum(t[2] for g in groups for t in g)
@@ -75,32 +75,32 @@ def test_budget_count_normalizer_and_ordinals(groups, num_ranks, budget):
 
 
 @given(leases, ranks, budgets)
-def test_ranks_differ_by_at_most_one_sequence(groups, num_ranks, budget):
+def test_ranks_differ_by_at_most_one_sequence(groups, num_plans, budget):
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget))
     tokens = [sum(s.lengths.total for run in p.microbatches for s in run) for p in plans]
     assert max(tokens) - min(tokens) <= max(p + r for g in groups for p, r, _ in g)
 
 
 def test_tokens_are_balanced_rather_than_sequences():
     manifest, advantages = lease([[(2, 10, 10), (1, 3, 3), (1, 3, 3), (1, 3, 3)]])
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=100))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=2, max_tokens_per_microbatch=100))
     assert [[s.lengths.total for run in p.microbatches for s in run] for p in plans] == [[12], [4, 4, 4]]
 
 
 @given(leases, ranks, budgets)
-def test_a_rank_packs_similar_lengths_together(groups, num_ranks, budget):
+def test_a_rank_packs_similar_lengths_together(groups, num_plans, budget):
     manifest, advantages = lease(groups)
-    for plan in plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget)):
+    for plan in plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget)):
         lengths = [s.lengths.total for run in plan.microbatches for s in run]
         assert lengths == sorted(lengths, reverse=True)
 
 
 @given(leases, ranks, budgets)
-def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_ranks, budget):
+def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_plans, budget):
     """Two neighbouring runs of the rank that decides the count never fit into one."""
     manifest, advantages = lease(groups)
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget))
     assert any(
         all(run for run in plan.microbatches)
         and all(
@@ -112,10 +112,10 @@ def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_ranks, budge
 
 
 @given(leases, ranks, budgets)
-def test_the_plan_depends_on_the_lease_alone(groups, num_ranks, budget):
+def test_the_plan_depends_on_the_lease_alone(groups, num_plans, budget):
     def plan():
         manifest, advantages = lease(groups)
-        plans = plan_step(manifest, advantages, PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=budget))
+        plans = plan_step(manifest, advantages, PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget))
         return [[[(s.ordinal, s.index) for s in run] for run in p.microbatches] for p in plans]
 
     assert plan() == plan()
@@ -123,36 +123,36 @@ def test_the_plan_depends_on_the_lease_alone(groups, num_ranks, budget):
 
 def test_too_few_sequences_give_empty_microbatches():
     manifest, advantages = lease([[(10, 20, 20), (10, 20, 20), (1, 0, 0)]])
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=30))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=2, max_tokens_per_microbatch=30))
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1, 1], [1, 0]]
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=5, max_tokens_per_microbatch=61))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=5, max_tokens_per_microbatch=61))
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1], [1], [1], [0], [0]]
     assert plans[4].ordinals == ()
 
 
 def test_a_rank_with_fewer_tokens_halves_its_fullest_microbatch():
     manifest, advantages = lease([[(10, 20, 20), (5, 5, 5), (5, 5, 5), (5, 5, 5), (5, 6, 5), (10, 20, 20)]])
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=32))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=2, max_tokens_per_microbatch=32))
     assert all(all(p.microbatches) for p in plans)
 
 
 def test_a_sequence_over_the_budget_is_refused():
     manifest, advantages = lease([[(10, 20, 20), (10, 21, 21)]])
     with pytest.raises(ValueError, match=r"trajectory 1 of group 0 has 31 tokens.*max_tokens_per_microbatch=30"):
-        plan_step(manifest, advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=30))
+        plan_step(manifest, advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=30))
 
 
 @pytest.mark.parametrize("spoil", [lambda a: a[:1], lambda a: [a[0], a[1][:1]], lambda a: [a[0], a[1] * np.nan]])
 def test_advantages_must_fit_the_groups(spoil):
     manifest, advantages = lease([[(1, 2, 2), (1, 2, 2)], [(1, 2, 2), (1, 2, 2)]])
     with pytest.raises(ValueError, match="advantage"):
-        plan_step(manifest, spoil(advantages), PackingRules(num_ranks=1, max_tokens_per_microbatch=30))
+        plan_step(manifest, spoil(advantages), PackingRules(num_plans=1, max_tokens_per_microbatch=30))
 
 
 @given(leases, ranks)
-def test_the_divisor_of_fixed_depends_on_no_mask(groups, num_ranks):
+def test_the_divisor_of_fixed_depends_on_no_mask(groups, num_plans):
     manifest, advantages = lease(groups)
-    rules = PackingRules(num_ranks=num_ranks, max_tokens_per_microbatch=LONGEST, aggregation="fixed", fixed_tokens=25)
+    rules = PackingRules(num_plans=num_plans, max_tokens_per_microbatch=LONGEST, aggregation="fixed", fixed_tokens=25)
     plans = plan_step(manifest, advantages, rules)
     count = sum(len(group) for group in groups)
     assert {s.token_weight for p in plans for run in p.microbatches for s in run} == {1 / (count * 25)}
@@ -160,12 +160,12 @@ def test_the_divisor_of_fixed_depends_on_no_mask(groups, num_ranks):
 
 def test_statistics_say_how_full_the_plan_is():
     manifest, advantages = lease([[(1, 9, 9), (1, 9, 9), (1, 4, 4)]])
-    (plan,) = plan_step(manifest, advantages, PackingRules(num_ranks=1, max_tokens_per_microbatch=100))
+    (plan,) = plan_step(manifest, advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=100))
     found = packing_statistics([plan])
     assert (found.attention_fill, found.rank_balance, found.microbatches) == (25 / 30, 1.0, 1)
-    plans = plan_step(manifest, advantages, PackingRules(num_ranks=2, max_tokens_per_microbatch=100))
+    plans = plan_step(manifest, advantages, PackingRules(num_plans=2, max_tokens_per_microbatch=100))
     assert packing_statistics(plans).rank_balance == 12.5 / 15
-    empty = plan_step(replace(manifest, groups=()), [], PackingRules(num_ranks=2, max_tokens_per_microbatch=10))
+    empty = plan_step(replace(manifest, groups=()), [], PackingRules(num_plans=2, max_tokens_per_microbatch=10))
     assert packing_statistics(empty).attention_fill == 1.0
 
 
@@ -181,9 +181,9 @@ def minibatches(groups, rules, *, order=None, step=7):
     ]
 
 
-def shuffling(num_ranks=1, num_minibatches=4, num_epochs=1, seed=0):
+def shuffling(num_plans=1, num_minibatches=4, num_epochs=1, seed=0):
     return PackingRules(
-        num_ranks=num_ranks,
+        num_plans=num_plans,
         max_tokens_per_microbatch=LONGEST,
         num_minibatches=num_minibatches,
         num_epochs=num_epochs,
@@ -193,9 +193,9 @@ def shuffling(num_ranks=1, num_minibatches=4, num_epochs=1, seed=0):
 
 @given(leases, ranks, st.integers(1, 4), st.integers(1, 3), st.integers(0, 99), st.randoms())
 def test_each_epoch_trains_every_group_once_and_the_order_of_the_lease_does_not_matter(
-    groups, num_ranks, num_minibatches, num_epochs, seed, random
+    groups, num_plans, num_minibatches, num_epochs, seed, random
 ):
-    rules = shuffling(num_ranks, num_minibatches, num_epochs, seed)
+    rules = shuffling(num_plans, num_minibatches, num_epochs, seed)
     found = minibatches(groups, rules)
     assert len(found) == num_minibatches * num_epochs
     for epoch in range(num_epochs):
@@ -221,7 +221,7 @@ def test_updates_are_drawn_by_run_step_and_epoch_and_are_the_same_on_any_number_
     ):
         assert epochs[0] != other
     assert epochs[1] != epochs[2]
-    assert minibatches(groups, shuffling(num_ranks=3, num_epochs=3)) == found
+    assert minibatches(groups, shuffling(num_plans=3, num_epochs=3)) == found
 
 
 def test_the_first_update_of_many_steps_is_as_old_as_the_last():

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.stored_state import StoredState, by_rank
-from asyncrl.weights.adapters import LORA_B, BaseWeights
-from asyncrl.weights.experts import unfused
 
 logger = logging.getLogger(__name__)
 
@@ -112,41 +110,6 @@ def read_entries(directory: Path, names: Iterable[str]) -> dict[str, torch.Tenso
     if found:
         written.read_into(found)
     return found
-
-
-def read_weights(
-    directory: Path, base: str | None = None, revision: str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in Hugging Face's naming and whole float32 tensors of the policy that `save` wrote, one at a time, adapters
-    merged, experts apart. Needs no process group.
-
-    Args:
-        base: where the base weights of adapters are now; None: where the checkpoint says.
-        revision: of the base on the hub; None: its default branch.
-
-    Raises:
-        ConfigError: there is no checkpoint below `directory`, or it cannot be read.
-        WeightTransferError: the adapters are not of the model at `base`.
-    """
-    written = StoredState(directory, f"read the weights of {directory}")
-    names = [name.removeprefix("model.") for name in written.entries if name.startswith("model.")]
-    if lora.SCALE not in written:
-        for name in names:
-            yield from unfused(name, written.read(f"model.{name}"))
-        return
-    scale, path = adapter_facts(written)
-    adapters = {name: written.read(f"model.{name}") for name in names}
-    scaled = {name: t * scale if name.endswith(LORA_B) else t for name, t in adapters.items()}
-    for name, tensor in BaseWeights(base or path, revision).merged(scaled):
-        yield name, tensor.float()
-
-
-def adapter_facts(written: StoredState) -> tuple[float, str]:
-    """alpha / rank of a checkpoint's adapters, and the directory or hub name of their base. Raises ConfigError."""
-    try:
-        return float(written.read(lora.SCALE)), bytes(written.read(lora.BASE).tolist()).decode()
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise written.unfit(f"{lora.SCALE} and {lora.BASE} are none of a run with adapters: {error}") from error
 
 
 def _check_same_state(wanted: dict[str, torch.Tensor], written: StoredState, asked: str) -> None:
