@@ -28,8 +28,8 @@ from asyncrl.types.metrics import Metric
 
 VOCAB_SIZE = 40
 MakeBackend = Callable[[], TrainBackend]
-"""A backend on one rank with the model of `write_model`, temperature 1, lr 1e-2 without warm-up, no weight decay, no KL;
-the same weights at every call."""
+"""A backend on one rank with the model of `write_model`, temperature 1, lr 1e-2 without warm-up, no weight decay, no
+KL; the same weights at every call."""
 
 
 def write_model(directory: Path) -> str:
