@@ -21,12 +21,6 @@ def make_importable() -> None:
         sys.path.insert(0, directory)
 
 
-def load(path: str) -> Any:
-    """The attribute that `package.module:Name` names; what the import raises."""
-    module_name, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module_name), attribute)
-
-
 def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
     """The entry `name` of `known`, or the attribute that `package.module:Name` names.
 
@@ -35,8 +29,9 @@ def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
     if name in known:
         return known[name]
     if ":" in name:
+        module_name, _, attribute = name.partition(":")
         try:
-            return load(name)
+            return getattr(importlib.import_module(module_name), attribute)
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a module may call sys.exit

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
-from asyncrl.registry import load, resolve
+from asyncrl.registry import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +36,14 @@ trajectories. returns: what the critic learns, None without one. Without gradien
 def build_advantage(name: str, group_std: str = "population") -> Advantage:
     """The advantage called `name`; `group_std`: see `AlgorithmConfig`. Raises ConfigError: there is none."""
     spec = resolve("algorithm.advantage", name, ADVANTAGES)
-    made = load(spec.of_group)
+    made = resolve_name(spec.of_group)
     return partial(made, sample=True) if spec.has_group_std and group_std == "sample" else made
 
 
 def build_token_advantage(name: str) -> TokenAdvantage | None:
     """What the trainer makes of that advantage for each token. None: each has that of its trajectory."""
     path = ADVANTAGES[name].of_tokens
-    return None if path is None else load(path)
+    return None if path is None else resolve_name(path)
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
@@ -57,7 +58,7 @@ def build_objective(config: AlgorithmConfig) -> Objective:
 def build_loss(config: AlgorithmConfig) -> Loss:
     """Imports torch. Raises ConfigError: a name that is not known."""
     spec = resolve("algorithm.loss", config.loss, LOSSES)
-    return load(spec.of).of(config)
+    return resolve_name(spec.of).of(config)
 
 
 def build_correction(correction: CorrectionConfig, config: AlgorithmConfig) -> Correction:
@@ -65,7 +66,7 @@ def build_correction(correction: CorrectionConfig, config: AlgorithmConfig) -> C
     from asyncrl.algorithms.batch_normalized import BatchNormalized
 
     spec = resolve("algorithm.corrections", correction.name, CORRECTIONS)
-    built = load(spec.of).of(correction, config)
+    built = resolve_name(spec.of).of(correction, config)
     if not correction.normalize:
         return built
     return BatchNormalized(correction.name, built, per_trajectory=spec.scope == "trajectory")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -28,11 +27,11 @@ from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.environments.tool_calls import format_of, template_text
-from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import require_package, require_runs, require_transport
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
+from asyncrl.trainer.backends import require_trains
 from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -106,18 +105,8 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
     """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
     if trains:
         require_transport(recipe.rollout.engine, recipe.weights.transport)
-        _require_trains(recipe, facts)
+        require_trains(recipe.trainer.backend, facts)
     require_runs(recipe.rollout, facts)
-
-
-def _require_trains(recipe: Recipe, facts: ModelFacts, key: str = "model.path") -> None:
-    """Asks the training backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at
-    all."""
-    backend = recipe.trainer.backend
-    supports = importlib.import_module(f"asyncrl.trainer.{backend}.supports")
-    if problems := supports.unsupported(facts):
-        asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"
-        raise ConfigError(explain(asked, f"the backend does not support {', '.join(problems)}", supports.WORKS))
 
 
 def hub_names(recipe: Recipe) -> list[str]:
@@ -141,7 +130,7 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
     own, notes = recipe.model.path, []
     for key, path in _other_models(recipe).items():
         facts = check_model(path, key)
-        _require_trains(recipe, facts, key)
+        require_trains(recipe.trainer.backend, facts, key)
         if not facts.is_local and not use_hub:
             notes.append(f"{key}={path} comes from the hub: it is looked up when the run starts")
             continue

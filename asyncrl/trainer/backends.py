@@ -1,43 +1,60 @@
-"""The training backends that `trainer.backend` can name. Importing this imports none of them."""
+"""The training backends by name: everything that the rest of the package knows of one before it is built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.registry import load
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl.trainer.backend import CheckpointReader, TrainBackend
     from asyncrl.trainer.trainer_spec import TrainerSpec
+    from asyncrl.types import ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """Both as `package.module:Name`."""
+    """One training backend, described without importing it."""
 
-    trains: str
-    """Class of the `TrainBackend`, built with (spec, rank=, world_size=, device=)."""
-    reads: str
-    """Class of the `CheckpointReader`, built with the trainer directory of a checkpoint."""
+    backend: str
+    """`package.module:Class` of the `TrainBackend`; called with (spec, rank=, world_size=, device=)."""
+    reader: str
+    """`package.module:Class` of the `CheckpointReader`; called with the trainer directory of a checkpoint."""
+    unsupported: str
+    """`package.module:function`; called with ModelFacts; returns what of the model the backend would train wrongly. Its
+    module imports no torch."""
+    works: str
+    """What to do about a model that it does not support."""
 
 
-BACKENDS = {
+BACKENDS: dict[str, BackendSpec] = {
     "fsdp": BackendSpec(
-        trains="asyncrl.trainer.fsdp.backend:FsdpBackend", reads="asyncrl.trainer.fsdp.checkpoint_reader:FsdpCheckpoint"
-    )
+        backend="asyncrl.trainer.fsdp.backend:FsdpBackend",
+        reader="asyncrl.trainer.fsdp.checkpoint_reader:FsdpCheckpoint",
+        unsupported="asyncrl.trainer.fsdp.supports:unsupported",
+        works="train a decoder-only model of text such as Qwen2, Qwen3 (also MoE) or Llama",
+    ),
 }
 
 
 def build_backend(spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> TrainBackend:
     """The backend of `spec` on this rank; collective. Raises ConfigError: a model cannot be read or trained."""
-    build = load(BACKENDS[spec.trainer.backend].trains)
+    build = resolve_name(BACKENDS[spec.trainer.backend].backend)
     return build(spec, rank=rank, world_size=world_size, device=device)
+
+
+def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> None:
+    """Asks the backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at all."""
+    spec = BACKENDS[backend]
+    if problems := resolve_name(spec.unsupported)(facts):
+        asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"
+        raise ConfigError(explain(asked, f"the backend does not support {', '.join(problems)}", spec.works))
 
 
 def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader:
@@ -54,4 +71,4 @@ def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader
     if not isinstance(name, str) or name not in BACKENDS:
         found = f"its recipe names trainer.backend={name}, and the backends here are {', '.join(BACKENDS)}"
         raise ConfigError(explain(f"read {directory}", found, "read it with the version of asyncrl that wrote it"))
-    return load(BACKENDS[name].reads)(directory)
+    return resolve_name(BACKENDS[name].reader)(directory)

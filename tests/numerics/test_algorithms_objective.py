@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -13,7 +14,6 @@ from asyncrl.algorithms.loss import FittedCorrection, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.load import load_recipe, presets
-from asyncrl.registry import load
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
@@ -262,8 +262,8 @@ def test_a_recipe_may_name_what_is_listed(config, key, known):
 def test_every_entry_names_what_is_there():
     paths = [path for spec in ADVANTAGES.values() for path in (spec.of_group, spec.of_tokens) if path]
     paths += [spec.of for spec in (*LOSSES.values(), *CORRECTIONS.values())]
-    paths += [path for spec in BACKENDS.values() for path in (spec.trains, spec.reads)]
-    assert all(callable(load(path)) for path in paths)
+    paths += [path for spec in BACKENDS.values() for path in (spec.backend, spec.reader, spec.unsupported)]
+    assert all(callable(resolve_name(path)) for path in paths)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

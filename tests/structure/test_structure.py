@@ -191,7 +191,7 @@ def test_imports_have_no_circle():
 
 def test_the_training_step_knows_no_backend():
     """A second backend copies nothing: what is below `trainer` imports one backend's folder in that folder only."""
-    folders = tuple(spec.trains.rpartition(".backend:")[0] for spec in BACKENDS.values())
+    folders = tuple(spec.backend.rpartition(".backend:")[0] for spec in BACKENDS.values())
     users = {
         str(path.relative_to(ROOT))
         for path in FILES

@@ -9,7 +9,6 @@ from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
 _KINDS = {"full_attention", "sliding_attention"}
-WORKS = "train a decoder-only model of text such as Qwen2, Qwen3 (also MoE) or Llama"
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
