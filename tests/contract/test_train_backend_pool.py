@@ -238,7 +238,7 @@ async def test_replies_are_bounded_and_typed(queue):
         await reply(queue.fail.remote(), timeout_s=10, call="fail", process=MESSAGE_QUEUE)
     await reply(queue.delay.remote(3.0), timeout_s=10, call="delay", process=MESSAGE_QUEUE)
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="fetch of queue"):
+    with pytest.raises(DeadlineExceeded, match="fetch of message queue"):
         await reply(queue.fetch.remote([]), timeout_s=0.3, call="fetch", process=MESSAGE_QUEUE)
     assert time.monotonic() - started < 2
     await reply(queue.delay.remote(0.0), timeout_s=10, call="delay", process=MESSAGE_QUEUE)
