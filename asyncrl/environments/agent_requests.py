@@ -7,14 +7,17 @@ and unused. What would change the answer in other ways (n, stop, a forced tool, 
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from asyncrl.environments.tool_calls import Call, ToolCall, ToolSignature
-from asyncrl.serving.errors import ApiError, bad_field, unsupported
+from asyncrl.serving.bodies import head, usage
+from asyncrl.serving.errors import unsupported
+from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that ask for nothing
@@ -62,50 +65,81 @@ class AgentReply:
     version: int
 
 
+def _loaded(arguments: Any) -> Any:
+    """The arguments of a call as an object; clients send them as text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "send the arguments of a call as valid JSON") from None
+
+
+_Name = Annotated[str | None, BeforeValidator(lambda value: str(value) if value else None)]
+_Flag = Annotated[bool, BeforeValidator(bool)]
+
+
+class _Function(Fields):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_loaded)] = Field(default_factory=dict)
+
+
+class _Call(Fields):
+    id: Annotated[str, BeforeValidator(str)] = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(Fields):
+    role: str
+    content: Text = ""
+    name: _Name = None
+    tool_call_id: _Name = None
+    tool_calls: Annotated[list[_Call] | None, BeforeValidator(lambda calls: calls or None)] = None
+
+
+class _StreamOptions(Fields):
+    include_usage: _Flag = False
+
+
+class _Parameters(Fields):
+    properties: dict[str, Any] = Field(default_factory=dict)
+
+
+class _ToolFunction(Fields):
+    name: str
+    parameters: _Parameters = _Parameters()
+
+
+class _Tool(Fields):
+    function: _ToolFunction
+
+
+class _Body(Fields):
+    """The fields that an agent can set; others are taken and unused."""
+
+    messages: list[_Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
+    tools: list[_Tool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    stream: _Flag = False
+    stream_options: _StreamOptions = Field(_StreamOptions(), examples=[{"include_usage": True}])
+
+
 def parse_request(body: object) -> AgentRequest:
     """Raises ApiError naming the field."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    asked = parsed(_Body, body)
+    assert isinstance(body, dict)
     for name, harmless in _REFUSED.items():
         value = body.get(name)
-        if value is not None and value not in harmless:
-            raise unsupported(name, f"an agent that is trained cannot set {name}={json.dumps(value)[:60]}")
-    raw = body.get("messages")
-    if not isinstance(raw, list) or not raw:
-        raise bad_field("messages", "it is missing or empty", 'send [{"role": "user", "content": "..."}]')
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise bad_field("max_tokens", f"{limit!r} is no number of tokens", "send 1 or more")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise bad_field("stream_options", "it is no object", 'send {"include_usage": true}')
-    tools = body.get("tools") or []
-    if body.get("tool_choice") == "none":
-        tools = []
-    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        raise bad_field("tools", "not a list of functions", 'send [{"type": "function", "function": {"name": ...}}]')
+        if value is not None and not asks_for_nothing(value, harmless):
+            raise unsupported(name, f"an agent that is trained cannot set {name}={short(value)}")
+    messages = ({name: value for name, value in m.model_dump().items() if value is not None} for m in asked.messages)
     return AgentRequest(
-        messages=tuple(canonical(m, f"messages[{i}]") for i, m in enumerate(raw)),
-        tools=tuple(tools),
-        max_tokens=limit,
-        stream=bool(body.get("stream")),
-        include_usage=bool(options.get("include_usage")),
+        messages=tuple(messages),
+        tools=tuple(body.get("tools") or ()) if body.get("tool_choice") != "none" else (),
+        max_tokens=asked.max_completion_tokens or asked.max_tokens,
+        stream=asked.stream,
+        include_usage=asked.stream_options.include_usage,
     )
-
-
-def canonical(message: object, where: str) -> dict[str, Any]:
-    """One message: role, content as one text, tool calls with their arguments as objects. Raises ApiError."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise bad_field("messages", f"{where} has no role", 'send {"role": "user", "content": "..."}')
-    made: dict[str, Any] = {"role": message["role"], "content": _content(message.get("content"), where)}
-    for name in ("name", "tool_call_id"):
-        if message.get(name):
-            made[name] = str(message[name])
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise bad_field("messages", f"{where}.tool_calls is no list", "send back the message that you were given")
-        made["tool_calls"] = [_call(call, where) for call in calls]
-    return made
 
 
 def reply_message(text: str, calls: Sequence[Call], number: int) -> dict[str, Any]:
@@ -132,7 +166,7 @@ def reply_message(text: str, calls: Sequence[Call], number: int) -> dict[str, An
 def whole(reply: AgentReply, model: str) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     return {
-        **_head("chat.completion", model),
+        **head("chatcmpl", "chat.completion", model),
         "choices": [
             {
                 "index": 0,
@@ -141,21 +175,21 @@ def whole(reply: AgentReply, model: str) -> dict[str, Any]:
                 "logprobs": None,
             }
         ],
-        "usage": _usage(reply),
+        "usage": usage(reply.prompt_tokens, reply.completion_tokens),
         "weight_version": reply.version,
     }
 
 
 def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
     """The pieces of a streamed answer: it is whole before the first is sent, since a call is known at its end."""
-    head = _head("chat.completion.chunk", model)
+    start = head("chatcmpl", "chat.completion.chunk", model)
     message = _wire(reply.message)
     for index, call in enumerate(message.get("tool_calls", ())):
         call["index"] = index
     for delta, reason in ((message, None), ({}, reply.finish_reason)):
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+        yield {**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
     if include_usage:
-        yield {**head, "choices": [], "usage": _usage(reply)}
+        yield {**start, "choices": [], "usage": usage(reply.prompt_tokens, reply.completion_tokens)}
 
 
 def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,49 +202,3 @@ def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
             for call in made["tool_calls"]
         ]
     return made
-
-
-def _head(kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
-
-
-def _usage(reply: AgentReply) -> dict[str, int]:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-    }
-
-
-def _is_tool(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    parameters = function.get("parameters") or {}
-    return isinstance(parameters, dict) and isinstance(parameters.get("properties") or {}, dict)
-
-
-def _content(value: object, where: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        return "".join(str(part.get("text", "")) for part in value)
-    raise bad_field("messages", f"{where}.content is no text", "send text: images and audio are not supported")
-
-
-def _call(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_field("messages", f"{where}.tool_calls is malformed", "send back the message that you were given")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise bad_field("messages", f"{where}: a call's arguments are not JSON", "send valid JSON") from None
-    if not isinstance(arguments, dict):
-        raise bad_field("messages", f"{where}: a call's arguments are no object", 'send {"NAME": VALUE, ...}')
-    made = {"name": function["name"], "arguments": arguments}
-    return {"id": str(call.get("id", "")), "type": "function", "function": made}

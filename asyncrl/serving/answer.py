@@ -49,8 +49,8 @@ class Question:
 def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> SamplingParams:
     """Raises ApiError: prompt and answer do not fit the model."""
     room = text.max_model_len - prompt_tokens
-    if room < 1 or (options.max_tokens or 1) > room:
-        asked = f" and max_tokens={options.max_tokens}" if options.max_tokens is not None else ""
+    if room < 1 or (options.longest or 1) > room:
+        asked = f" and max_tokens={options.longest}" if options.longest is not None else ""
         found = f"the prompt has {prompt_tokens} tokens{asked}, the model's context holds {text.max_model_len}"
         do = "shorten the prompt" if room < 1 else f"shorten the prompt or ask for at most {room} tokens"
         raise ApiError(400, f"{found}; {do}", param="max_tokens" if room > 0 else None, code="context_length_exceeded")
@@ -59,7 +59,7 @@ def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> Sampli
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=options.max_tokens or room,
+        max_tokens=options.longest or room,
         min_tokens=min(options.min_tokens, room),
         stop_token_ids=tuple(sorted({*eos, *options.stop_token_ids})),
     )

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from asyncrl.data.rows import ChatMessage
 from asyncrl.serving.answer import Collector, Event, Question, answer
 from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies
 from asyncrl.serving.choice import Delta, Finished
@@ -151,16 +152,17 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_chat(await self._body(request))
-        self._require_model(asked.options.model)
-        prompt = await asyncio.to_thread(self._model.text.chat, asked.messages)
-        question = self._question(request, (prompt,), asked.options)
+        self._require_model(asked.model)
+        messages = tuple(ChatMessage(m.role, m.content) for m in asked.messages)
+        prompt = await asyncio.to_thread(self._model.text.chat, messages)
+        question = self._question(request, (prompt,), asked)
         return await self._respond(request, question, ChatBodies(question, self._model.name, "chatcmpl"))
 
     async def _completion(self, request: Request) -> Response:
         asked = parse_completion(await self._body(request))
-        self._require_model(asked.options.model)
-        prompts = await asyncio.to_thread(lambda: [self._model.text.prompt(p) for p in asked.prompts])
-        question = self._question(request, tuple(prompts), asked.options)
+        self._require_model(asked.model)
+        prompts = await asyncio.to_thread(lambda: [self._model.text.prompt(p) for p in asked.prompt])
+        question = self._question(request, tuple(prompts), asked)
         return await self._respond(request, question, CompletionBodies(question, self._model.name, "cmpl"))
 
     async def _models(self, _request: Request) -> Response:

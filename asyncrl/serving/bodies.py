@@ -24,19 +24,15 @@ class Bodies(ABC):
     def __init__(self, question: Question, model: str, prefix: str) -> None:
         self._question = question
         self._options = question.options
-        self._head: dict[str, Any] = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._whole_head = head(prefix, self.kind, model)
+        self._head = self._whole_head | {"object": self.stream_kind}
         self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
         body = {
-            **self._head,
-            "object": self.kind,
+            **self._whole_head,
             "choices": [self._whole_choice(c) for c in choices],
-            "usage": usage(self._question, [c.finished for c in choices]),
+            "usage": self._usage([c.finished for c in choices]),
             "weight_version": _latest([c.finished for c in choices]),
         }
         return body | self._prompt_of_request()
@@ -50,7 +46,7 @@ class Bodies(ABC):
             choice["token_ids"] = list(delta.token_ids)
             if first:
                 choice |= self._prompt_of_choice(delta.index)
-        body = {**self._head, "object": self.stream_kind, "choices": [choice], "weight_version": delta.version}
+        body = {**self._head, "choices": [choice], "weight_version": delta.version}
         if first and len(self._begun) == 1:
             body |= self._prompt_of_request()
         return self._with_usage(body)
@@ -65,12 +61,19 @@ class Bodies(ABC):
             "weight_versions": _spans(finished.versions),
             **self._piece(finished.text, (), first=first),
         }
-        body = {**self._head, "object": self.stream_kind, "choices": [choice], "weight_version": _latest([finished])}
+        body = {**self._head, "choices": [choice], "weight_version": _latest([finished])}
         return self._with_usage(body)
 
     def usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """The last piece of a stream whose client asked for `include_usage`."""
-        return {**self._head, "object": self.stream_kind, "choices": [], "usage": usage(self._question, finished)}
+        return {**self._head, "choices": [], "usage": self._usage(finished)}
+
+    def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """Each prompt counts once, whatever its choices; its cached tokens are those of its first choice."""
+        prompt_tokens = sum(len(p) for p in self._question.prompts)
+        cached = sum(f.cached_tokens for f in finished if f.index % self._options.n == 0)
+        made = usage(prompt_tokens, sum(f.num_tokens for f in finished))
+        return made | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _with_usage(self, body: dict[str, Any]) -> dict[str, Any]:
         return body | {"usage": None} if self._options.include_usage else body
@@ -149,17 +152,14 @@ class CompletionBodies(Bodies):
         return {"prompt_token_ids": self._question.prompts[index // self._options.n].tolist()}
 
 
-def usage(question: Question, finished: Sequence[Finished]) -> dict[str, Any]:
-    """Each prompt counts once, however many choices continue it; its cached tokens are those of its first choice."""
-    prompt_tokens = sum(len(p) for p in question.prompts)
-    completion_tokens = sum(f.num_tokens for f in finished)
-    cached = sum(f.cached_tokens for f in finished if f.index % question.options.n == 0)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """What every body begins with. `prefix`: of its random id."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def _latest(finished: Sequence[Finished]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +50,7 @@ class ModelText:
         except DataError as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
-    def prompt(self, prompt: str | tuple[int, ...]) -> np.ndarray:
+    def prompt(self, prompt: str | Sequence[int]) -> np.ndarray:
         """[P] int32: a text with the special tokens that the tokenizer puts around it, or the given ids.
 
         Raises ApiError: an id that the model does not have, a text without tokens, or one that is far too long.

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, made from the tables and limits that requests are checked by. Pure.
+"""The OpenAPI description of the server, made from the models that requests are checked by. Pure.
 
 What it cannot say: that a prompt and its answer fit the model's context, that min_tokens is at most max_tokens, and
 which roles the chat template knows. Such requests get status 400, too.
@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
-from asyncrl.serving.protocol import (
-    HARMLESS,
-    INFORMATION,
-    MAX_CHOICES,
-    MAX_PROMPTS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-)
+from asyncrl.serving.protocol import HARMLESS, INFORMATION, ChatRequest, CompletionRequest, Options
 
 _ERRORS = {
     "400": "a field cannot be served, or the body is no JSON",
@@ -40,19 +31,15 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     model: the name that it is served under.
     keyed: requests need a key.
     """
-    token_ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
-    text = {"type": "string", "minLength": 1}
-    prompts = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [text, token_ids]}}
-    chat = {
-        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
-        "max_completion_tokens": _optional(_LENGTH),
-        "logprobs": _BOOLEAN,
-    }
-    completion = {"prompt": {"anyOf": [text, token_ids, prompts]}, "logprobs": {"enum": [None, False, True, 0]}}
+    schemas: dict[str, Any] = {}
+    completion = _body(CompletionRequest, model, schemas)
+    _, ids, several = completion["properties"]["prompt"]["anyOf"]
+    for items in ids["items"], several["items"]["anyOf"][1]["items"]:
+        items["maximum"] = vocab_size - 1
     generated = {"choices": {"type": "array", "items": {"type": "object"}}, "usage": {"type": "object"}}
     paths = {
-        "/v1/chat/completions": _generate("chat", chat, "messages", model, generated),
-        "/v1/completions": _generate("completion", completion, "prompt", model, generated),
+        "/v1/chat/completions": _generate("chat", _body(ChatRequest, model, schemas), generated),
+        "/v1/completions": _generate("completion", completion, generated),
         "/v1/models": _get("models", _object(data={"type": "array", "items": _MODEL})),
         "/v1/models/{id}": _get("model", _MODEL, "404"),
         "/openapi.json": _get("schema", {"type": "object"}),
@@ -62,54 +49,31 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     paths["/v1/models/{id}"]["get"]["parameters"] = [
         {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     ]
+    components: dict[str, Any] = {"schemas": schemas}
     made: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "asyncrl-serve", "version": "1"}, "paths": paths}
     if keyed:
         made |= {"security": [{"key": []}]}
-        made |= {"components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         paths["/health"]["get"]["security"] = []
-    return made
+    return made | {"components": components}
 
 
-def _generate(name: str, own: dict[str, Any], required: str, model: str, generated: dict[str, Any]) -> dict[str, Any]:
-    shared = {
-        "model": {"enum": [None, model]},
-        "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
-        "stream": {"type": "boolean"},
-        "temperature": {
-            "anyOf": [{"const": 0}, {"type": "number", "minimum": MIN_TEMPERATURE, "maximum": MAX_TEMPERATURE}]
-        },
-        "top_p": {"type": "number", "minimum": MIN_TOP_P, "maximum": 1},
-        "top_k": {"type": "integer", "minimum": -1, "maximum": MAX_TOP_K},
-        "max_tokens": _LENGTH,
-        "min_tokens": _COUNT,
-        "stop": {"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}]},
-        "stop_token_ids": {
-            "type": "array",
-            "maxItems": MAX_STOP_TOKENS,
-            "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        },
-        "seed": {"type": "integer"},
-        **{name: {"type": "boolean"} for name in ("return_token_ids", "ignore_eos", "skip_special_tokens")},
-    }
-    fields: dict[str, Any] = {field: _optional(kind) for field, kind in shared.items()}
-    fields |= {field: {"enum": [None, *values]} for field, values in HARMLESS.items()}
-    fields |= {field: {} for field in INFORMATION} | own
-    fields["stream_options"] = _optional(
-        {
-            "type": "object",
-            "properties": {
-                "include_usage": _BOOLEAN,
-                "include_obfuscation": {"enum": [None, False]},
-                "continuous_usage_stats": {"enum": [None, False]},
-            },
-            "additionalProperties": False,
-        }
-    )
-    body = {
-        **{"type": "object", "properties": fields, "required": [required], "additionalProperties": False},
+def _body(request: type[Options], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a request's fields and of those that ask for nothing. Adds what it refers to to `schemas`."""
+    made = request.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= made.pop("$defs", {})
+    fields = made["properties"]
+    fields["model"] = {"enum": [model]}
+    made["properties"] = {name: kind if name in made["required"] else _optional(kind) for name, kind in fields.items()}
+    made["properties"] |= {field: {"enum": [None, *values]} for field, values in HARMLESS.items()}
+    made["properties"] |= {field: {} for field in INFORMATION}
+    return made | {
         "if": {"required": ["stream_options"], "properties": {"stream_options": {"type": "object"}}},
         "then": {"required": ["stream"], "properties": {"stream": {"const": True}}},
     }
+
+
+def _generate(name: str, body: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
     content = {
         "application/json": {"schema": _object(**generated)},
         "text/event-stream": {"schema": _object(data=_TEXT)},  # each event
@@ -141,20 +105,8 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-_BOOLEAN = {"enum": [None, False, True]}
-_LENGTH = {"type": "integer", "minimum": 1}
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
-_NOTHING = {"enum": [None, False, 0, "", [], {}]}
-"""What a message may say of a field that is not served."""
-_PART = _object(type={"const": "text"}, text=_TEXT)
-_MESSAGE = {
-    "type": "object",
-    "properties": {"role": _TEXT, "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}},
-    "required": ["role", "content"],
-    "additionalProperties": _NOTHING,
-}
 _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
 _ERROR = _object(
     error=_object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})

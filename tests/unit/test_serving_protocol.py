@@ -54,7 +54,7 @@ def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
         "messages": MESSAGES, "tools": [], "tool_choice": None, "logit_bias": {}, "response_format": {"type": "text"},
         "frequency_penalty": 0.0, "presence_penalty": 0, "top_logprobs": 0, "user": "me", "metadata": {"a": 1}, "n": 1,
     }  # fmt: skip
-    assert parse_chat(body).options.n == 1
+    assert parse_chat(body).n == 1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_impossible_values_are_refused_by_name(name, value):
     ],
 )
 def test_the_ends_of_the_ranges_are_served_by_every_engine(options):
-    asked = parse_completion({"prompt": "a", **options}).options
+    asked = parse_completion({"prompt": "a", **options})
     assert {name: getattr(asked, name) for name in options if name != "stop_token_ids"} == {
         name: value for name, value in options.items() if name != "stop_token_ids"
     }
@@ -146,15 +146,15 @@ def test_a_body_must_be_an_object():
 @pytest.mark.parametrize(
     ("prompt", "parsed"),
     [
-        ("a b", ("a b",)),
-        (["a", "b"], ("a", "b")),
-        ([1, 2], ((1, 2),)),
-        ([[1, 2], [3]], ((1, 2), (3,))),
-        (["a", [3]], ("a", (3,))),
+        ("a b", ["a b"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2.0], [3]], [[1, 2], [3]]),
+        (["a", [3]], ["a", [3]]),
     ],
 )
 def test_the_shapes_of_a_prompt(prompt, parsed):
-    assert parse_completion({"prompt": prompt}).prompts == parsed
+    assert parse_completion({"prompt": prompt}).prompt == parsed
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], [1, "a"], [[1], 2], [True], {"a": 1}, [-1]])
@@ -165,11 +165,30 @@ def test_prompts_that_are_none(prompt):
 def test_defaults_and_synonyms():
     chat = parse_chat({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
     assert chat.messages[0].content == "hi"
-    assert chat.options.max_tokens is None
-    assert (chat.options.temperature, chat.options.top_p, chat.options.top_k) == (1.0, 1.0, 0)
-    assert parse_chat({"messages": MESSAGES, "max_completion_tokens": 7}).options.max_tokens == 7
+    assert chat.max_tokens is None
+    assert (chat.temperature, chat.top_p, chat.top_k) == (1.0, 1.0, 0)
+    assert parse_chat({"messages": MESSAGES, "max_completion_tokens": 7}).longest == 7
     completion = parse_completion({"prompt": "a", "stop": "x", "logprobs": 0, "top_k": -1})
-    assert completion.options.max_tokens == 16
-    assert completion.options.stop == ("x",)
-    assert completion.options.logprobs
-    assert completion.options.top_k == 0
+    assert completion.max_tokens == 16
+    assert completion.stop == ["x"]
+    assert completion.logprobs
+    assert completion.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, 'messages: it is missing; send [{"role": "user", "content": "..."}]'),
+        ({"messages": []}, 'messages: [] cannot be served; send [{"role": "user", "content": "..."}]'),
+        ({"messages": [{"role": "user"}]}, "messages: messages[0].content: it is missing; send it"),
+        ({"messages": MESSAGES, "n": "2"}, "n: '2' cannot be served; it should be a valid integer"),
+        ({"messages": MESSAGES, "temperature": 3}, "temperature: 3 cannot be served; choose 0, or 0.01 to 2.0"),
+        ({"messages": MESSAGES, "stop": ["a", 5]}, "stop: stop[1]: 5 cannot be served; it should be a valid string"),
+        (
+            {"messages": MESSAGES, "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats: this server does not support it; leave the field out",
+        ),
+    ],
+)
+def test_a_refusal_says_what_was_found_where_and_what_to_do(body, message):
+    assert refused(parse_chat, body)["message"] == message
