@@ -267,6 +267,7 @@ class TrainerPool:
 
 def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseException) -> AsyncRLError:
     """The error about `method` for a rank of which a ping found `lost`."""
+    assert lost.process is not None, "pings name the rank"
     gone = isinstance(lost, ProcessDied)
     found = "the process is gone" if gone else f"it does not answer a ping within {BLAME_S:g} s either"
     if getattr(first, "process", None) != lost.process:

@@ -174,12 +174,13 @@ tried("cores of another", os.sched_setaffinity, SUPERVISOR, {0})
 tried("policy of another", os.sched_setscheduler, SUPERVISOR, os.SCHED_IDLE, os.sched_param(0))
 """
 OF_ITS_OWN = """
+before = os.getpriority(os.PRIO_PROCESS, 0)
 os.nice(1)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-os.setpriority(os.PRIO_PROCESS, os.getpid(), 3)
+os.setpriority(os.PRIO_PROCESS, os.getpid(), before + 3)
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 fcntl.fcntl(own, fcntl.F_SETFL, os.O_NONBLOCK)
-print(os.getpriority(os.PRIO_PROCESS, 0))
+print(os.getpriority(os.PRIO_PROCESS, 0) - before)
 """
 
 
