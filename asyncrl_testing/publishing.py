@@ -12,6 +12,7 @@ from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Digest, Manifest, PauseMode, TransferSource
+from asyncrl.weights.encodings.lora import is_adapter
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
@@ -96,7 +97,8 @@ class Publisher:
 
     def _manifest(self, model: Any, version: int | None) -> Manifest:
         specs = [spec_of(name, parameter) for name, parameter in model.named_parameters()]
-        return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES)
+        encoding = "lora" if any(is_adapter(spec.name) for spec in specs) else "full"
+        return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding)
 
     async def _both(self, manifest: Manifest, weights: Iterable[tuple[str, Any]]) -> tuple[Outcome, Outcome]:
         """What the sender and the replica return or raise."""

@@ -33,8 +33,8 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.publish.participants import PublishedReplica, PublishingTrainer, PublishTargets
-from asyncrl.types import Digest, Manifest, PauseMode, PublishReport, TransferSource
-from asyncrl.weights.plan import plan_buckets
+from asyncrl.types import Digest, Encoding, Manifest, PauseMode, PublishReport, TransferSource
+from asyncrl.weights.plan import make_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class _Publish:
 class CheckpointEngine:
     """Args:
     interrupt: what a publish does to generations in flight.
+    encoding: what the trainer's tensors are.
     receivers_per_replica: processes of one replica that each take the weights (tensor-parallel workers).
     rolling: publish to `rolling_replicas` of the config at a time, whatever its `rolling` says.
     blame_s: how long a sender may go on by itself when a receiver has failed.
@@ -85,6 +86,7 @@ class CheckpointEngine:
         fleet: PublishTargets,
         *,
         interrupt: Interrupt,
+        encoding: Encoding = "full",
         receivers_per_replica: int = 1,
         rolling: bool = False,
         blame_s: float = BLAME_S,
@@ -93,6 +95,7 @@ class CheckpointEngine:
         self._trainer = trainer
         self._fleet = fleet
         self._pause_mode: PauseMode = PAUSE_MODES[interrupt]
+        self._encoding: Encoding = encoding
         self._receivers_per_replica = receivers_per_replica
         self._rolling = rolling
         self._blame_s = blame_s
@@ -237,7 +240,7 @@ class CheckpointEngine:
         config, per_replica = self._config, self._receivers_per_replica
         if self._template is None:
             specs = await self._trainer.weight_specs(publish.left())
-            self._template = Manifest(0, None, specs, plan_buckets(specs, config.bucket_bytes))
+            self._template = make_manifest(0, None, specs, config.bucket_bytes, encoding=self._encoding)
         self._group = {}
         source = await self._trainer.open_weights(config, len(replicas) * per_replica, publish.left())
         self._sources = {r: replace(source, receiver=i * per_replica) for i, r in enumerate(replicas)}

@@ -35,11 +35,19 @@ class Bucket:
     slices: tuple[TensorSlice, ...]
 
 
+Encoding = Literal["full", "lora"]
+"""What the tensors of a publish are (`weights/encodings`): the weights, or adapters to add to the model's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one publish sends. Built by `weights.plan.plan_buckets`; equal on both sides.
+    """What one publish sends. Built and checked by `weights.plan.make_manifest`; equal on both sides.
 
-    `version` None leaves the replicas' version as it is. `verify`: whether both sides compute the digest.
+    Attributes:
+        version: None leaves the replicas' version as it is.
+        verify: both sides compute the digest.
+        base_version: the version whose weights the tensors are added to; 0 are the model's own files. None with
+            encoding full.
     """
 
     publish_id: int
@@ -47,6 +55,8 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
     verify: bool = True
+    encoding: Encoding = "full"
+    base_version: int | None = None
 
     @property
     def nbytes(self) -> int:

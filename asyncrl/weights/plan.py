@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
-from asyncrl.types import Bucket, Manifest, TensorSlice, TensorSpec
+from asyncrl.types import Bucket, Encoding, Manifest, TensorSlice, TensorSpec
+from asyncrl.weights.encodings import BASE_VERSIONS, CHECKS
 
 ALIGNMENT = 16
 """Every slice begins at a multiple of this many bytes of its bucket and of its tensor, so that it can be viewed in any
@@ -92,11 +93,13 @@ def make_manifest(
     bucket_bytes: int,
     *,
     verify: bool = True,
+    encoding: Encoding = "full",
 ) -> Manifest:
     """The manifest of one publish of `tensors`, cut into buckets of `bucket_bytes`.
 
     Raises:
-        WeightTransferError: two tensors have one name, or a size contradicts shape and dtype.
+        WeightTransferError: two tensors have one name, a size contradicts shape and dtype, or the tensors are none of
+            the encoding.
         ConfigError: as `plan_buckets`.
     """
     names: set[str] = set()
@@ -114,4 +117,6 @@ def make_manifest(
                     "build the spec with make_spec",
                 )
             )
-    return Manifest(publish_id, version, tuple(tensors), plan_buckets(tensors, bucket_bytes), verify)
+    CHECKS[encoding](tensors)
+    buckets, base = plan_buckets(tensors, bucket_bytes), BASE_VERSIONS[encoding]
+    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base)

@@ -8,7 +8,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig, VllmEngineConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.weights.adapters import merged
+from asyncrl.weights.encodings.base import merged
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
@@ -40,8 +40,8 @@ def vllm_engine(path):
     return VllmEngine(ModelConfig(path=path), settings, load_real_weights=False)
 
 
-def adapters(seed):
-    """Of two layers of `random_qwen3`, in the form of a publish: something with `named_parameters`."""
+def adapters(seed, layers):
+    """Of these layers of `random_qwen3`, in the form of a publish: something with `named_parameters`."""
     draw = torch.Generator().manual_seed(seed)
     found = {}
     for name, rows, columns in (
@@ -49,7 +49,7 @@ def adapters(seed):
         ("self_attn.k_proj", 64, 128),
         ("mlp.up_proj", 384, 128),
     ):
-        for layer in (0, 2):
+        for layer in layers:
             found[f"model.layers.{layer}.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=draw) * 0.1
             found[f"model.layers.{layer}.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=draw) * 0.3
     return SimpleNamespace(named_parameters=found.items, tensors=found)
@@ -63,22 +63,38 @@ def with_adapters(tensors):
     return model
 
 
+async def full(publisher):
+    await publisher.publish(random_qwen3(seed=9), publisher.next_version(), "abort")
+
+
+async def strange(publisher):
+    ends = (".lora_A.weight", ".lora_B.weight")
+    absent = SimpleNamespace(named_parameters={f"absent{end}": torch.zeros(RANK, RANK) for end in ends}.items)
+    with pytest.raises((WeightTransferError, ExceptionGroup), match="absent"):
+        await publisher.publish(absent, publisher.next_version(), "abort")
+
+
 @pytest.mark.parametrize("make_engine", [torch_engine, vllm_engine])
 async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, make_engine):
     engine = make_engine(path)
     await within(engine.start(), 180.0)
     publisher = Publisher(engine)
     try:
-        for seed in range(3):  # the first over dummy weights, the others over what the one before left
-            sent = adapters(seed)
+        # over dummy weights; over the same adapters; over other weights; over others adapters; after one that failed
+        for seed, layers, before in (
+            (0, (0, 2), None),
+            (1, (0, 2), None),
+            (2, (0, 2), full),
+            (3, (1,), None),
+            (4, (1,), strange),
+        ):
+            await before(publisher) if before else None
+            sent = adapters(seed, layers)
             await publisher.publish(sent, publisher.next_version(), "abort")
             client = Client(engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
             await client.done()
             parts = [Part(with_adapters(sent.tensors), 0, 24)]
             check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, parts)
-        strange = SimpleNamespace(named_parameters={"absent.lora_A.weight": torch.zeros(RANK, 8)}.items)
-        with pytest.raises((WeightTransferError, ExceptionGroup), match="absent"):
-            await publisher.publish(strange, publisher.next_version(), "abort")
     finally:
         await publisher.close()
         await within(engine.stop(), 60.0)

@@ -20,7 +20,7 @@ from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
-from asyncrl.weights.adapters import BaseWeights
+from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.packing import spec_of
 from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
@@ -385,9 +385,6 @@ def test_merging_starts_from_the_files_every_time(path):
         sink.finish()
     for name, tensor in base.merged(published):
         assert torch.equal(target.state_dict()[name], tensor), name
-    assert {n for n, _ in base.merged(published, only_adapted=True)} == {
-        name.replace(".lora_A", "") for name in published if ".lora_A" in name
-    }
 
 
 def test_adapters_of_another_model_are_refused(path):
@@ -395,9 +392,6 @@ def test_adapters_of_another_model_are_refused(path):
     a = torch.zeros(4, 32)
     with pytest.raises(WeightTransferError, match="absent"):
         next(base.merged({"absent.lora_A.weight": a, "absent.lora_B.weight": a}))
-    name = "model.layers.0.self_attn.q_proj"
-    with pytest.raises(WeightTransferError, match="lora_B"):
-        next(base.merged({f"{name}.lora_A.weight": a}))
 
 
 def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(path):

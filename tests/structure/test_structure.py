@@ -100,6 +100,7 @@ LIGHT = {
     "asyncrl.data.tokenizer": HEAVY,
     "asyncrl.inference.replica": HEAVY,
     "asyncrl.publish.checkpoint_engine": HEAVY,
+    "asyncrl.weights.plan": HEAVY,
     "asyncrl.algorithms": HEAVY,
     "asyncrl.trainer.packing": HEAVY,
     "asyncrl.trainer.backend": HEAVY,

@@ -21,6 +21,7 @@ def engine(
     receivers_per_replica=1,
     rolling=False,
     blame_s=0.01,
+    encoding="full",
     **config,
 ):
     trainer, fleet = trainer or FakeTrainer(), fleet or FakeFleet(*replicas, respawn=respawn)
@@ -32,6 +33,7 @@ def engine(
         receivers_per_replica=receivers_per_replica,
         rolling=rolling,
         blame_s=blame_s,
+        encoding=encoding,
     )
     return made, trainer, fleet
 
@@ -46,6 +48,16 @@ async def test_a_publish_pauses_sends_and_commits_on_every_replica():
     assert report.transfer_s <= report.pause_s <= report.publish_s
     assert sum(b.nbytes for b in trainer.sent[0].buckets) >= 80
     assert fleet.newcomers == {}
+
+
+async def test_a_publish_says_what_its_tensors_are_and_refuses_those_that_are_none_of_it():
+    made, trainer, _ = engine(FakeReplica())
+    await made.publish(1)
+    assert (trainer.sent[0].encoding, trainer.sent[0].base_version) == ("full", None)
+    made, trainer, _ = engine(FakeReplica(), encoding="lora")
+    with pytest.raises(WeightTransferError, match=r"embed\.weight(?s:.)*no factor"):
+        await made.publish(1)
+    assert trainer.sent == []
 
 
 @pytest.mark.parametrize(

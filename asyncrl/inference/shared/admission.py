@@ -1,18 +1,19 @@
-"""Who may enter vLLM. Pure but for the clock.
+"""Who may enter an engine that would queue requests itself, as vLLM does. Pure but for the clock.
 
-vLLM never queues: a request that waits inside it would start after a publish with the cache salt of the old weights,
-and no pause could tell it from one that runs. So it is sent no more than it decodes at once, and nothing while paused.
+A request that waits inside the engine would start after a publish with the cache salt of the old weights, and no pause
+could tell it from one that runs. So the engine is sent no more than it decodes at once, and nothing while paused.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from asyncrl.inference.vllm.streams import Stream
+Stream = TypeVar("Stream")
 
 
-class Admission:
+class Admission(Generic[Stream]):
     """A queue before `limit` places, and a gate that begins closed.
 
     Args:

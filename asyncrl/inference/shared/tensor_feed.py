@@ -10,6 +10,8 @@ from threading import Condition
 import torch
 
 from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.types import TensorSpec
+from asyncrl.weights.assembling_sink import AssemblingSink
 
 _AHEAD = 2
 """Tensors that may wait: reception overlaps with loading, and the memory stays small."""
@@ -33,12 +35,12 @@ class Feed:
     def offer(self, name: str, tensor: torch.Tensor) -> None:
         """Called by the receiver. Raises the loader's error, DeadlineExceeded."""
         with self._changed:
-            self._wait(lambda: len(self._items) < _AHEAD, f"vLLM to load the tensor before {name}")
+            self._wait(lambda: len(self._items) < _AHEAD, f"the engine to load the tensor before {name}")
             self._items.append((name, tensor))
             self._left -= 1
             self._changed.notify_all()
             if self._left == 0:
-                self._wait(lambda: self._loaded, "vLLM to load the last tensors")
+                self._wait(lambda: self._loaded, "the engine to load the last tensors")
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Called by the loader. Raises the receiver's error, DeadlineExceeded."""
@@ -70,3 +72,41 @@ class Feed:
             )
         if self._error is not None:
             raise self._error
+
+
+class StreamFeed(Feed):
+    """A `Feed` between CUDA streams, too: the loader's thread works on one, the receiver's on another."""
+
+    def __init__(self, num_tensors: int, timeout_s: float, device: torch.device) -> None:
+        """Called by the loader."""
+        super().__init__(num_tensors, timeout_s)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def offer(self, name: str, tensor: torch.Tensor) -> None:
+        """As `Feed.offer`, once the bytes are there."""
+        if self._stream is not None and tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+            tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
+        super().offer(name, tensor)
+
+
+class CheckedSink:
+    """A `DirectSink` that refuses what does not fit before a byte of it lands, and passes whole tensors on.
+
+    `check` raises WeightTransferError for a tensor that the model does not want.
+    """
+
+    def __init__(self, check: Callable[[TensorSpec], None], on_tensor: Callable[[str, torch.Tensor], None]) -> None:
+        self._check = check
+        self._inner = AssemblingSink(on_tensor)
+
+    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
+        self._check(spec)
+        self._inner.write(spec, offset, data)
+
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        self._check(spec)
+        return self._inner.destination(spec, offset, nbytes, device)
+
+    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
+        self._inner.wrote(spec, offset, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -55,10 +55,12 @@ class ParameterSink:
             torch.cuda.current_stream(target.device).synchronize()
         self._bytes_left[spec.name] = left
 
-    def finish(self) -> None:
-        """Raises WeightTransferError naming a tensor that did not come, or came in part."""
+    def finish(self, names: Collection[str] | None = None) -> None:
+        """Raises WeightTransferError naming a tensor that did not come, or came in part. `names`: those that had to
+        come; None: all of the model."""
         whole = {self._targets[name].data_ptr() for name, left in self._bytes_left.items() if left == 0}
-        missing = [name for name, t in self._targets.items() if t.numel() > 0 and t.data_ptr() not in whole]
+        wanted = self._targets if names is None else {name: self._targets[name] for name in names}
+        missing = [name for name, t in wanted.items() if t.numel() > 0 and t.data_ptr() not in whole]
         missing += [name for name, left in self._bytes_left.items() if left > 0 and name not in missing]
         if missing:
             raise WeightTransferError(

@@ -11,9 +11,8 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
-from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
-from asyncrl.weights.adapters import BaseWeights, is_adapters
-from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.weights.encodings.decoder import Decoder
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 
@@ -21,17 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Applies publishes to `targets`, one after the other, in a thread of its own (sockets stay in one thread).
-
-    `model`: whose files adapters are merged into.
-    """
+    """Applies publishes to `targets`, one after the other, in a thread of its own (sockets stay in one thread)."""
 
     def __init__(self, targets: Mapping[str, torch.Tensor], device: torch.device, model: ModelConfig) -> None:
         self._targets = targets
         self._device = device
-        self._model = model
-        self._adapted: frozenset[str] | None = None
-        """Names of the adapters that the targets hold, beside the weights of the model's files; None: other weights."""
+        dtype: torch.dtype = getattr(torch, model.inference_dtype)
+        self._decoder = Decoder(model.path, model.revision, dtype)
         self._executor = ThreadPoolExecutor(1, "weight-transfer", initializer=self._set_up_thread)
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
@@ -60,27 +55,11 @@ class Transfer:
             self._receiver = build_receiver(source, device=self._device)
             self._source = source
         assert self._receiver is not None
-        if is_adapters(manifest):
-            return self._receive_adapters(self._receiver, manifest, timeout_s)
-        self._adapted = None
+        plan = self._decoder.plan(manifest)
         sink = ParameterSink(self._targets)
-        digest = self._receiver.receive(manifest, sink, timeout_s)
-        sink.finish()
-        return digest
-
-    def _receive_adapters(self, receiver: WeightReceiver, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """The digest is that of the adapters, which is what was sent."""
-        adapters: dict[str, torch.Tensor] = {}
-        digest = receiver.receive(manifest, AssemblingSink(adapters.__setitem__), timeout_s)
-        rest_is_there, self._adapted = self._adapted == frozenset(adapters), None
-        sink = ParameterSink(self._targets)
-        base = BaseWeights(self._model.path, self._model.revision)
-        for name, tensor in base.merged(adapters, only_adapted=rest_is_there):
-            spec = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
-            sink.write(spec, 0, tensor.contiguous().view(-1).view(torch.uint8))
-        if not rest_is_there:
-            sink.finish()
-        self._adapted = frozenset(adapters)
+        digest = self._decoder.receive(self._receiver, manifest, plan, sink, timeout_s)
+        sink.finish(None if plan.whole else plan.names)
+        self._decoder.applied(manifest)
         return digest
 
     def _close_receiver(self) -> None:

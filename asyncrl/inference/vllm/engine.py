@@ -185,6 +185,8 @@ class VllmEngine:
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`."""
         self._require_sleep_mode(f"sleep(level={level})")
+        if level > 1:
+            await self._ask(self._llm.collective_rpc("asyncrl_forget"))
         await self._ask(self._llm.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

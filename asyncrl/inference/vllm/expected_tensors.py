@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class ExpectedTensors:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._shapes: dict[str, tuple[int, ...] | None] = {}
+        self._layers: dict[str, str] = {}
+        """Path of the layer that each of these tensors fills, in part or alone."""
         self._unknown: set[str] = set()
         """vLLM's parameters whose tensors in a checkpoint cannot be told."""
         packed = getattr(model, "packed_modules_mapping", None) or {}
@@ -38,6 +40,7 @@ class ExpectedTensors:
                 parts = dict(_parts(name, prefix, module, parameter, packed))
                 if parts:
                     self._shapes |= parts
+                    self._layers |= dict.fromkeys(parts, prefix)
                 else:
                     self._unknown.add(name)
         first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
@@ -51,7 +54,7 @@ class ExpectedTensors:
 
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
-        name = self._rename(spec.name) or spec.name
+        name = self._renamed(spec.name)
         name = self._aliases.get(name, name)
         asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
         if name not in self._shapes:
@@ -62,16 +65,32 @@ class ExpectedTensors:
         if shape is not None and shape != tuple(spec.shape):
             raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
 
-    def require_all(self, published: set[str], loaded: set[str] | None) -> None:
+    def layers_of(self, names: Collection[str]) -> list[str]:
+        """Paths of the layers that these tensors of a checkpoint fill; none for a tensor that cannot be told."""
+        return sorted({layer for name in names if (layer := self._layers.get(self._renamed(name))) is not None})
+
+    def loaded_together(self, names: Collection[str], every: Collection[str]) -> Collection[str]:
+        """Those of the tensors `every` that fill the layers of `names`; all, where one cannot be told."""
+        layers = {self._layers.get(self._renamed(name)) for name in names}
+        return every if None in layers else [n for n in every if self._layers.get(self._renamed(n)) in layers]
+
+    def require_all(self, published: set[str], loaded: set[str] | None, wanted: Collection[str] | None = None) -> None:
         """`published`: names as they came. `loaded`: vLLM's parameters as `load_weights` tells them, None if it does
-        not. Raises WeightTransferError naming a tensor that is missing."""
-        renamed = {self._rename(name) or name for name in published}
-        missing = [name for name in self._shapes if name not in renamed]
+        not. `wanted`: those that had to come; None: all of the model. Raises WeightTransferError naming a tensor that
+        is missing."""
+        renamed = {self._renamed(name) for name in published}
+        layers = None if wanted is None else set(self.layers_of(wanted))
+        asked = [name for name in self._shapes if layers is None or self._layers[name] in layers]
+        missing = [name for name in asked if name not in renamed]
         if loaded is not None:
             missing += sorted(self._unknown - loaded)
         if missing:
             found = f"{len(missing)} did not come, the first is {missing[0]!r}"
             raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
+
+    def _renamed(self, name: str) -> str:
+        """vLLM's name for a tensor of a checkpoint."""
+        return self._rename(name) or name
 
 
 def _parts(

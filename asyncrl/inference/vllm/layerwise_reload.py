@@ -6,7 +6,7 @@ result over the old ones, so that CUDA graphs stay valid. It holds references to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +19,30 @@ from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 
 
 class Reload:
-    """`start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread."""
+    """`start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread. After no `start` the
+    latter two do nothing."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
+        self._reloaded: torch.nn.Module | None = None
+        """What is under way: the model, or those of its layers whose tensors come."""
         self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
 
-    def start(self) -> None:
-        self._let_experts_be_packed()
-        initialize_layerwise_reload(self._model)
+    def start(self, names: Collection[str] | None) -> None:
+        """`names`: the tensors that will come, all of each layer; None: all of the model."""
+        self._reloaded = self._model
+        if names is not None:
+            self._reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))
+        self._let_experts_be_packed(self._reloaded)
+        initialize_layerwise_reload(self._reloaded)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Consumes all of `tensors`. Raises WeightTransferError naming a tensor that is missing or that vLLM refused,
-        and what `tensors` raises."""
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
+        """Consumes all of `tensors`; `names` as in `start`.
+
+        Raises WeightTransferError naming a tensor that is missing or that vLLM refused, and what `tensors` raises.
+        """
         published: set[str] = set()
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,7 +62,7 @@ class Reload:
                     f"{last[0]} into vLLM", f"{type(error).__name__}: {error}", "train and serve the same model.path"
                 )
             ) from error
-        self.expected.require_all(published, loaded)
+        self.expected.require_all(published, loaded if names is None else None, names)
 
     def finish(self) -> None:
         self._finalize()
@@ -61,7 +70,7 @@ class Reload:
     def abandon(self) -> None:
         """Gives every layer that is not complete its old tensors back: the model is whole, if a mixture, and the next
         reload can start."""
-        for layer in self._model.modules():
+        for layer in () if self._reloaded is None else self._reloaded.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
                 info.loaded_weights.clear()
@@ -69,27 +78,30 @@ class Reload:
         self._finalize()
 
     def _finalize(self) -> None:
-        finalize_layerwise_reload(self._model, self._model_config)
+        reloaded, self._reloaded = self._reloaded, None
+        if reloaded is None:
+            return
+        finalize_layerwise_reload(reloaded, self._model_config)
         for method, kernel in self._kernels:
             if method.moe_kernel is None:  # a layer that has its old tensors
                 method.moe_kernel = kernel
-        self._repack_tied()
+        self._repack_tied(reloaded)
 
-    def _let_experts_be_packed(self) -> None:
+    def _let_experts_be_packed(self, reloaded: torch.nn.Module) -> None:
         """On CPU vLLM packs the weights of experts where it makes their kernel, the first time only: what a reload
         brings would be computed with as if it were packed. Without a kernel it makes another one, and packs."""
         self._kernels = []
-        for module in self._model.modules() if current_platform.is_cpu() else ():
+        for module in reloaded.modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
             if (kernel := getattr(method, "moe_kernel", None)) is not None:
                 self._kernels.append((method, kernel))
                 method.moe_kernel = None  # type: ignore[union-attr]
 
-    def _repack_tied(self) -> None:
+    def _repack_tied(self, reloaded: torch.nn.Module) -> None:
         """On CPU a linear layer computes with a packed copy of its weight. The reload passes over a layer whose weight
         belongs to an earlier one, as an output layer tied to the embeddings does: its copy would stay the old one."""
         seen: set[int] = set()
-        for module in self._model.modules():
+        for module in reloaded.modules():
             weight = getattr(module, "weight", None)
             if not isinstance(weight, torch.Tensor):
                 continue

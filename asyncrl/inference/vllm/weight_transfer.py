@@ -20,14 +20,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.inference.shared.orphan_guard import die_with
-from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
+from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.types import Digest, DigestKind, Manifest, TensorSpec, TransferSource
-from asyncrl.weights.adapters import BaseWeights, is_adapters
-from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.types import Digest, DigestKind, Manifest, TransferSource
+from asyncrl.weights.encodings.decoder import Decoder, Plan
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL
@@ -76,6 +74,10 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if device.type == "cpu" and self.model_config.enforce_eager:
             torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request
         self._reload = Reload(model, self.model_config)
+        served, together = self.model_config, self._reload.expected.loaded_together
+        self._decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
+        self._loaded: Manifest | None = None
+        """The publish that was loaded and not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | NativeReceiver | None = None
@@ -98,22 +100,26 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._source = source
 
     def start_weight_update(self) -> None:
-        self._digest = None
+        self._digest = self._loaded = None
         if self._source is not None:
             self._failure = None
-        self._attempt(self._reload.start)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         manifest = pickle.loads(update_info.manifest)  # from the process that started this one
         self._attempt(lambda: self._receive(manifest, update_info.timeout_s))
 
     def finish_weight_update(self) -> None:
-        self._attempt(self._reload.finish)
+        self._attempt(self._finish)
         if self._failure is not None:
+            self.forget()
             try:
                 self._reload.abandon()
             except Exception:
                 logger.exception("the model cannot be made whole after a failed update")
+
+    def forget(self) -> None:
+        """The model's weights are no longer those of the last publish: the next one brings all of them."""
+        self._decoder.forget()
 
     def outcome(self) -> list[Any]:
         """What `transfer.agree` reads, of the last update."""
@@ -136,49 +142,42 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             logger.warning("the weight update failed", exc_info=True)
             self._failure = error
 
+    def _finish(self) -> None:
+        self._reload.finish()
+        if self._loaded is not None:
+            self._decoder.applied(self._loaded)
+
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
         """The receiver fills the feed in its thread; this thread, vLLM's own, loads from it."""
+        plan = self._decoder.plan(manifest)
+        names = None if plan.whole else plan.names
+        self._reload.start(names)
         # The receiver keeps the deadline and says more about it.
-        base = BaseWeights(self.model_config.model, self.model_config.revision) if is_adapters(manifest) else None
-        num_tensors = len(manifest.tensors) if base is None else len(base.names)
-        feed = StreamFeed(num_tensors, timeout_s + 1.0, self.device)
-        received = self._executor.submit(self._fill, feed, manifest, base, timeout_s)
+        feed = StreamFeed(len(plan.names), timeout_s + 1.0, self.device)
+        received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
         try:
-            self._reload.load(feed)
+            self._reload.load(feed, names)
         except Exception as error:
             feed.fail(error)
             received.exception(timeout_s + _GRACE_S)
             raise
         feed.finish()
         self._digest = received.result(timeout_s + _GRACE_S)
+        self._loaded = manifest
 
-    def _fill(self, feed: Feed, manifest: Manifest, base: BaseWeights | None, timeout_s: float) -> Digest | None:
-        """In the receiver's thread. `base`: what the tensors of the manifest are adapters of."""
+    def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
+        """In the receiver's thread."""
         try:
             if self._receiver is None:
                 self._receiver = self._join()
             if isinstance(self._receiver, NativeReceiver):
                 self._receiver.receive(manifest, feed, timeout_s)
                 return None
-            if base is not None:
-                return self._fill_merged(self._receiver, feed, manifest, base, timeout_s)
-            return self._receiver.receive(manifest, CheckedSink(self._reload.expected, feed), timeout_s)
+            sink = CheckedSink(self._reload.expected.check, feed.offer)
+            return self._decoder.receive(self._receiver, manifest, plan, sink, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
-
-    def _fill_merged(
-        self, receiver: WeightReceiver, feed: Feed, manifest: Manifest, base: BaseWeights, timeout_s: float
-    ) -> Digest | None:
-        """Every tensor of the model, since vLLM reloads whole layers; the digest is that of the adapters."""
-        adapters: dict[str, torch.Tensor] = {}
-        digest = receiver.receive(manifest, AssemblingSink(adapters.__setitem__), timeout_s)
-        for name, tensor in base.merged(adapters):
-            cast = tensor.to(self.model_config.dtype)
-            dtype = str(cast.dtype).removeprefix("torch.")
-            self._reload.expected.check(TensorSpec(name, tuple(cast.shape), dtype, cast.nbytes))
-            feed.offer(name, cast)
-        return digest
 
     def _join(self) -> WeightReceiver | NativeReceiver:
         assert self._source is not None, "update before init"
@@ -195,41 +194,6 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             receiver.close()
 
 
-class StreamFeed(Feed):
-    """A `Feed` between CUDA streams, too: vLLM's thread works on a stream of its own, the receiver's on another."""
-
-    def __init__(self, num_tensors: int, timeout_s: float, device: torch.device) -> None:
-        """Called by the loader."""
-        super().__init__(num_tensors, timeout_s)
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """As `Feed.offer`, once the bytes are there."""
-        if self._stream is not None and tensor.device.type == "cuda":
-            torch.cuda.current_stream(tensor.device).synchronize()
-            tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
-        super().offer(name, tensor)
-
-
-class CheckedSink:
-    """A `DirectSink` that refuses what does not fit before a byte of it lands, and feeds whole tensors."""
-
-    def __init__(self, expected: ExpectedTensors, feed: Feed) -> None:
-        self._expected = expected
-        self._inner = AssemblingSink(feed.offer)
-
-    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
-        self._expected.check(spec)
-        self._inner.write(spec, offset, data)
-
-    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        self._expected.check(spec)
-        return self._inner.destination(spec, offset, nbytes, device)
-
-    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
-        self._inner.wrote(spec, offset, nbytes)
-
-
 class WorkerExtension:
     """Methods that vLLM adds to its workers."""
 
@@ -238,6 +202,10 @@ class WorkerExtension:
     def asyncrl_outcome(self) -> list[Any]:
         """The outcome of the last weight update of this worker."""
         return self.weight_transfer_engine.outcome()
+
+    def asyncrl_forget(self) -> None:
+        """As `AsyncrlWeightTransfer.forget`."""
+        self.weight_transfer_engine.forget()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, AsyncrlWeightTransfer)

@@ -10,7 +10,8 @@ import torch
 from asyncrl.trainer.backend import StoredAdapter
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.stored_state import StoredState
-from asyncrl.weights.adapters import LORA_B, BaseWeights
+from asyncrl.weights.encodings.base import BaseWeights
+from asyncrl.weights.encodings.lora import LORA_B
 from asyncrl.weights.experts import unfused
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import TensorSpec
-from asyncrl.weights.adapters import LORA_B
+from asyncrl.weights.encodings.lora import LORA_B
 from asyncrl.weights.experts import unfused
 
 

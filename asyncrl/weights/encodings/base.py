@@ -1,0 +1,125 @@
+"""The model's own files as the base of publishes: mapped into memory once, and held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.weights.encodings.lora import LORA_A, LORA_B, adapted
+
+_COMPUTED = ".rotary_emb.inv_freq"
+"""End of the names that old checkpoints hold and no model reads."""
+
+
+_BLOCK_BYTES = 1 << 20
+"""Of float32 rows that are merged at a time on a CPU: they stay in a core's cache from the read to the write."""
+
+
+class Merge:
+    """W_0 + B A of one tensor, some rows at a time, float32 on the device of the factors. Equal however it is called:
+    every user cuts the rows alike."""
+
+    def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._weight, self._a, self._b = weight, a, b
+
+    @staticmethod
+    def of(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> Merge | None:
+        """None: the tensor has no adapter."""
+        stem = name.removesuffix(".weight")
+        return Merge(weight, factors[stem + LORA_A], factors[stem + LORA_B]) if stem + LORA_A in factors else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._a.device
+
+    def blocks(self) -> Iterator[slice]:
+        """Rows, in order."""
+        rows, columns = self._weight.shape
+        step = max(1, _BLOCK_BYTES // (4 * columns)) if self.device.type == "cpu" else rows
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def rows(self, block: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`out`: float32 memory for the result; None takes new memory."""
+        weight = self._weight[block].to(self.device, torch.float32)
+        return torch.addmm(weight, self._b[block], self._a, out=out)
+
+
+def merged(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`weight` with its adapter merged, float32; as it is, if it has none."""
+    merge = Merge.of(name, weight, factors)
+    return weight if merge is None else torch.cat([merge.rows(block) for block in merge.blocks()])
+
+
+class BaseWeights:
+    """The tensors of a model's safetensors files.
+
+    The files stay mapped as long as this object lives: their pages are in memory after the first read, once for all
+    processes of the machine, and a file that is removed meanwhile is still there for this process.
+    """
+
+    def __init__(self, path: str, revision: str | None = None) -> None:
+        """`path`: a directory or a hub name, whose files are fetched if they are not here.
+
+        Raises:
+            WeightTransferError: there are no safetensors files.
+        """
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            from huggingface_hub import snapshot_download
+
+            patterns = ["*.safetensors", "*.safetensors.index.json"]
+            directory = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        self._path = path
+        self._file_of = _open(directory)
+        self._views: dict[str, torch.Tensor] = {}
+        if not self._file_of:
+            asked = f"merge adapters into model.path={path}"
+            raise WeightTransferError(explain(asked, "no *.safetensors in it", "save the model as safetensors"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of the files."""
+        return tuple(self._file_of)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the mapped file, in its dtype. Do not write to it."""
+        if name not in self._views:
+            self._views[name] = self._file_of[name].get_tensor(name)
+        return self._views[name]
+
+    def require(self, names: frozenset[str]) -> None:
+        """Raises WeightTransferError: a tensor that has an adapter is not in the files."""
+        for name in sorted(names - self._file_of.keys()):
+            asked, found = f"merge an adapter into {name!r}", f"the files of {self._path} have no such tensor"
+            raise WeightTransferError(explain(asked, found, "train and serve the same model.path"))
+
+    def merged(self, factors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the model: float32 where there is an adapter, else in the dtype of the file.
+
+        Raises:
+            WeightTransferError: as `require`; before the first tensor.
+        """
+        self.require(adapted(factors))
+        for name in self._file_of:
+            yield name, merged(name, self.tensor(name), factors)
+
+
+def _open(directory: Path) -> dict[str, Any]:
+    """The mapped file of each tensor, in the order of the files."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    else:
+        wanted = set(directory.glob("*.safetensors"))
+    found: dict[str, Any] = {}
+    for file in sorted(wanted):
+        stored = safe_open(file, framework="pt")
+        found.update((name, stored) for name in stored.keys() if not name.endswith(_COMPUTED))  # noqa: SIM118 - no dict
+    return found

@@ -1,0 +1,107 @@
+"""The receiving side of encodings: a publish becomes tensors of the model, whatever was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.types import Digest, Manifest, TensorSpec
+from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.weights.encodings.base import BaseWeights, Merge
+from asyncrl.weights.encodings.lora import adapted
+from asyncrl.weights.packing import byte_view, dtype_name
+from asyncrl.weights.plan import make_spec
+from asyncrl.weights.transport import DirectSink, WeightReceiver, WeightSink
+
+LoadedTogether = Callable[[Collection[str], Collection[str]], Collection[str]]
+"""(names of weights, names of all weights) -> those of all that an engine can only load together with the former."""
+
+
+def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
+    del every
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Names of the tensors that a publish will write, in order; `whole`: they are all of the model."""
+
+    names: tuple[str, ...]
+    whole: bool
+
+
+class Decoder:
+    """What one receiving process knows of its model's weights beside the weights: the base of adapters, mapped from the
+    model's files at the first publish that needs it, and which of them the model holds merged.
+
+    A publish is `plan`, `receive`, and `applied` once the engine has loaded everything; without the last call the
+    next publish writes every tensor.
+    """
+
+    def __init__(
+        self, path: str, revision: str | None, dtype: torch.dtype, *, loaded_together: LoadedTogether = _alone
+    ) -> None:
+        """`dtype`: of the weights that the engine serves; a full publish sends them so."""
+        self._path, self._revision, self._dtype = path, revision, dtype
+        self._loaded_together = loaded_together
+        self._base: BaseWeights | None = None
+        self._adapted: frozenset[str] | None = None
+        """Weights that hold an adapter, beside the model's own; None: other weights, or nobody knows."""
+
+    def plan(self, manifest: Manifest) -> Plan:
+        """What `receive` will write. Raises WeightTransferError: the model has no safetensors files."""
+        if manifest.encoding == "full":
+            return Plan(tuple(spec.name for spec in manifest.tensors), whole=True)
+        base = self._base = self._base or BaseWeights(self._path, self._revision)
+        names = adapted(spec.name for spec in manifest.tensors)
+        if names != self._adapted:
+            return Plan(base.names, whole=True)
+        wanted = set(self._loaded_together(names, base.names))
+        return Plan(tuple(name for name in base.names if name in wanted), whole=False)
+
+    def receive(
+        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+    ) -> Digest | None:
+        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest is of what was sent. Raises
+        WeightTransferError too: adapters of a tensor that the model does not have."""
+        self.forget()
+        if manifest.encoding == "full":
+            return receiver.receive(manifest, sink, timeout_s)
+        assert self._base is not None, "the publish was planned"
+        factors: dict[str, torch.Tensor] = {}
+        digest = receiver.receive(manifest, AssemblingSink(factors.__setitem__), timeout_s)
+        self._base.require(adapted(factors))
+        direct = sink if isinstance(sink, DirectSink) and self._dtype == torch.float32 else None
+        for name in plan.names:
+            weight = self._base.tensor(name)
+            dtype = self._dtype if weight.is_floating_point() else weight.dtype
+            spec = make_spec(name, weight.shape, dtype_name(dtype))
+            if (merge := Merge.of(name, weight, factors)) is None:
+                sink.write(spec, 0, byte_view(weight.to(dtype)))
+            else:
+                _write(spec, merge, sink, direct)
+        return digest
+
+    def applied(self, manifest: Manifest) -> None:
+        """The engine has loaded everything that `receive` wrote."""
+        if manifest.encoding == "lora":
+            self._adapted = adapted(spec.name for spec in manifest.tensors)
+
+    def forget(self) -> None:
+        """The model's weights are no longer those of the last publish."""
+        self._adapted = None
+
+
+def _write(spec: TensorSpec, merge: Merge, sink: WeightSink, direct: DirectSink | None) -> None:
+    """Block by block. `direct`: the sink, if what it holds is float32 and the sum can be computed in its place."""
+    row_bytes = spec.nbytes // spec.shape[0]
+    for block in merge.blocks():
+        offset, nbytes = block.start * row_bytes, (block.stop - block.start) * row_bytes
+        place = None if direct is None else direct.destination(spec, offset, nbytes, merge.device)
+        if direct is None or place is None:
+            sink.write(spec, offset, byte_view(merge.rows(block).to(getattr(torch, spec.dtype))))
+        else:
+            merge.rows(block, out=place.view(torch.float32).view(-1, spec.shape[1]))
+            direct.wrote(spec, offset, nbytes)
