@@ -3,58 +3,105 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Reader = Callable[[Any, str], Any]
+"""Takes a value and its place, which messages name."""
 
 
 def from_plain(kind: Any, value: Any, at: str = "") -> Any:
-    """`value` as a `kind`: a dataclass, tuple, `Literal`, optional, int, float, str or bool.
+    """`value` as a `kind`: a dataclass, tuple, mapping of texts, `Literal`, optional, int, float, str or bool; numbers
+    may be `Annotated` with the ranges that must contain them.
 
     Args:
         at: the place of `value`, for messages.
 
     Raises:
-        ValueError: it is none, or a field of it is missing, unknown or of another type.
+        ValueError: it is none, or a field of it is missing, unknown, of another type or out of its range.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _record(kind, value, at)
-    if origin in (Union, UnionType):
-        of = next(each for each in inner if each is not NoneType)
-        return None if value is None else from_plain(of, value, at)
-    if origin is Literal:
-        if value not in inner:
-            raise ValueError(f"{at or 'it'} is {value!r:.60}, none of {', '.join(map(str, inner))}")
-        return value
-    if origin is tuple:
-        items = value if isinstance(value, list) else _wrong(at, "list", value)
-        kinds = [inner[0]] * len(items) if inner[-1] is Ellipsis else list(inner)
-        if len(items) != len(kinds):
-            raise ValueError(f"{at or 'it'} has {len(items)} items, not {len(kinds)}")
-        return tuple(from_plain(of, item, f"{at}[{i}]") for i, (of, item) in enumerate(zip(kinds, items, strict=True)))
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        _wrong(at, kind.__name__, value)
-    return value
-
-
-def _record(kind: Any, value: Any, at: str) -> Any:
-    if not isinstance(value, dict):
-        _wrong(at, "object", value)
-    hints, required = _schema(kind)
-    prefix = f"{at}." if at else ""
-    if missing := sorted(required - value.keys()):
-        raise ValueError(f"{prefix}{missing[0]} is missing")
-    if unknown := sorted(value.keys() - hints.keys()):
-        raise ValueError(f"{prefix}{unknown[0]} is unknown")
-    return kind(**{name: from_plain(hints[name], each, prefix + name) for name, each in value.items()})
+    return _reader(kind)(value, at)
 
 
 @functools.cache
-def _schema(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The type of each field; the fields without a default."""
-    required = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    return get_type_hints(kind), frozenset(required)
+def _reader(kind: Any) -> Reader:
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _record(kind)
+    if origin is Annotated:
+        return _in_ranges(_reader(inner[0]), inner[1:])
+    if origin in (Union, UnionType):
+        of = _reader(next(each for each in inner if each is not NoneType))
+        return lambda value, at: None if value is None else of(value, at)
+    if origin is Literal:
+        return functools.partial(_choice, inner)
+    if origin is tuple:
+        return _items([_reader(each) for each in inner if each is not Ellipsis], fixed=inner[-1] is not Ellipsis)
+    if origin is Mapping:
+        return _values(_reader(inner[1]))
+    return _plain((kind, int) if kind is float else (kind,))
+
+
+def _plain(kinds: tuple[type, ...]) -> Reader:
+    def read(value: Any, at: str) -> Any:
+        return value if type(value) in kinds else _wrong(at, kinds[0].__name__, value)
+
+    return read
+
+
+def _in_ranges(number: Reader, ranges: tuple[Any, ...]) -> Reader:
+    def read(value: Any, at: str) -> Any:
+        value = number(value, at)
+        for each in ranges:
+            if value not in each:
+                raise ValueError(f"{at or 'it'} is {value!r:.60}, not in {each}")
+        return value
+
+    return read
+
+
+def _choice(choices: tuple[Any, ...], value: Any, at: str) -> Any:
+    if value not in choices:
+        raise ValueError(f"{at or 'it'} is {value!r:.60}, none of {', '.join(map(str, choices))}")
+    return value
+
+
+def _items(kinds: list[Reader], *, fixed: bool) -> Reader:
+    def read(value: Any, at: str) -> Any:
+        items = value if isinstance(value, list) else _wrong(at, "list", value)
+        if fixed and len(items) != len(kinds):
+            raise ValueError(f"{at or 'it'} has {len(items)} items, not {len(kinds)}")
+        readers = kinds if fixed else kinds * len(items)
+        return tuple(of(item, f"{at}[{i}]") for i, (of, item) in enumerate(zip(readers, items, strict=True)))
+
+    return read
+
+
+def _values(of: Reader) -> Reader:
+    def read(value: Any, at: str) -> Any:
+        held = value if isinstance(value, dict) else _wrong(at, "object", value)
+        return {name: of(each, f"{at}.{name}") for name, each in held.items()}
+
+    return read
+
+
+def _record(kind: Any) -> Reader:
+    hints = get_type_hints(kind, include_extras=True)
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
+
+    def read(value: Any, at: str) -> Any:
+        held = value if isinstance(value, dict) else _wrong(at, "object", value)
+        prefix = f"{at}." if at else ""
+        if not required <= held.keys():
+            raise ValueError(f"{prefix}{min(required - held.keys())} is missing")
+        if not held.keys() <= readers.keys():
+            raise ValueError(f"{prefix}{min(held.keys() - readers.keys())} is unknown")
+        return kind(**{name: readers[name](each, prefix + name) for name, each in held.items()})
+
+    return read
 
 
 def _wrong(at: str, due: str, value: Any) -> Any:

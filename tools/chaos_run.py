@@ -15,16 +15,17 @@ import psutil
 
 from asyncrl.audit import AuditReport, audit_run
 from asyncrl.observability import stacks
+from asyncrl.types.events import ReplicaRejoined, ReplicaServing, RollouterRestarted, TrainingRestarted
 from asyncrl.types.metrics import Metric
 from tools.chaos_driver import Driver, command_of
 from tools.chaos_faults import ROLES, Fault, Saboteur
 
 HEALED = {
-    "replica": ("replica_serving", "replica_rejoined"),
-    "engine": ("replica_serving",),
-    "rollouter": ("rollouter_restarted",),
-    "trainer": ("training_restarted",),
-    "queue": ("training_restarted",),
+    "replica": (ReplicaServing.kind, ReplicaRejoined.kind),
+    "engine": (ReplicaServing.kind,),
+    "rollouter": (RollouterRestarted.kind,),
+    "trainer": (TrainingRestarted.kind,),
+    "queue": (TrainingRestarted.kind,),
 }
 """Role -> the events that say that its loss was mended; a new driver mends all."""
 EXPLAINED = {"driver": (-signal.SIGKILL,), "checkpoint": (-signal.SIGKILL,), "disk": (8,)}

@@ -1,10 +1,11 @@
-"""Writes the generated tables of the documents: recipe keys, metric keys and the transitions of replicas.
+"""Writes the generated tables of the documents: recipe keys, events, metric keys and the transitions of replicas.
 
     python tools/document.py            # writes docs/recipes.md, run_directory.md and replicas.md
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
-docstring below its field in asyncrl/config, that of a metric its entry in asyncrl.types.metrics.
+docstring below its field in asyncrl/config, that of an event the docstring of its record in asyncrl.types.events, that
+of a metric its entry in asyncrl.types.metrics.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asyncrl.config.checks import bounds_of, range_in_words
 from asyncrl.config.recipe import Recipe
 from asyncrl.inference.membership import TRANSITIONS
 from asyncrl.types import ReplicaState
+from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,6 +142,14 @@ def metric_keys() -> str:
     return "\n".join(["| key | unit | better | required | meaning |", "|---|---|---|---|---|", *rows])
 
 
+def event_kinds() -> str:
+    rows = []
+    for kind, event in EVENTS.items():
+        names = ", ".join(f"`{field.name}`" for field in fields(event))
+        rows.append(f"| `{kind}` | {names} | {escape(' '.join(str(event.__doc__).split()))} |")
+    return "\n".join(["| event | fields | meaning |", "|---|---|---|", *rows])
+
+
 def replica_transitions() -> str:
     """A row for each state, a column for each event."""
     rows = []
@@ -150,11 +160,12 @@ def replica_transitions() -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
 
 
-PARTS: dict[str, tuple[str, Callable[[], str]]] = {
-    "docs/recipes.md": ("recipe keys", recipe_keys),
-    "docs/run_directory.md": ("metric keys", metric_keys),
-    "docs/replicas.md": ("replica transitions", replica_transitions),
-}
+PARTS: tuple[tuple[str, str, Callable[[], str]], ...] = (
+    ("docs/recipes.md", "recipe keys", recipe_keys),
+    ("docs/run_directory.md", "events", event_kinds),
+    ("docs/run_directory.md", "metric keys", metric_keys),
+    ("docs/replicas.md", "replica transitions", replica_transitions),
+)
 
 
 def rewritten(path: Path, part: str, content: str) -> str:
@@ -172,7 +183,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a document is out of date")
     check = parser.parse_args().check
     stale = 0
-    for name, (part, render) in PARTS.items():
+    for name, part, render in PARTS:
         path = ROOT / name
         text = rewritten(path, part, render())
         if text == path.read_text():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from asyncrl.types import LedgerCounts
 
 SHOWN = 50
 """Findings that the readable report prints; the JSON has all."""
 
 STATES = ("running", "ready", "leased")
 ENDS = ("trained", "filtered", "expired", "failed")
-COUNTS = ("admitted", *STATES, *ENDS)
+COUNTS = tuple(field.name for field in fields(LedgerCounts))
 
 
 @dataclass(frozen=True, slots=True)

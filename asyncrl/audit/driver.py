@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.audit.audit_report import Limits
+from asyncrl.types.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    EvaluationFailed,
+    EvaluationSkipped,
+    EvaluationStarted,
+    Event,
+    ReplicaFailed,
+    ReplicaLeased,
+    ReplicaRejoined,
+    ReplicaReturned,
+    ReplicaServing,
+    ReplicaStarted,
+    ReplicaSuspended,
+    RollouterFailed,
+    RollouterRestarted,
+    RunFaulted,
+    SetEvaluated,
+    StepTrained,
+    TrainingFailed,
+    TrainingRestarted,
+    TrainingResumed,
+    WeightsPublished,
+)
 
-_REPLICA: dict[str, tuple[tuple[str, ...], str]] = {
-    "replica_failed": (("new", "serving", "leased", "suspended", "down"), "down"),
-    "replica_started": (("down",), "new"),
-    "replica_serving": (("new",), "serving"),
-    "replica_suspended": (("new", "serving", "leased"), "suspended"),
-    "replica_rejoined": (("suspended",), "new"),
-    "replica_leased": (("serving",), "leased"),
-    "replica_returned": (("leased",), "new"),
+_REPLICA: dict[type[Event], tuple[tuple[str, ...], str]] = {
+    ReplicaFailed: (("new", "serving", "leased", "suspended", "down"), "down"),
+    ReplicaStarted: (("down",), "new"),
+    ReplicaServing: (("new",), "serving"),
+    ReplicaSuspended: (("new", "serving", "leased"), "suspended"),
+    ReplicaRejoined: (("suspended",), "new"),
+    ReplicaLeased: (("serving",), "leased"),
+    ReplicaReturned: (("leased",), "new"),
 }
 """Event -> the states of the replica that it may happen in, and the one that follows."""
-_OUT_OF_TRAINING = ("replica_failed", "replica_started", "replica_suspended", "replica_rejoined")
+_OUT_OF_TRAINING = ReplicaFailed | ReplicaStarted | ReplicaSuspended | ReplicaRejoined
 """These come from tasks of their own, also while the run ends or its training side is built again."""
-_LIVES = ("fault", "resume", "training_failed", "training_restarted")
+_Life = RunFaulted | TrainingResumed | TrainingFailed | TrainingRestarted
 
 
 @dataclass(slots=True)
@@ -45,7 +69,7 @@ class Driver:
         """`lost`: the training side is, until it has restarted."""
         self.version = 0
         """The published version that the queue has been told."""
-        self.evaluated: dict[int, dict[int, dict[str, Mapping[str, Any]]]] = {}
+        self.evaluated: dict[int, dict[int, dict[str, SetEvaluated]]] = {}
         """Step at whose end it was told -> step of the evaluation -> set -> event."""
         self.failed: dict[int, set[int]] = {}
         """Step at whose end it was told -> steps of evaluations that failed."""
@@ -73,27 +97,27 @@ class Driver:
         """Whether this training has published: before that nothing is admitted, and a stop leaves no checkpoint."""
         return self.life == "training" and self._published is not None
 
-    def on(self, kind: str, event: Mapping[str, Any], step: int) -> None:
+    def on(self, event: Event, step: int) -> None:
         """Any event but those of the message queue, `start` and `end`."""
-        if kind in _REPLICA:
-            self._on_replica(kind, event["replica"], event.get("restarts"))
-        if kind not in _OUT_OF_TRAINING and kind not in _LIVES:
-            self._expect(kind, "training")
-        match kind:
-            case "fault" | "resume" | "training_failed" | "training_restarted":
-                self._on_life(kind, event)
-            case "step":
-                self.settled(kind)
-            case "publish":
+        if not isinstance(event, _OUT_OF_TRAINING | _Life):
+            self._expect(event.kind, "training")
+        match event:
+            case RunFaulted() | TrainingResumed() | TrainingFailed() | TrainingRestarted():
+                self._on_life(event)
+            case StepTrained():
+                self.settled(event.kind)
+            case WeightsPublished():
                 self._on_publish(event, step)
-            case "checkpoint" | "checkpoint_failed":
-                self._on_checkpoint(kind, event)
-            case "rollouter_failed" | "rollouter_restarted":
-                self._on_rollouter(kind, event)
-            case "evaluation":
+            case CheckpointSaved() | CheckpointFailed():
+                self._on_checkpoint(event)
+            case RollouterFailed() | RollouterRestarted():
+                self._on_rollouter(event)
+            case SetEvaluated():
                 self._on_evaluation(event, step)
-            case "evaluation_started" | "evaluation_failed" | "evaluation_skipped":
-                self._on_beside(kind, event, step)
+            case EvaluationStarted() | EvaluationFailed() | EvaluationSkipped():
+                self._on_beside(event, step)
+            case _:
+                self._on_replica(event)
 
     # -- its lives ---------------------------------------------------------------------------------------------------
 
@@ -151,28 +175,28 @@ class Driver:
         self._versions.clear()
         self._told.clear()
 
-    def _on_life(self, kind: str, event: Mapping[str, Any]) -> None:
-        match kind:
-            case "fault":
+    def _on_life(self, event: _Life) -> None:
+        match event:
+            case RunFaulted():
                 self.life = "ended"
-            case "resume":
-                self._on_resume(event["step"], event["checkpoint"])
-            case "training_restarted":
-                self._expect(kind, "lost")
-                self.life, self._restarted_from = "restarted", event["checkpoint"]
-            case _:
+            case TrainingResumed():
+                self._on_resume(event.step, event.checkpoint)
+            case TrainingRestarted():
+                self._expect(event.kind, "lost")
+                self.life, self._restarted_from = "restarted", event.checkpoint
+            case TrainingFailed():
                 if self.life in ("none", "ended"):
-                    self._expect(kind)
+                    self._expect(event.kind)
                 self.life = "lost"
                 # What the replicas hold is of a branch that may be undone: they wait for the next publish.
                 self._replicas |= {i: "new" for i, now in self._replicas.items() if now in ("serving", "leased")}
 
-    def _on_rollouter(self, kind: str, event: Mapping[str, Any]) -> None:
-        if kind == "rollouter_failed":
-            self._count_restarts("the rollouter", event["restarts"])
+    def _on_rollouter(self, event: RollouterFailed | RollouterRestarted) -> None:
+        if isinstance(event, RollouterFailed):
+            self._count_restarts("the rollouter", event.restarts)
         elif not self._rollouter_is_gone:
             self._find("the rollouter was restarted, but it had not failed")
-        self._rollouter_is_gone = kind == "rollouter_failed"
+        self._rollouter_is_gone = isinstance(event, RollouterFailed)
 
     def _count_restarts(self, what: str, restarts: int) -> None:
         if restarts != self._restarts[what]:
@@ -196,8 +220,8 @@ class Driver:
             self._find(f"{self._joined} replicas began to serve before {before}, but no publish reached them")
         self._is_due, self._joined = False, 0
 
-    def _on_publish(self, event: Mapping[str, Any], step: int) -> None:
-        version, replicas, verified = event["version"], event["replicas"], event["verified"]
+    def _on_publish(self, event: WeightsPublished, step: int) -> None:
+        version, replicas, verified = event.version, event.replicas, event.verified
         serving = sum(state == "serving" for state in self._replicas.values())
         if version != step:
             self._find(f"publish of version {version} after {step} steps")
@@ -209,7 +233,7 @@ class Driver:
             least, most = serving, serving + self._left
         if not least <= replicas <= most:
             self._find(f"publish of version {version} to {replicas} replicas; told were {least} to {most}")
-        if event["attempts"] < 1:
+        if event.attempts < 1:
             self._find(f"publish of version {version} without a transfer")
         verify = self._limits.verify
         is_owed = verify == "always" or (verify == "first" and (self._joined > 0 or self._published is None))
@@ -221,13 +245,14 @@ class Driver:
         self._versions.add(version)
         self._is_due, self._joined, self._left = False, 0, 0
 
-    def _on_replica(self, kind: str, replica: int, restarts: int | None) -> None:
+    def _on_replica(self, event: Any) -> None:
+        replica: int = event.replica
         before = self._replicas.get(replica, "new")
-        allowed, after = _REPLICA[kind]
+        allowed, after = _REPLICA[type(event)]
         if before not in allowed or (self.life not in ("none", "ended") and replica >= self._limits.replicas):
-            self._find(f"{kind} of replica {replica}, which is {before}, of {self._limits.replicas}")
-        if restarts is not None:
-            self._count_restarts("a replica", restarts)
+            self._find(f"{event.kind} of replica {replica}, which is {before}, of {self._limits.replicas}")
+        if isinstance(event, ReplicaFailed):
+            self._count_restarts("a replica", event.restarts)
         self._replicas[replica] = after
         self._joined += after == "serving"
         self._left += after in ("down", "suspended")
@@ -243,53 +268,51 @@ class Driver:
             self._find(f"snapshot of step {step}, but nothing tells what became of the checkpoint of {self._captured}")
         self._captured = step
 
-    def _on_checkpoint(self, kind: str, event: Mapping[str, Any]) -> None:
-        step = event["step"]
+    def _on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+        step = event.step
         if step != self._captured:
             found = "none was begun" if self._captured is None else f"that of step {self._captured} was begun"
-            self._find(f"{kind} of step {step}, but {found}")
+            self._find(f"{event.kind} of step {step}, but {found}")
         self._captured = None
-        if kind == "checkpoint":
+        if isinstance(event, CheckpointSaved):
             self._checkpoint = step
-            if event["path"] != f"step_{step}":
-                self._find(f"the checkpoint of step {step} is called {event['path']}")
+            if event.path != f"step_{step}":
+                self._find(f"the checkpoint of step {step} is called {event.path}")
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
-    def _on_evaluation(self, event: Mapping[str, Any], step: int) -> None:
-        at, name, accuracy, (low, high) = event["step"], event["name"], event["accuracy"], event["interval"]
+    def _on_evaluation(self, event: SetEvaluated, step: int) -> None:
+        at, name, accuracy, (low, high) = event.step, event.name, event.accuracy, event.interval
         if (at, name) in self._told:
             self._find(f"the evaluation of {name} after step {at} is told twice")
         if at != step and (self._beside is None or at != self._beside.step):
             self._find(f"an evaluation after step {at}; the run is at step {step}")
-        if event["version"] not in self._versions:
-            self._find(f"an evaluation of version {event['version']}, which was not published since the run resumed")
+        if event.version not in self._versions:
+            self._find(f"an evaluation of version {event.version}, which was not published since the run resumed")
         if not low - 1e-9 <= accuracy <= high + 1e-9:
             self._find(f"the accuracy {accuracy} of {name} after step {at} lies outside its interval")
-        if event["failed"] > event["prompts"] * max(1, event["samples"]):
-            self._find(f"{event['failed']} responses of {name} failed after step {at}; there were fewer")
+        if event.failed > event.prompts * max(1, event.samples):
+            self._find(f"{event.failed} responses of {name} failed after step {at}; there were fewer")
         if self._beside is not None and at == self._beside.step:
             self._beside.runs = False
         self._told.add((at, name))
         self.evaluated.setdefault(step, {}).setdefault(at, {})[name] = event
 
-    def _on_beside(self, kind: str, event: Mapping[str, Any], step: int) -> None:
+    def _on_beside(self, event: EvaluationStarted | EvaluationFailed | EvaluationSkipped, step: int) -> None:
         runs = self._beside if self._beside is not None and self._beside.runs else None
-        if kind == "evaluation_started":
+        if isinstance(event, EvaluationStarted):
             leased = sorted(i for i, state in self._replicas.items() if state == "leased")
-            if runs is not None or event["replicas"] != leased or not leased:
-                self._find(
-                    f"an evaluation begins on replicas {event['replicas']}; leased are {leased}, {runs} is running"
-                )
-            if (event["step"], event["version"]) != (step, self._published):
-                self._find(f"an evaluation of version {event['version']} begins after step {step}")
-            self._beside = _Beside(event["step"], event["version"])
+            if runs is not None or list(event.replicas) != leased or not leased:
+                self._find(f"an evaluation begins on replicas {event.replicas}; leased are {leased}, {runs} is running")
+            if (event.step, event.version) != (step, self._published):
+                self._find(f"an evaluation of version {event.version} begins after step {step}")
+            self._beside = _Beside(event.step, event.version)
             return
-        if kind == "evaluation_skipped":
-            if runs is None or (event["step"], event["running"]) != (step, runs.step):
-                self._find(f"an evaluation after step {event['step']} is skipped for {event['running']}; {runs} runs")
+        if isinstance(event, EvaluationSkipped):
+            if runs is None or (event.step, event.running) != (step, runs.step):
+                self._find(f"an evaluation after step {event.step} is skipped for {event.running}; {runs} runs")
             return
-        at, version = event["step"], event["version"]
+        at, version = event.step, event.version
         if runs is not None and (at, version) == (runs.step, runs.version):
             runs.runs = False
         elif at != step or version not in self._versions:

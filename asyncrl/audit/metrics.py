@@ -87,11 +87,11 @@ def _expected(audit: Audit, told: int) -> dict[str, float]:
     values: dict[str, float] = {}
     for at, events in sorted(audit.driver.evaluated.get(told, {}).items()):
         if at not in audit.driver.failed.get(told, ()):
-            values[Metric.EVAL_ACCURACY] = sum(event["accuracy"] for event in events.values()) / len(events)
-        values[Metric.EVAL_VERSION] = max(event["version"] for event in events.values())
+            values[Metric.EVAL_ACCURACY] = sum(event.accuracy for event in events.values()) / len(events)
+        values[Metric.EVAL_VERSION] = max(event.version for event in events.values())
         for name, event in events.items():
-            values[Metric.EVAL_ACCURACY_OF.of(name)] = event["accuracy"]
-            if event["samples"] > 1:
-                values[Metric.EVAL_MEAN.of(f"{event['samples']}/{name}")] = event["accuracy"]
-            values |= {Metric.EVAL_PASS.of(f"{k}/{name}"): value for k, value in event["pass_at"].items()}
+            values[Metric.EVAL_ACCURACY_OF.of(name)] = event.accuracy
+            if event.samples > 1:
+                values[Metric.EVAL_MEAN.of(f"{event.samples}/{name}")] = event.accuracy
+            values |= {Metric.EVAL_PASS.of(f"{k}/{name}"): value for k, value in event.pass_at.items()}
     return values

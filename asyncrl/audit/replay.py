@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.audit.audit_report import COUNTS, STATES, Finding, Limits, Rollback
 from asyncrl.audit.driver import Driver
-from asyncrl.audit.fields import malformed
+from asyncrl.audit.fields import read_event
 from asyncrl.audit.replay_state import NOTHING, Announced, GroupNow, Mark
 from asyncrl.audit.saved import Saved
+from asyncrl.types import LedgerCounts
+from asyncrl.types.events import (
+    Event,
+    GroupChanged,
+    RunEnded,
+    RunFaulted,
+    RunStarted,
+    SnapshotRestored,
+    SnapshotTaken,
+    StepTrained,
+    TrainingFailed,
+    TrainingResumed,
+)
 
 EVENTS = "events.jsonl"
 # `waiting` is a running group that waits to be issued again.
@@ -18,6 +32,7 @@ _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "reissued": (("waiting",), "running"),
     "ready": (("running",), "ready"),
     "leased": (("ready",), "leased"),
+    "released": (("leased",), "ready"),
     "trained": (("leased",), "trained"),
     "filtered": (("running",), "filtered"),
     "failed": (("running",), "failed"),
@@ -87,16 +102,17 @@ class Audit:
         """What is known of the driver."""
         return self._driver
 
-    def feed(self, line: int, event: Mapping[str, Any]) -> None:
-        """One event. A malformed one is a finding."""
-        self._line = line
+    def feed(self, number: int, line: Mapping[str, Any]) -> None:
+        """The JSON object in line `number`. A malformed one is a finding."""
+        self._line = number
         self.events += 1
-        if (wrong := malformed(event)) is not None:
-            self._find(wrong)
-        elif (kind := event["event"]) == "group":
-            self._on_group(event)
-        else:
-            self._on_other(kind, event)
+        match read_event(line):
+            case str(wrong):
+                self._find(wrong)
+            case GroupChanged() as event:
+                self._on_group(event)
+            case event:
+                self._on_other(event, line.get("chain"))
 
     def torn(self, line: int) -> None:
         """A line that a crash left incomplete: no finding if all that came after it was undone."""
@@ -121,9 +137,9 @@ class Audit:
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _on_group(self, event: Mapping[str, Any]) -> None:
-        kind, ordinal, attempt = event["transition"], event["ordinal"], event["attempt"]
-        step, version, oldest = event["step"], event["version"], event["oldest_version"]
+    def _on_group(self, event: GroupChanged) -> None:
+        kind, ordinal, attempt = event.transition, event.ordinal, event.attempt
+        step, oldest = event.trainer_version, event.oldest_version
         self._lives()
         if self.is_lost:
             if kind == "trained":
@@ -134,13 +150,13 @@ class Audit:
         self._driver.queue_acts(f"group {ordinal} is {kind}", by_rollouter=kind in ("admitted", "reissued", "ready"))
         if step != self.step:
             self._step_differs(step)
-        if version != self._driver.version:
-            self._driver.saw_version(version, self.step)
+        if event.version != self._driver.version:
+            self._driver.saw_version(event.version, self.step)
         before = self._groups.get(ordinal)
         if kind == "admitted":
             after = self._admitted(before, ordinal, attempt, oldest)
-        elif kind == "returned":
-            after = self._returned(before, ordinal, attempt, oldest)
+        elif kind == "requeued":
+            after = self._requeued(before, ordinal, attempt, oldest)
         else:
             allowed, state = _MOVES[kind]
             if before is None or before.state not in allowed or before.attempt != attempt:
@@ -166,15 +182,11 @@ class Audit:
             self._find(f"group {ordinal} is admitted again at version {oldest}; published is {self._driver.version}")
         return GroupNow("waiting", attempt, oldest)
 
-    def _returned(self, before: GroupNow | None, ordinal: int, attempt: int, oldest: int) -> GroupNow:
-        if before is not None and before.state == "leased" and attempt == before.attempt:
-            if oldest != before.version:
-                self._find(f"group {ordinal} is returned with version {oldest}; it was leased with {before.version}")
-            return GroupNow("ready", attempt, oldest)
+    def _requeued(self, before: GroupNow | None, ordinal: int, attempt: int, oldest: int) -> GroupNow:
         if before is None or before.state not in ("running", "waiting") or attempt != before.attempt + 1:
-            self._find(f"group {ordinal}.{attempt} is returned, but {_was(before)}")
+            self._find(f"group {ordinal}.{attempt} is requeued, but {_was(before)}")
         elif oldest != min(before.version, self._driver.version):
-            self._find(f"group {ordinal} is returned with version {oldest}; it had {before.version}")
+            self._find(f"group {ordinal} is requeued with version {oldest}; it had {before.version}")
         return GroupNow("waiting", attempt, oldest)
 
     def _check_version(self, kind: str, ordinal: int, before: GroupNow, oldest: int) -> None:
@@ -227,58 +239,58 @@ class Audit:
 
     def _step_differs(self, step: int) -> None:
         if step < self.step:
-            self._find(f"an event of step {step} after step {self.step} was complete")
+            self._find(f"an event of trainer version {step} after step {self.step} was complete")
         else:
             found, asked = len(self._training), self.limits.groups_per_step
-            self._find(f"step {self.step + 1} trained {found} groups, not {asked}, and step {step} goes on")
+            self._find(f"step {self.step + 1} trained {found} groups, not {asked}, and trainer version {step} goes on")
         self._training.clear()
         self._announced = None
         self.step = step
 
     # -- everything else ---------------------------------------------------------------------------------------------
 
-    def _on_other(self, kind: str, event: Mapping[str, Any]) -> None:
-        if kind not in ("start", "end", "snapshot", "restored"):
-            self._driver.on(kind, event, self.step)
-        match kind:
-            case "step" if not self.is_lost:
-                self._on_step(event["step"], tuple(sorted(event["ordinals"])), event["lag_max"])
-            case "snapshot":
-                self._on_snapshot(event)
-            case "restored":
-                self._on_restored(event["snapshot"], event["step"], event["counts"])
-            case "resume":
-                self._on_resume(event["step"], event["checkpoint"])
-            case "start":
+    def _on_other(self, event: Event, chain: Any) -> None:
+        if not isinstance(event, RunStarted | RunEnded | SnapshotTaken | SnapshotRestored):
+            self._driver.on(event, self.step)
+        match event:
+            case StepTrained() if not self.is_lost:
+                self._on_step(event.step, tuple(sorted(event.ordinals)), event.lag_max)
+            case SnapshotTaken():
+                self._on_snapshot(event, chain)
+            case SnapshotRestored():
+                self._on_restored(event)
+            case TrainingResumed():
+                self._on_resume(event.step, event.checkpoint)
+            case RunStarted():
                 self._on_start(event)
-            case "end":
-                self._on_end(event["outcome"], event["step"])
+            case RunEnded():
+                self._on_end(event.outcome, event.step)
             case _:
-                self._note(kind, event)
+                self._note(event)
 
-    def _note(self, kind: str, event: Mapping[str, Any]) -> None:
+    def _note(self, event: Event) -> None:
         """Troubles and recoveries, for the report."""
-        if kind == "fault":
+        if isinstance(event, RunFaulted):
             self.outcome = "failed"
-            self.troubles[_named(f"fault {event['error']}", event)] += 1
-        elif kind.endswith(_TROUBLE):
-            self._side_lost |= kind == "training_failed"
-            self.troubles[_named(kind, event)] += 1
-        elif kind.endswith(("restarted", "rejoined", "_serving")):
-            self.recoveries[_named(kind, event)] += 1
+            self.troubles[f"{event.kind} {event.error}"] += 1
+        elif event.kind.endswith(_TROUBLE):
+            self._side_lost |= isinstance(event, TrainingFailed)
+            self.troubles[_named(event)] += 1
+        elif event.kind.endswith(("restarted", "rejoined", "_serving")):
+            self.recoveries[_named(event)] += 1
 
-    def _on_start(self, event: Mapping[str, Any]) -> None:
-        names = ("groups_per_step", "max_lag", "max_steps", "replicas", "verify")
-        before, self.limits = self.limits, Limits(*(event[name] for name in names))
+    def _on_start(self, event: RunStarted) -> None:
+        limits = event.groups_per_step, event.max_lag, event.max_steps, event.replicas, event.verify
+        before, self.limits = self.limits, Limits(*limits)
         fixed = [(limits.groups_per_step, limits.max_lag) for limits in (before, self.limits)]
-        if self.starts and event["resumed"] and fixed[0] != fixed[1]:
+        if self.starts and event.resumed and fixed[0] != fixed[1]:
             self._find(f"the run goes on with groups_per_step and max_lag {fixed[1]}; it had {fixed[0]}")
         if self.starts and self.outcome == "unknown":
             self.crashes += 1
         self.starts += 1
         self.outcome = "unknown"
-        self._driver.start(self.limits, resumed=event["resumed"])
-        if event["resumed"]:
+        self._driver.start(self.limits, resumed=event.resumed)
+        if event.resumed:
             self._awaiting = self._line, None
         else:
             self._undo(NOTHING)
@@ -291,8 +303,8 @@ class Audit:
             self._find(f"resume without a checkpoint at step {step}")
         self._undo(NOTHING)
 
-    def _on_snapshot(self, event: Mapping[str, Any]) -> None:
-        name, step = event["snapshot"], event["step"]
+    def _on_snapshot(self, event: SnapshotTaken, chain: Any) -> None:
+        name, step = event.snapshot, event.step
         saved = self._saved.pop(name, None)
         if self.is_lost:
             return
@@ -303,15 +315,16 @@ class Audit:
             self._find(f"snapshot {name} was taken before")
         if step != self.step or self._training:
             self._find(f"snapshot {name} of step {step}; the replay is at step {self.step}")
-        self._same_counts(f"snapshot {name}", event["counts"])
+        self._same_counts(f"snapshot {name}", event.counts)
         if saved is not None:
-            self._same_as(saved, event)
+            self._same_as(saved, chain)
         self._marks.pop(name, None)
         self._marks[name] = Mark(
             self._line, len(self._journal), self.step, self._driver.version, self._next_ordinal, dict(self.counts)
         )
 
-    def _on_restored(self, name: str, step: int, counts: Mapping[str, int]) -> None:
+    def _on_restored(self, event: SnapshotRestored) -> None:
+        name, step = event.snapshot, event.step
         awaited, self._awaiting = self._awaiting, None
         if awaited is None or awaited[1] != step:
             found = "did not resume from a checkpoint" if awaited is None else f"resumed at step {awaited[1]}"
@@ -323,7 +336,7 @@ class Audit:
         self._undo(mark)
         if step != self.step:
             self._find(f"restored snapshot {name} of step {step}; it was taken at step {self.step}")
-        self._same_counts(f"restored {name}", counts)
+        self._same_counts(f"restored {name}", event.counts)
 
     def _on_step(self, step: int, ordinals: tuple[int, ...], lag_max: int) -> None:
         self._lives()
@@ -409,15 +422,16 @@ class Audit:
         while self.lags and next(reversed(self.lags)) >= step:
             self.lags.popitem()
 
-    def _same_counts(self, what: str, counts: Mapping[str, int]) -> None:
-        wrong = [f"{n} {counts.get(n)}, not {self.counts[n]}" for n in COUNTS if counts.get(n) != self.counts[n]]
+    def _same_counts(self, what: str, counts: LedgerCounts) -> None:
+        found = asdict(counts)
+        wrong = [f"{n} {found[n]}, not {self.counts[n]}" for n in COUNTS if found[n] != self.counts[n]]
         if wrong:
             self._find(f"{what} does not agree with the events before it: {'; '.join(wrong)}")
 
-    def _same_as(self, saved: Saved, event: Mapping[str, Any]) -> None:
-        """The checkpoint of the snapshot that was just taken."""
+    def _same_as(self, saved: Saved, chain: Any) -> None:
+        """The checkpoint of the snapshot that was just taken; `chain` is that of its line."""
         name = f"checkpoints/{saved.name}"
-        if event.get("chain", saved.chain) != saved.chain:
+        if chain not in (None, saved.chain):
             self._find(f"{name} has another hash of this snapshot: something before it is not what was written")
         now = self.step, self._driver.version, self._next_ordinal
         if now != (saved.step, saved.version, saved.next_ordinal):
@@ -444,7 +458,8 @@ def _was(group: GroupNow | None) -> str:
     return "it was never admitted" if group is None else f"it is {group.state}, attempt {group.attempt}"
 
 
-def _named(kind: str, event: Mapping[str, Any]) -> str:
-    """`kind` with the process that the event names, if any."""
-    process = event.get("process") or (f"replica {event['replica']}" if "replica" in event else "")
-    return f"{kind} ({process})" if process else kind
+def _named(event: Event) -> str:
+    """Its kind, with the process that it names, if any."""
+    replica = getattr(event, "replica", None)
+    process = getattr(event, "process", "" if replica is None else f"replica {replica}")
+    return f"{event.kind} ({process})" if process else event.kind

@@ -11,8 +11,10 @@ from typing import Any
 
 import xxhash
 
-from asyncrl.audit.fields import are_counts, is_whole
 from asyncrl.audit.replay_state import GroupNow
+from asyncrl.json_records import from_plain
+from asyncrl.types import LedgerCounts
+from asyncrl.types.ranges import Whole
 
 _NAME = re.compile(r"(abandoned_)?step_\d+(\.replaced)?")
 _STATE, _LEDGER = "state.json", "queue/ledger.json"
@@ -28,7 +30,7 @@ class Saved:
     step: int
     version: int
     next_ordinal: int
-    counts: Mapping[str, int]
+    counts: LedgerCounts
     groups: Mapping[int, GroupNow]
     groups_per_step: int
     max_lag: int
@@ -48,20 +50,19 @@ def _read(path: Path) -> Saved | None:
         state, ledger = (_intact(path, name, listed) for name in (_STATE, _LEDGER))
         now = ledger["ledger"]
         groups = {r["ordinal"]: GroupNow(_state(r), r["attempt"], r["version"]) for r in now["records"]}
-        saved = Saved(
+        from_plain(tuple[Whole, ...], list(groups))
+        return Saved(
             path.name,
-            ledger["snapshot"],
+            from_plain(str, ledger["snapshot"]),
             ledger["chain"],
             now["step"],
             now["version"],
             now["next_ordinal"],
-            now["counts"],
+            from_plain(LedgerCounts, now["counts"]),
             groups,
             state["groups_per_step"],
             state["max_lag"],
         )
-        formed = isinstance(saved.snapshot, str) and are_counts(saved.counts) and all(map(is_whole, groups))
-        return saved if formed else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -20,6 +20,7 @@ from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
 from asyncrl.types import PartialGroup
+from asyncrl.types.events import CheckpointFailed, CheckpointSaved, Event
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class TrainerState(Protocol):
 
 class CheckpointWriter:
     """Args:
-    on_event: writes an event, as `EventLog.write`.
+    on_event: `EventLog.write`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class CheckpointWriter:
         queue: QueueState,
         trainers: TrainerState,
         *,
-        on_event: Callable[..., None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self._config = config
         self._store = store
@@ -127,7 +128,7 @@ class CheckpointWriter:
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
             self._discard(temporary)
-            self._on_event("checkpoint_failed", step=state.global_steps, error=f"{type(error).__name__}: {error}")
+            self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
             logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
             self._failures += 1
             if self._failures > self._config.max_failures:
@@ -139,7 +140,7 @@ class CheckpointWriter:
         else:
             self._failures = 0
             took_s = time.monotonic() - started
-            self._on_event("checkpoint", step=state.global_steps, path=path.name, save_s=took_s, capture_s=capture_s)
+            self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
 
     async def _finish(self, temporary: Path, state: RunState) -> Path:
         """Raises StorageError. When it is cancelled the checkpoint does not get its name later, beside those of a

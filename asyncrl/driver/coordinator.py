@@ -25,6 +25,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, ex
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport
+from asyncrl.types.events import StepTrained, TrainingResumed, WeightsPublished
 from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
@@ -171,10 +172,11 @@ class Coordinator:
         metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
         parts.events.write(
-            "step",
-            step=self._step + 1,
-            ordinals=[group.ordinal for group in manifest.groups],
-            lag_max=max(group.lag_max for group in manifest.groups),
+            StepTrained(
+                step=self._step + 1,
+                ordinals=tuple(group.ordinal for group in manifest.groups),
+                lag_max=max(group.lag_max for group in manifest.groups),
+            )
         )
         counts = await parts.queue.commit(self._step)
         self._step += 1
@@ -261,15 +263,16 @@ class Coordinator:
 
     def _record(self, report: PublishReport) -> None:
         self._parts.events.write(
-            "publish",
-            version=report.version,
-            publish_s=report.publish_s,
-            pause_s=report.pause_s,
-            transfer_s=report.transfer_s,
-            bytes=report.nbytes,
-            verified=report.verified,
-            attempts=report.attempts,
-            replicas=report.replicas,
+            WeightsPublished(
+                version=self._step,
+                publish_s=report.publish_s,
+                pause_s=report.pause_s,
+                transfer_s=report.transfer_s,
+                bytes=report.nbytes,
+                verified=report.verified,
+                attempts=report.attempts,
+                replicas=report.replicas,
+            )
         )
         self._parts.saw("publish", time.monotonic())
 
@@ -289,10 +292,10 @@ class Coordinator:
         """Restores the state of the checkpoint; without one the run starts at step 0."""
         parts = self._parts
         if checkpoint is None:
-            parts.events.write("resume", step=0, checkpoint=None)
+            parts.events.write(TrainingResumed(step=0, checkpoint=None))
             return
         state = read_state(checkpoint)
-        parts.events.write("resume", step=state.global_steps, checkpoint=checkpoint.name)
+        parts.events.write(TrainingResumed(step=state.global_steps, checkpoint=checkpoint.name))
         await parts.trainers.load(checkpoint / "trainer")
         counts = await parts.queue.load(checkpoint / "queue")
         if counts.trained != state.global_steps * state.groups_per_step:

@@ -21,6 +21,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
 from asyncrl.types import EvalResult, ReplicaTable
+from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
 from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Evaluations:
                 self._due = 0
             else:
                 logger.warning("no evaluation after step %d: that of step %d goes on", step, self._beside.step)
-                self._parts.events.write("evaluation_skipped", step=step, running=self._beside.step)
+                self._parts.events.write(EvaluationSkipped(step, running=self._beside.step))
         if self._due is not None and self._beside is None:
             await self._begin(step)
         return found
@@ -144,7 +145,7 @@ class Evaluations:
             logger.warning("the evaluation after step %d waits for a replica that can be spared", step)
             return
         tries, self._due, version = self._due + 1, None, self._published()
-        self._parts.events.write("evaluation_started", step=step, version=version, replicas=sorted(leases))
+        self._parts.events.write(EvaluationStarted(step, version, replicas=tuple(sorted(leases))))
         work = asyncio.create_task(self._by_leased(leases, version), name=f"evaluation of version {version}")
         self._beside = _Beside(step, version, tries, work)
 
@@ -194,7 +195,7 @@ class Evaluations:
 
     def _failed(self, error: AsyncRLError, step: int, version: int, tries: int) -> None:
         logger.warning("the evaluation of version %d has failed: %s", version, error)
-        self._parts.events.write("evaluation_failed", step=step, version=version, tries=tries, error=str(error))
+        self._parts.events.write(EvaluationFailed(step, version, tries, str(error)))
 
     def _tell(self, results: list[EvalResult], step: int, version: int, started: float) -> dict[str, float]:
         parts = self._parts
@@ -203,17 +204,18 @@ class Evaluations:
             if len(answered) > 1:
                 logger.warning("%s was answered by versions %s: replicas were lost in the middle", r.name, answered)
             parts.events.write(
-                "evaluation",
-                step=step,
-                version=max(answered),
-                name=r.name,
-                accuracy=r.accuracy,
-                interval=list(r.interval),
-                pass_at=dict(r.pass_at),
-                samples=r.samples,
-                prompts=r.num_prompts,
-                questions=r.num_questions,
-                failed=r.num_failed,
+                SetEvaluated(
+                    step=step,
+                    version=max(answered),
+                    name=r.name,
+                    accuracy=r.accuracy,
+                    interval=r.interval,
+                    pass_at={str(k): value for k, value in r.pass_at},
+                    samples=r.samples,
+                    prompts=r.num_prompts,
+                    questions=r.num_questions,
+                    failed=r.num_failed,
+                )
             )
             logger.info(
                 "evaluation of version %d: %s accuracy %.3f [%.3f, %.3f] (%d)",

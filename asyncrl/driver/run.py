@@ -62,6 +62,7 @@ from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import WAITS
+from asyncrl.types.events import RunEnded, RunFaulted, RunStarted, TrainingFailed, TrainingRestarted
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,7 @@ class _Run:
                 if not coordinator.restored:  # a stop before training began
                     return self._interrupted(_step_of(start_from))
                 complete = coordinator.step >= self._recipe.run.max_steps
-                outcome = "finished" if complete else "interrupted"
-                self._events.write("end", outcome=outcome, step=coordinator.step)
+                self._events.write(RunEnded("finished" if complete else "interrupted", coordinator.step))
                 return coordinator.step, complete
             started, elapsed_s = time.monotonic(), coordinator.elapsed_s
             if not await self._restart(lost, coordinator.step, budget):
@@ -175,17 +175,13 @@ class _Run:
             if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
-            self._events.write(
-                "training_restarted",
-                process=str(lost.process),
-                seconds=time.monotonic() - started,
-                checkpoint=start_from.name if start_from else None,
-            )
+            checkpoint = start_from.name if start_from else None
+            self._events.write(TrainingRestarted(str(lost.process), time.monotonic() - started, checkpoint))
             watchdog.saw("verified", budget.total)
 
     def _interrupted(self, step: int) -> tuple[int, bool]:
         """Records a stop outside of training: the last checkpoint remains the newest."""
-        self._events.write("end", outcome="interrupted", step=step)
+        self._events.write(RunEnded("interrupted", step))
         return step, False
 
     async def _restart(self, lost: AsyncRLError, step: int, budget: RestartBudget) -> bool:
@@ -278,23 +274,24 @@ class _Run:
         """Writes the start event, with the limits that the audit checks: they cannot be changed afterwards."""
         recipe = self._recipe
         self._events.write(
-            "start",
-            name=self._spec.name,
-            resumed=self._spec.start_from is not None,
-            pid=os.getpid(),
-            groups_per_step=recipe.batch.groups_per_step,
-            max_lag=recipe.max_lag,
-            max_steps=recipe.run.max_steps,
-            replicas=recipe.rollout.num_replicas,
-            verify=recipe.weights.verify,
+            RunStarted(
+                name=self._spec.name,
+                resumed=self._spec.start_from is not None,
+                pid=os.getpid(),
+                groups_per_step=recipe.batch.groups_per_step,
+                max_lag=recipe.max_lag,
+                max_steps=recipe.run.max_steps,
+                replicas=recipe.rollout.num_replicas,
+                verify=recipe.weights.verify,
+            )
         )
 
     def _write_loss(self, lost: AsyncRLError, step: int) -> None:
-        self._events.write("training_failed", process=str(lost.process), error=str(lost), step=step)
+        self._events.write(TrainingFailed(str(lost.process), str(lost), step))
 
     def _write_fault(self, error: Exception) -> None:
         try:
-            self._events.write("fault", error=type(error).__name__, message=str(error))
+            self._events.write(RunFaulted(type(error).__name__, str(error)))
         except StorageError as full:  # must not hide the error itself
             logger.warning("%s", full)
 

@@ -7,11 +7,12 @@ import json
 import os
 import secrets
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.errors import unwritable
+from asyncrl.types.events import Event
 
 CHAIN_BYTES = 16
 READ_BYTES = 1 << 20
@@ -45,12 +46,13 @@ class EventLog:
         except OSError as error:
             raise unwritable(path, error) from error
 
-    def write(self, event: str, **fields: Any) -> None:
-        """One event of kind `event`; fields must be JSON values. Raises StorageError: it could not be written."""
+    def write(self, event: Event) -> None:
+        """Raises StorageError: it could not be written."""
         try:
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
-            record = {"event": event, "time_s": time.time(), "monotonic_s": time.monotonic(), **fields, **seal}
+            now = {"time_s": time.time(), "monotonic_s": time.monotonic()}
+            record = {"event": event.kind, **now, **asdict(event), **seal}
             body = self._hide(json.dumps(record))[:-1].encode()
             chain = self._before.copy()
             chain.update(body)

@@ -1,4 +1,4 @@
-"""What the ledger keeps and says of groups, as plain values."""
+"""What the ledger keeps of groups, as plain values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,6 @@ from asyncrl.types import LedgerCounts, Ticket
 
 State = Literal["running", "ready", "leased"]
 End = Literal["trained", "filtered", "expired", "failed"]
-EventKind = Literal["admitted", "reissued", "ready", "leased", "returned", "trained", "filtered", "expired", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEvent:
-    """One transition of one group; `step` and `version` are those of the ledger when it happened."""
-
-    kind: EventKind
-    ordinal: int
-    attempt: int
-    step: int
-    version: int
-    oldest_version: int
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

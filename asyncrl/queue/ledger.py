@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from asyncrl.errors import LedgerError
-from asyncrl.queue.group_records import End, EventKind, GroupEvent, GroupRecord, LedgerSnapshot, State
+from asyncrl.queue.group_records import End, GroupRecord, LedgerSnapshot, State
 from asyncrl.queue.staleness import Candidate, Selection, StalenessPolicy
 from asyncrl.types import LedgerCounts, Ticket
+from asyncrl.types.events import GroupChanged, Transition
 
 
 class Ledger:
@@ -36,7 +37,7 @@ class Ledger:
         *,
         max_attempts: int = 3,
         max_groups: int | None = None,
-        on_event: Callable[[GroupEvent], None] = lambda event: None,
+        on_event: Callable[[GroupChanged], None] = lambda event: None,
     ) -> None:
         self.policy = policy
         self.step = 0
@@ -105,7 +106,7 @@ class Ledger:
         if failures >= self._max_attempts:
             self._end(record, "failed", reason)
             return False
-        self._reissue(replace(record, failures=failures), reason)
+        self._requeue(replace(record, failures=failures), reason)
         return True
 
     def take_back(self, tickets: Iterable[Ticket], reason: str) -> int:
@@ -116,7 +117,7 @@ class Ledger:
         for ticket in tickets:
             record = self._records.get(ticket.ordinal)
             if record is not None and record.state == "running" and record.attempt == ticket.attempt and record.issued:
-                self._reissue(record, reason)
+                self._requeue(record, reason)
                 taken += 1
         return taken
 
@@ -175,7 +176,7 @@ class Ledger:
         self._at(step, "rollback")
         for record in [r for r in self._records.values() if r.state == "leased"]:
             self._move(record, "ready")
-            self._emit("returned", record)
+            self._emit("released", record)
 
     def published(self, version: int) -> None:
         """The replicas now serve `version`; slots of the steps it contains are free."""
@@ -232,7 +233,7 @@ class Ledger:
         self._forget_cancelled()
         self.rollback(self.step)
         for record in self.running():
-            self._reissue(record, "restored from a checkpoint", kept=record.ordinal in kept)
+            self._requeue(record, "restored from a checkpoint", kept=record.ordinal in kept)
         for ordinal in self.policy.surplus([self._candidate(r) for r in self._records.values()], self.step):
             self._end(self._records[ordinal], "expired", f"too old for on_overdue={self.policy.on_overdue}")
         self._check()
@@ -311,12 +312,12 @@ class Ledger:
         if step != self.step:
             raise LedgerError(f"{call}({step}): the step to be trained next is {self.step}")
 
-    def _reissue(self, record: GroupRecord, reason: str, *, kept: bool = False) -> None:
+    def _requeue(self, record: GroupRecord, reason: str, *, kept: bool = False) -> None:
         # Never a version that was not published as far as this ledger knows: tokens may not claim to be younger.
         version = min(record.version, self.version)
         again = replace(record, attempt=record.attempt + 1, issued=False, kept=kept, version=version)
         self._records[record.ordinal] = again
-        self._emit("returned", again, reason)
+        self._emit("requeued", again, reason)
 
     def _move(self, record: GroupRecord, state: State) -> None:
         before = self._records[record.ordinal].state
@@ -332,9 +333,9 @@ class Ledger:
         self._emit(end, record, detail)
         self._check()
 
-    def _emit(self, kind: EventKind, record: GroupRecord, detail: str = "") -> None:
-        event = GroupEvent(kind, record.ordinal, record.attempt, self.step, self.version, record.version, detail)
-        self._on_event(event)
+    def _emit(self, transition: Transition, record: GroupRecord, detail: str = "") -> None:
+        group = record.ordinal, record.attempt
+        self._on_event(GroupChanged(transition, *group, self.step, self.version, record.version, detail))
 
     def _check(self) -> None:
         counts = self.counts

@@ -13,14 +13,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.errors import ConfigError, LedgerError, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.budgets import EndBudgets
-from asyncrl.queue.group_records import GroupEvent, GroupRecord
+from asyncrl.queue.group_records import GroupRecord
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
@@ -35,6 +35,7 @@ from asyncrl.types import (
     Ticket,
     TrajectoryGroup,
 )
+from asyncrl.types.events import GroupChanged, SnapshotRestored, SnapshotTaken
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ class MessageQueue:
             for p in (*partials, *self._partials.values())
             if (record := running.get(p.ticket.ordinal)) is not None and _continues(p, record, ledger.step)
         ]
-        self._events.write("snapshot", snapshot=snapshot, step=ledger.step, counts=asdict(ledger.counts))
+        self._events.write(SnapshotTaken(snapshot, ledger.step, ledger.counts))
         self._captured = SavedState(
             snapshot=snapshot,
             chain=self._events.chain,
@@ -255,8 +256,7 @@ class MessageQueue:
 
         Raises ConfigError: the files below `directory` do not fit."""
         saved = await asyncio.to_thread(load_state, directory)
-        step, counts = saved.ledger.step, asdict(saved.ledger.counts)
-        self._events.write("restored", snapshot=saved.snapshot, step=step, counts=counts)
+        self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
         self._leased = {}
         self._overdue_since = None
@@ -297,11 +297,10 @@ class MessageQueue:
     def _overdue_s(self) -> float:
         return 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
 
-    def _record(self, event: GroupEvent) -> None:
-        fields = asdict(event)
-        self._events.write("group", transition=fields.pop("kind"), **fields)
-        if event.kind in ("trained", "filtered", "expired", "failed"):
-            self._budgets.add(event.kind)
+    def _record(self, event: GroupChanged) -> None:
+        self._events.write(event)
+        if event.transition in ("trained", "filtered", "expired", "failed"):
+            self._budgets.add(event.transition)
             self._stored.pop(event.ordinal, None)
             self._partials.pop(event.ordinal, None)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.types.ranges import Whole
 from asyncrl.types.trajectories import FinishReason, Segment, Trajectory
 
 
@@ -123,14 +124,14 @@ class LeaseManifest:
 class LedgerCounts:
     """Groups: `admitted` and the four ends are cumulative, the three states are current."""
 
-    admitted: int = 0
-    running: int = 0
-    ready: int = 0
-    leased: int = 0
-    trained: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
+    admitted: Whole = 0
+    running: Whole = 0
+    ready: Whole = 0
+    leased: Whole = 0
+    trained: Whole = 0
+    filtered: Whole = 0
+    expired: Whole = 0
+    failed: Whole = 0
 
     @property
     def active(self) -> int:

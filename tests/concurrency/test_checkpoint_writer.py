@@ -49,7 +49,7 @@ class Rig:
             Part(),
             self.queue,
             self.trainers,
-            on_event=lambda kind, **fields: self.events.append((kind, fields["step"])),
+            on_event=lambda event: self.events.append((event.kind, event.step)),
         )
 
     async def save(self, step):

@@ -38,7 +38,7 @@ class Books:
         return Books(*(part.copy() for part in parts))
 
     def add(self, event, max_attempts):
-        ordinal, kind = event.ordinal, event.kind
+        ordinal, kind = event.ordinal, event.transition
         if kind == "admitted":
             assert ordinal not in self.states, "admitted while it is active"
             assert set(self.ends.get(ordinal, ())) <= {"expired"}, "admitted after its end"
@@ -56,8 +56,11 @@ class Books:
                 self.trained_from[ordinal] = event.oldest_version
         elif kind in ("ready", "leased"):
             self.states[ordinal] = kind
-        elif kind == "returned":
-            self.states[ordinal] = "ready" if self.states[ordinal] == "leased" else "running"
+        elif kind == "released":
+            assert self.states[ordinal] == "leased"
+            self.states[ordinal] = "ready"
+        elif kind == "requeued":
+            assert (self.states[ordinal], event.attempt) == ("running", self.attempts[ordinal] + 1)
         self.attempts[ordinal] = event.attempt
 
     def counts(self):
@@ -92,7 +95,7 @@ class Script:
 
     def hear(self, event):
         self.books.add(event, self.max_attempts)
-        self.seen[event.kind] += 1
+        self.seen[event.transition] += 1
 
     def apply(self, byte):
         mixed = byte * 167 + 83 & 255  # small bytes, which hypothesis likes, are to be all kinds of transitions
@@ -369,7 +372,7 @@ def test_random_transitions():
         ),
     )
     assert seen["transitions"] >= 100_000, seen
-    often = {kind: seen[kind] for kind in ("expired", "masked", "resumed", "returned", "failed", "filtered")}
+    often = {kind: seen[kind] for kind in ("expired", "masked", "resumed", "requeued", "failed", "filtered")}
     assert min(often.values()) >= 10, often
 
 

@@ -218,6 +218,8 @@ def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
     last = metrics[-1]
     assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
     lags = [
-        e["step"] - e["oldest_version"] for e in run.events if e["event"] == "group" and e["transition"] == "trained"
+        e["trainer_version"] - e["oldest_version"]
+        for e in run.events
+        if e["event"] == "group" and e["transition"] == "trained"
     ]
     assert max(lags) <= max_lag

@@ -40,7 +40,7 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
         process = lose(run, "Rollouter", how)
         run.wait_for_event("rollouter_restarted", count=number)
         assert not psutil.wait_procs([process], 20)[1], "also one that was only stopped is ended"
-    taken_back = [e for e in events(run, "group") if e["transition"] == "returned"]
+    taken_back = [e for e in events(run, "group") if e["transition"] == "requeued"]
     assert taken_back, "its tickets were taken back"
     assert not events(run, "training_failed"), "nothing was rolled back"
     run.wait_for_event("checkpoint")
@@ -187,7 +187,7 @@ def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_gr
             assert "Traceback" in detail
         if ordinal % 5 == 2:
             assert DeadlineExceeded.__name__ in detail
-    returned = [e["detail"] for e in groups if e["transition"] == "returned" and e["ordinal"] == 14]
+    returned = [e["detail"] for e in groups if e["transition"] == "requeued" and e["ordinal"] == 14]
     assert any("the grader hung up" in detail for detail in returned)
     assert not set(failed) & set(run.transitions("trained"))
     quarantined = [json.loads(line) for line in (run.directory / "quarantine.jsonl").read_text().splitlines()]
@@ -205,7 +205,7 @@ def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_ag
     )
     assert run.wait() == 0, run.log
     assert_audited(run, max_lag=2, steps=3)
-    details = [e["detail"] for e in run.events if e["event"] == "group" and e["transition"] in ("returned", "failed")]
+    details = [e["detail"] for e in run.events if e["event"] == "group" and e["transition"] in ("requeued", "failed")]
     assert any("DeadlineExceeded" in d for d in details)
     assert any("ProcessDied" in d for d in details)
 

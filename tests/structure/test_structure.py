@@ -17,6 +17,7 @@ from setuptools import find_packages
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.trainer.backends import BACKENDS
+from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import FAMILIES, Metric
 
 pytestmark = pytest.mark.structure
@@ -296,6 +297,24 @@ def test_a_metric_is_spelt_where_it_is_declared_only():
         if text in set(Metric) - {Metric.STEP, Metric.TIME} or text in groups or text.startswith(FAMILIES)
     ]
     assert not spelt, "use asyncrl.types.metrics"
+
+
+def test_an_event_is_declared_once_and_written():
+    """No other module spells a kind of event; no kind is declared that nothing writes."""
+    kinds = {kind for kind in EVENTS if "_" in kind}  # the others are words of other things too
+    tools = sorted((ROOT / "tools").rglob("*.py"))
+    spelt = [
+        f"{path.relative_to(ROOT)}:{line} {text!r}"
+        for path in (*FILES, *tools)
+        if path != PACKAGE / "types" / "events.py"
+        for line, text in texts(path)
+        if text in kinds
+    ]
+    assert not spelt, "use asyncrl.types.events"
+    trees = [ast.parse(path.read_text()) for path in FILES if part_of(path) != "audit"]
+    calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    made = {called.id for called in calls if isinstance(called, ast.Name)}
+    assert {event.__name__ for event in EVENTS.values()} <= made
 
 
 def test_the_generated_tables_of_the_documents_are_up_to_date():

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.audit import Audit, Limits
 from asyncrl.audit.replay_state import GroupNow
 from asyncrl.audit.saved import Saved
+from asyncrl.types import LedgerCounts
 
 B, MAX_LAG, STEPS, REPLICAS = 2, 2, 5, 3
 LIMITS = Limits(B, MAX_LAG, STEPS, REPLICAS, "first")
@@ -125,7 +126,7 @@ class Run:
             self.write("restored", snapshot=name, step=saved.step, counts=saved.all_counts())
             for ordinal in self.state.of("leased"):
                 self.state.groups[ordinal][0] = "ready"
-                self.group("returned", ordinal)
+                self.group("released", ordinal)
             for ordinal in self.state.of("running", "waiting"):
                 self.give_back(ordinal)
         else:
@@ -211,7 +212,7 @@ class Run:
         self.checkpoint = step
         name, state = self.saved[-1]
         groups = {o: GroupNow(*group) for o, group in state.groups.items()}
-        counts = state.all_counts()
+        counts = LedgerCounts(**state.all_counts())
         now = (step, state.version, state.next_ordinal, counts, groups, B, MAX_LAG)
         self.checkpoints[name] = Saved(f"step_{step}", name, "", *now)
         self.write("checkpoint", step=step, path=f"step_{step}", save_s=0.2, capture_s=0.1)
@@ -261,7 +262,7 @@ class Run:
     def group(self, transition: str, ordinal: int) -> None:
         state = self.state
         _, attempt, version = state.groups[ordinal]
-        now = {"attempt": attempt, "step": state.step, "version": state.version, "oldest_version": version}
+        now = {"attempt": attempt, "trainer_version": state.step, "version": state.version, "oldest_version": version}
         self.write("group", transition=transition, ordinal=ordinal, **now, detail="")
 
     def end(self, ordinal: int, end: str) -> None:
@@ -308,7 +309,7 @@ class Run:
     def give_back(self, ordinal: int) -> None:
         group = self.state.groups[ordinal]
         group[:] = "waiting", group[1] + 1, min(group[2], self.state.version)
-        self.group("returned", ordinal)
+        self.group("requeued", ordinal)
 
     def expire(self) -> None:
         candidates = self.state.of("running", "ready")
@@ -346,7 +347,7 @@ class Run:
         if self.rng.random() < 0.1:
             for ordinal in leased:
                 state.groups[ordinal][0] = "ready"
-                self.group("returned", ordinal)
+                self.group("released", ordinal)
             return
         lag_max = max(state.step - state.groups[o][2] for o in leased)
         self.write("step", step=state.step + 1, ordinals=leased, lag_max=lag_max)
@@ -400,8 +401,8 @@ def broken_promise(events: list[Event]) -> str:
         if e["transition"] in ENDS:
             ended[e["ordinal"]].append(e["transition"])
         if e["transition"] == "trained":
-            steps[e["step"]] += 1
-            if e["step"] - e["oldest_version"] > MAX_LAG:
+            steps[e["trainer_version"]] += 1
+            if e["trainer_version"] - e["oldest_version"] > MAX_LAG:
                 return f"over the limit: {e}"
     if sorted(admitted) != list(range(len(admitted))):
         return "an ordinal was left out"

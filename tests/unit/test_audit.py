@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.audit import Audit, AuditReport, Finding, audit_run, main
-from asyncrl.audit.fields import FIELDS
 from asyncrl.audit.log import read_log
 from asyncrl.checkpoint.digests import seal
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
+from asyncrl.types.events import EVENTS, RunFaulted
 from tests.unit.audit_model import COUNTS, LIMITS, STEPS, Event, Run, broken_promise, replay, sealed, surviving
 
 pytestmark = pytest.mark.unit
@@ -90,7 +91,7 @@ def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crash
     seed=SEEDS,
     crashes=st.booleans(),
     place=st.integers(0, 10**6),
-    name=st.sampled_from(["ordinal", "attempt", "step", "version", "oldest_version"]),
+    name=st.sampled_from(["ordinal", "attempt", "trainer_version", "version", "oldest_version"]),
     delta=st.sampled_from([-2, -1, 1, 2]),
 )
 @example(seed=20762620, crashes=True, place=9277, name="ordinal", delta=-2)
@@ -107,7 +108,7 @@ def test_a_number_that_changed_is_found_or_breaks_no_promise(seed, crashes, plac
     lines[at] = lines[at].replace(before, f'"{name}": {events[at][name]},'.encode())
     assert unconfirmed(b"".join(lines))
     found = replay(events).findings
-    if name in ("attempt", "step"):
+    if name in ("attempt", "trainer_version"):
         assert found
     elif not found:
         assert broken_promise(events) == ""
@@ -152,9 +153,10 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from asyncrl.observability.events import EventLog
+from asyncrl.types.events import RunFaulted
 log = EventLog(Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
-    log.write("note", number=number, text="x" * (number % 50))
+    log.write(RunFaulted("note", "x" * (number % 50)))
 os.kill(os.getpid(), 9)
 """
 
@@ -165,13 +167,13 @@ def test_writers_that_race_die_and_tear_lines_leave_hashes_that_fit(tmp_path):
     for _ in range(2):
         writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(count)]) for _ in range(2)]
         while any(writer.poll() is None for writer in writers):
-            log.write("own")
+            log.write(RunFaulted("own", ""))
         with path.open("ab") as torn:
             torn.write(b'{"event": "gro')
-        log.write("glued to a torn line")
+        log.write(RunFaulted("glued", "to a torn line"))
         with path.open("ab") as torn:
             torn.write(b'{"event": "gro')
-    EventLog(path).write("after a restart")
+    EventLog(path).write(RunFaulted("after", "a restart"))
     assert log.chain in path.read_text()
     assert path.read_bytes().count(b'"note"') == 4 * count
     assert unconfirmed(path.read_bytes()) == []
@@ -195,7 +197,7 @@ def event(kind: str, **fields: Any) -> Event:
 
 
 def group(transition: str, ordinal: int, step: int, version: int, oldest: int, attempt: int = 0) -> Event:
-    names = {"step": step, "version": version, "oldest_version": oldest}
+    names = {"trainer_version": step, "version": version, "oldest_version": oldest}
     return event("group", transition=transition, ordinal=ordinal, attempt=attempt, **names, detail="")
 
 
@@ -374,12 +376,14 @@ def test_what_a_group_may_not_do(run_dir):
     cases: list[tuple[list[Event], str]] = [
         ([*fresh, group("leased", 2, 1, 1, 0)], "was ready with 1"),
         ([*fresh, group("trained", 2, 1, 1, 1)], "it is ready"),
-        ([*fresh, group("leased", 2, 1, 1, 1), group("returned", 2, 1, 1, 0)], "it was leased with 1"),
-        ([*fresh, group("returned", 2, 1, 1, 1, attempt=1)], "it is ready"),
+        ([*fresh, group("leased", 2, 1, 1, 1), group("released", 2, 1, 1, 0)], "it was leased with 1"),
+        ([*fresh, group("requeued", 2, 1, 1, 1, attempt=1)], "it is ready"),
+        ([*fresh, group("released", 2, 1, 1, 1)], "it is ready"),
+        ([*fresh, group("leased", 2, 1, 1, 1), group("requeued", 2, 1, 1, 1, attempt=1)], "it is leased"),
         ([*expired, group("admitted", 2, 1, 1, 1, attempt=2)], "it is expired, attempt 0"),
         ([*expired, group("admitted", 2, 1, 1, 1)], "it is expired, attempt 0"),
         ([group("admitted", 2, 1, 1, 1), group("admitted", 2, 1, 1, 1, attempt=1)], "it is running, attempt 0"),
-        ([group("admitted", 2, 1, 1, 1), group("returned", 2, 1, 1, 1)], "it is running, attempt 0"),
+        ([group("admitted", 2, 1, 1, 1), group("requeued", 2, 1, 1, 1)], "it is running, attempt 0"),
         ([group("admitted", 2, 1, 1, 1), group("ready", 2, 1, 1, 2)], "outside"),
         ([group("admitted", 2, 1, 1, 1), group("ready", 2, 1, 1, 0)], "outside"),
     ]
@@ -509,7 +513,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-KIND = st.sampled_from(sorted(FIELDS))
+KIND = st.sampled_from(sorted(EVENTS))
 
 
 @settings(max_examples=300, deadline=None)
@@ -517,7 +521,8 @@ KIND = st.sampled_from(sorted(FIELDS))
 def test_no_event_is_too_much_for_it(seed, place, kind, others, data):
     """Events of all kinds with any values, among others that may make sense of them."""
     events = Run(seed, crashes=True).events
-    wrong = {"event": kind} | {name: data.draw(st.integers(-1, 9) | st.text() | JSON) for name in FIELDS[kind]}
+    names = [*(field.name for field in fields(EVENTS[kind])), "time_s", "monotonic_s"]
+    wrong = {"event": kind} | {name: data.draw(st.integers(-1, 9) | st.text() | JSON) for name in names}
     at = place % len(events)
     for event in (wrong, *({"event": other} for other in others), data.draw(st.dictionaries(st.text(), JSON))):
         events.insert(at, event)

@@ -18,6 +18,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import configure_driver
 from asyncrl.rollout.sample_files import QuarantineFile
 from asyncrl.types import Ticket
+from asyncrl.types.events import RunFaulted
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit
@@ -103,7 +104,7 @@ def test_logs_events_and_quarantine_have_the_interpolation(tmp_path, monkeypatch
         raise ValueError(f"no answer of https://host/?key={SECRET}")
     except ValueError as error:
         logging.getLogger("asyncrl.test").exception("asked with %s", SECRET)
-        EventLog(tmp_path / "events.jsonl", hide).write("fault", message=str(error))
+        EventLog(tmp_path / "events.jsonl", hide).write(RunFaulted("ConfigError", str(error)))
         QuarantineFile(tmp_path / "quarantine.jsonl", hide).add(Ticket(0, 0, 0), ROW, repr(error))
     for name in ("log.txt", "events.jsonl", "quarantine.jsonl"):
         text = (tmp_path / name).read_text()

@@ -157,10 +157,10 @@ async def test_every_transition_is_an_event(spec):
     await queue.commit(0)
     events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
     seen = [(e["transition"], e["ordinal"]) for e in events]
-    assert seen[:4] == [("admitted", 0), ("admitted", 1), ("admitted", 2), ("returned", 0)]
+    assert seen[:4] == [("admitted", 0), ("admitted", 1), ("admitted", 2), ("requeued", 0)]
     assert seen[-2:] == [("trained", 1), ("trained", 2)]
     assert "bad reward" in events[3]["detail"]
-    assert all({"time_s", "monotonic_s", "step", "version"} <= set(e) for e in events)
+    assert all({"time_s", "monotonic_s", "trainer_version", "version"} <= set(e) for e in events)
 
 
 async def test_a_straggler_is_given_up_told_once_and_generated_again(spec):

@@ -17,6 +17,7 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from asyncrl.types import LedgerCounts
+from asyncrl.types.events import CheckpointFailed, ReplicaFailed
 from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
 from tests.unit.test_recipes import QUICKSTART
 
@@ -74,10 +75,10 @@ def test_events_of_several_writers_never_mix(tmp_path):
     path = tmp_path / "events.jsonl"
     first, second = EventLog(path), EventLog(path)
     for i in range(50):
-        first.write("a", i=i)
-        second.write("b", i=i, text="x" * 1000)
+        first.write(CheckpointFailed(i, "no space"))
+        second.write(ReplicaFailed(0, "x" * 1000, restarts=i))
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [e["i"] for e in events if e["event"] == "a"] == list(range(50))
+    assert [e["step"] for e in events if e["event"] == "checkpoint_failed"] == list(range(50))
     assert len(events) == 100
 
 

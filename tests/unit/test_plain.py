@@ -1,8 +1,10 @@
 """Values of JSON become records, or an error that names the place."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.json_records import from_plain
 from asyncrl.queue.group_records import LedgerSnapshot
+from asyncrl.types.ranges import Range, Seconds, Share
 
 pytestmark = pytest.mark.unit
 
@@ -26,9 +29,21 @@ class Outer:
     flag: bool
     pairs: tuple[tuple[str, float], ...] = ()
     inner: Inner | None = None
+    digit: Annotated[int, Range(0, 9)] = 0
+    seconds: Seconds = 0.0
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
 
-@given(st.builds(Outer, inner=st.none() | st.builds(Inner, share=st.floats(allow_nan=False))))
+OUTER = st.builds(
+    Outer,
+    inner=st.none() | st.builds(Inner, share=st.floats(allow_nan=False)),
+    digit=st.integers(0, 9),
+    seconds=st.floats(0, allow_infinity=False),
+    shares=st.dictionaries(st.text(), st.floats(0, 1)),
+)
+
+
+@given(OUTER)
 def test_what_was_written_comes_back(value):
     assert from_plain(Outer, json.loads(json.dumps(asdict(value)))) == value
 
@@ -48,6 +63,13 @@ def test_what_was_written_comes_back(value):
         ({"inner": {}}, "inner.kind is missing"),
         ({"inner": 3}, "inner is a int where object is due"),
         ({"more": 3}, "more is unknown"),
+        ({"digit": 10}, "digit is 10, not in Range(low=0, high=9)"),
+        ({"digit": 1.0}, "digit is a float where int is due"),
+        ({"seconds": math.inf}, "seconds is inf, not in Range"),
+        ({"seconds": math.nan}, "seconds is nan, not in Range"),
+        ({"seconds": 10**400}, "seconds is 1000"),
+        ({"shares": [1]}, "shares is a list where object is due"),
+        ({"shares": {"a": 1, "b": -0.1}}, "shares.b is -0.1, not in Range"),
     ],
 )
 def test_the_place_is_named(change, message):

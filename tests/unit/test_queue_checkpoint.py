@@ -175,7 +175,7 @@ async def test_the_events_say_what_a_restore_undoes(spec, tmp_path):
     assert json.loads((tmp_path / "a" / "ledger.json").read_text())["chain"] == snapshot["chain"]
     assert events[at]["counts"] == snapshot["counts"]
     assert snapshot["counts"]["admitted"] == counts.admitted
-    assert {e["transition"] for e in events[at + 1 :]} == {"returned"}, "what the restore itself does follows it"
+    assert {e["transition"] for e in events[at + 1 :]} == {"requeued"}, "what the restore itself does follows it"
 
 
 async def test_the_windows_are_kept(spec, tmp_path):
