@@ -192,7 +192,7 @@ async def serving(
 
     for channel in channels.values():
         channel.spawned = False
-    pool = ReplicaPool(spawn, count, settings, on_event=lambda event, **fields: None)
+    pool = ReplicaPool(spawn, count, settings, on_event=lambda event: None)
 
     async def route(table):
         rows = {i: replace(row, handle=row.handle.channel) for i, row in table.rows.items()}

@@ -24,7 +24,7 @@ from asyncrl.inference.membership import Membership
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import replica
-from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable
+from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,12 @@ class ReplicaPool:
         num_replicas: int,
         settings: PoolSettings,
         *,
-        on_event: Callable[..., None],
+        on_event: Callable[[events.Event], None],
     ) -> None:
         """
         Args:
             spawn: makes the process of replica i, not started.
-            on_event: writes an event, as `EventLog.write`.
+            on_event: `EventLog.write`.
         """
         self._spawn = spawn
         self._settings = settings
@@ -253,7 +253,7 @@ class ReplicaPool:
                 self._membership.apply(replica_id, "committed", version)
                 self._details.pop(replica_id, None)
                 if joins:
-                    self._on_event("replica_serving", replica=replica_id)
+                    self._on_event(events.ReplicaServing(replica_id))
         await self._tell()
         return len(self._current(controls))
 
@@ -281,7 +281,7 @@ class ReplicaPool:
         chosen = sorted(free)[len(free) - count :] if count > 0 else []
         for replica_id in chosen:
             self._membership.apply(replica_id, "lease")
-            self._on_event("replica_leased", replica=replica_id)
+            self._on_event(events.ReplicaLeased(replica_id))
         await self._tell()
         return {i: control for i, control in self.leased.items() if i in chosen and free[i] is control}
 
@@ -292,7 +292,7 @@ class ReplicaPool:
         async def one(replica_id: int, control: Any) -> None:
             if await self._reset(replica_id, control) and self.leased.get(replica_id) is control:
                 self._membership.apply(replica_id, "lease_ended")
-                self._on_event("replica_returned", replica=replica_id)
+                self._on_event(events.ReplicaReturned(replica_id))
 
         leased = {i: control for i, control in controls.items() if self.leased.get(i) is control}
         await asyncio.gather(*(one(i, control) for i, control in leased.items()))
@@ -341,7 +341,7 @@ class ReplicaPool:
 
     def _suspend(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         logger.warning("replica %d is late and suspended: %s", replica_id, why)
-        self._on_event("replica_suspended", replica=replica_id, error=str(why))
+        self._on_event(events.ReplicaSuspended(replica_id, str(why)))
         self._membership.apply(replica_id, "late")
         self._details[replica_id] = str(why)
         # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
@@ -370,13 +370,13 @@ class ReplicaPool:
             else:
                 if self._is_awaited(replica_id, control):
                     self._membership.apply(replica_id, "answered")
-                    self._on_event("replica_rejoined", replica=replica_id)
+                    self._on_event(events.ReplicaRejoined(replica_id))
                     self._changed.set()
             return
 
     def _replace(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         logger.error("replica %d has failed: %s", replica_id, why)
-        self._on_event("replica_failed", replica=replica_id, error=str(why), restarts=self._budget.total)
+        self._on_event(events.ReplicaFailed(replica_id, str(why), restarts=self._budget.total))
         control.kill()
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
@@ -405,7 +405,7 @@ class ReplicaPool:
             return
         if self._is_awaited(replica_id, control):
             self._came_up(replica_id)
-            self._on_event("replica_started", replica=replica_id)
+            self._on_event(events.ReplicaStarted(replica_id))
             self._changed.set()
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 

@@ -12,6 +12,7 @@ from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.types.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -44,5 +45,5 @@ def standalone_pool(
     return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=_log)
 
 
-def _log(event: str, **fields: Any) -> None:
-    logger.info("%s %s", event, fields)
+def _log(event: Event) -> None:
+    logger.info("%s", event)

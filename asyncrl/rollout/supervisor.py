@@ -23,6 +23,7 @@ from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
+from asyncrl.types.events import Event, RollouterFailed, RollouterRestarted
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class RolloutSupervisor:
         returns how many.
     forget: tells the replicas to drop a dead client.
     budget: how often it may be restarted.
-    on_event: writes an event, as `EventLog.write`.
+    on_event: `EventLog.write`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RolloutSupervisor:
         *,
         budget: RestartBudget,
         start_timeout_s: float,
-        on_event: Callable[..., None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self._spawn = spawn
         self._take_back = take_back
@@ -222,7 +223,7 @@ class RolloutSupervisor:
         while True:
             dead = self._current
             logger.error("the rollouter has failed: %s", failure)
-            self._on_event("rollouter_failed", error=str(failure), restarts=self._budget.total)
+            self._on_event(RollouterFailed(str(failure), restarts=self._budget.total))
             if not self._budget.take():
                 raise RunFailed(
                     explain(
@@ -245,7 +246,7 @@ class RolloutSupervisor:
                 assert self._current.failure is not None
                 failure = self._current.failure
                 continue
-            self._on_event("rollouter_restarted", seconds=time.monotonic() - started_s, groups=taken)
+            self._on_event(RollouterRestarted(time.monotonic() - started_s, groups=taken))
             return
 
     async def _drop(self, client_id: str) -> None:

@@ -109,7 +109,7 @@ class Rig:
             self.forget,
             budget=RestartBudget(max_restarts, 3600),
             start_timeout_s=5,
-            on_event=lambda kind, **fields: self.events.append((kind, fields)),
+            on_event=lambda event: self.events.append((event.kind, vars(event))),
         )
 
     def spawn(self, client_id):

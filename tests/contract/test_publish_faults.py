@@ -94,7 +94,7 @@ async def fleet(cluster, model_path):
             health_timeout_s=8.0,
             rejoin_timeout_s=REJOIN_TIMEOUT_S,
         ),
-        on_event=lambda event, **fields: routes.events.append((event, fields.get("replica"))),
+        on_event=lambda event: routes.events.append((event.kind, event.replica)),
     )
     pool.routes = routes
     await pool.start()

@@ -313,7 +313,7 @@ def test_an_event_is_declared_once_and_written():
     assert not spelt, "use asyncrl.types.events"
     trees = [ast.parse(path.read_text()) for path in FILES if part_of(path) != "audit"]
     calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
-    made = {called.id for called in calls if isinstance(called, ast.Name)}
+    made = {ast.unparse(called).removeprefix("events.") for called in calls}
     assert {event.__name__ for event in EVENTS.values()} <= made
 
 

@@ -99,7 +99,7 @@ class Rig:
             spawn,
             num,
             PoolSettings(max_restarts, restart_delay_s=restart_delay_s, **times),
-            on_event=lambda event, **fields: self.events.append((event, fields)),
+            on_event=lambda event: self.events.append((event.kind, vars(event))),
         )
 
     async def listen(self, table):
