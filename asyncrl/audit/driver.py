@@ -5,47 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.audit.audit_report import Limits
-from asyncrl.types.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    EvaluationFailed,
-    EvaluationSkipped,
-    EvaluationStarted,
-    Event,
-    ReplicaFailed,
-    ReplicaLeased,
-    ReplicaRejoined,
-    ReplicaReturned,
-    ReplicaServing,
-    ReplicaStarted,
-    ReplicaSuspended,
-    RollouterFailed,
-    RollouterRestarted,
-    RunFaulted,
-    SetEvaluated,
-    StepTrained,
-    TrainingFailed,
-    TrainingRestarted,
-    TrainingResumed,
-    WeightsPublished,
-)
+from asyncrl.types import events
 
-_REPLICA: dict[type[Event], tuple[tuple[str, ...], str]] = {
-    ReplicaFailed: (("new", "serving", "leased", "suspended", "down"), "down"),
-    ReplicaStarted: (("down",), "new"),
-    ReplicaServing: (("new",), "serving"),
-    ReplicaSuspended: (("new", "serving", "leased"), "suspended"),
-    ReplicaRejoined: (("suspended",), "new"),
-    ReplicaLeased: (("serving",), "leased"),
-    ReplicaReturned: (("leased",), "new"),
+_REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
+    events.ReplicaFailed: (("new", "serving", "leased", "suspended", "down"), "down"),
+    events.ReplicaStarted: (("down",), "new"),
+    events.ReplicaServing: (("new",), "serving"),
+    events.ReplicaSuspended: (("new", "serving", "leased"), "suspended"),
+    events.ReplicaRejoined: (("suspended",), "new"),
+    events.ReplicaLeased: (("serving",), "leased"),
+    events.ReplicaReturned: (("leased",), "new"),
 }
 """Event -> the states of the replica that it may happen in, and the one that follows."""
-_OUT_OF_TRAINING = ReplicaFailed | ReplicaStarted | ReplicaSuspended | ReplicaRejoined
+_OUT_OF_TRAINING = events.ReplicaFailed | events.ReplicaStarted | events.ReplicaSuspended | events.ReplicaRejoined
 """These come from tasks of their own, also while the run ends or its training side is built again."""
-_Life = RunFaulted | TrainingResumed | TrainingFailed | TrainingRestarted
+_Life = events.RunFaulted | events.TrainingResumed | events.TrainingFailed | events.TrainingRestarted
 
 
 @dataclass(slots=True)
@@ -69,7 +46,7 @@ class Driver:
         """`lost`: the training side is, until it has restarted."""
         self.version = 0
         """The published version that the queue has been told."""
-        self.evaluated: dict[int, dict[int, dict[str, SetEvaluated]]] = {}
+        self.evaluated: dict[int, dict[int, dict[str, events.SetEvaluated]]] = {}
         """Step at whose end it was told -> step of the evaluation -> set -> event."""
         self.failed: dict[int, set[int]] = {}
         """Step at whose end it was told -> steps of evaluations that failed."""
@@ -97,26 +74,26 @@ class Driver:
         """Whether this training has published: before that nothing is admitted, and a stop leaves no checkpoint."""
         return self.life == "training" and self._published is not None
 
-    def on(self, event: Event, step: int) -> None:
+    def on(self, event: events.Event, step: int) -> None:
         """Any event but those of the message queue, `start` and `end`."""
         if not isinstance(event, _OUT_OF_TRAINING | _Life):
             self._expect(event.kind, "training")
         match event:
-            case RunFaulted() | TrainingResumed() | TrainingFailed() | TrainingRestarted():
+            case events.RunFaulted() | events.TrainingResumed() | events.TrainingFailed() | events.TrainingRestarted():
                 self._on_life(event)
-            case StepTrained():
+            case events.StepTrained():
                 self.settled(event.kind)
-            case WeightsPublished():
+            case events.WeightsPublished():
                 self._on_publish(event, step)
-            case CheckpointSaved() | CheckpointFailed():
+            case events.CheckpointSaved() | events.CheckpointFailed():
                 self._on_checkpoint(event)
-            case RollouterFailed() | RollouterRestarted():
+            case events.RollouterFailed() | events.RollouterRestarted():
                 self._on_rollouter(event)
-            case SetEvaluated():
+            case events.SetEvaluated():
                 self._on_evaluation(event, step)
-            case EvaluationStarted() | EvaluationFailed() | EvaluationSkipped():
+            case events.EvaluationStarted() | events.EvaluationFailed() | events.EvaluationSkipped():
                 self._on_beside(event, step)
-            case _:
+            case events.ReplicaEvent():
                 self._on_replica(event)
 
     # -- its lives ---------------------------------------------------------------------------------------------------
@@ -177,26 +154,26 @@ class Driver:
 
     def _on_life(self, event: _Life) -> None:
         match event:
-            case RunFaulted():
+            case events.RunFaulted():
                 self.life = "ended"
-            case TrainingResumed():
+            case events.TrainingResumed():
                 self._on_resume(event.step, event.checkpoint)
-            case TrainingRestarted():
+            case events.TrainingRestarted():
                 self._expect(event.kind, "lost")
                 self.life, self._restarted_from = "restarted", event.checkpoint
-            case TrainingFailed():
+            case events.TrainingFailed():
                 if self.life in ("none", "ended"):
                     self._expect(event.kind)
                 self.life = "lost"
                 # What the replicas hold is of a branch that may be undone: they wait for the next publish.
                 self._replicas |= {i: "new" for i, now in self._replicas.items() if now in ("serving", "leased")}
 
-    def _on_rollouter(self, event: RollouterFailed | RollouterRestarted) -> None:
-        if isinstance(event, RollouterFailed):
+    def _on_rollouter(self, event: events.RollouterFailed | events.RollouterRestarted) -> None:
+        if isinstance(event, events.RollouterFailed):
             self._count_restarts("the rollouter", event.restarts)
         elif not self._rollouter_is_gone:
             self._find("the rollouter was restarted, but it had not failed")
-        self._rollouter_is_gone = isinstance(event, RollouterFailed)
+        self._rollouter_is_gone = isinstance(event, events.RollouterFailed)
 
     def _count_restarts(self, what: str, restarts: int) -> None:
         if restarts != self._restarts[what]:
@@ -220,7 +197,7 @@ class Driver:
             self._find(f"{self._joined} replicas began to serve before {before}, but no publish reached them")
         self._is_due, self._joined = False, 0
 
-    def _on_publish(self, event: WeightsPublished, step: int) -> None:
+    def _on_publish(self, event: events.WeightsPublished, step: int) -> None:
         version, replicas, verified = event.version, event.replicas, event.verified
         serving = sum(state == "serving" for state in self._replicas.values())
         if version != step:
@@ -245,13 +222,13 @@ class Driver:
         self._versions.add(version)
         self._is_due, self._joined, self._left = False, 0, 0
 
-    def _on_replica(self, event: Any) -> None:
-        replica: int = event.replica
+    def _on_replica(self, event: events.ReplicaEvent) -> None:
+        replica = event.replica
         before = self._replicas.get(replica, "new")
         allowed, after = _REPLICA[type(event)]
         if before not in allowed or (self.life not in ("none", "ended") and replica >= self._limits.replicas):
             self._find(f"{event.kind} of replica {replica}, which is {before}, of {self._limits.replicas}")
-        if isinstance(event, ReplicaFailed):
+        if isinstance(event, events.ReplicaFailed):
             self._count_restarts("a replica", event.restarts)
         self._replicas[replica] = after
         self._joined += after == "serving"
@@ -268,20 +245,20 @@ class Driver:
             self._find(f"snapshot of step {step}, but nothing tells what became of the checkpoint of {self._captured}")
         self._captured = step
 
-    def _on_checkpoint(self, event: CheckpointSaved | CheckpointFailed) -> None:
+    def _on_checkpoint(self, event: events.CheckpointSaved | events.CheckpointFailed) -> None:
         step = event.step
         if step != self._captured:
             found = "none was begun" if self._captured is None else f"that of step {self._captured} was begun"
             self._find(f"{event.kind} of step {step}, but {found}")
         self._captured = None
-        if isinstance(event, CheckpointSaved):
+        if isinstance(event, events.CheckpointSaved):
             self._checkpoint = step
             if event.path != f"step_{step}":
                 self._find(f"the checkpoint of step {step} is called {event.path}")
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 
-    def _on_evaluation(self, event: SetEvaluated, step: int) -> None:
+    def _on_evaluation(self, event: events.SetEvaluated, step: int) -> None:
         at, name, accuracy, (low, high) = event.step, event.name, event.accuracy, event.interval
         if (at, name) in self._told:
             self._find(f"the evaluation of {name} after step {at} is told twice")
@@ -298,9 +275,11 @@ class Driver:
         self._told.add((at, name))
         self.evaluated.setdefault(step, {}).setdefault(at, {})[name] = event
 
-    def _on_beside(self, event: EvaluationStarted | EvaluationFailed | EvaluationSkipped, step: int) -> None:
+    def _on_beside(
+        self, event: events.EvaluationStarted | events.EvaluationFailed | events.EvaluationSkipped, step: int
+    ) -> None:
         runs = self._beside if self._beside is not None and self._beside.runs else None
-        if isinstance(event, EvaluationStarted):
+        if isinstance(event, events.EvaluationStarted):
             leased = sorted(i for i, state in self._replicas.items() if state == "leased")
             if runs is not None or list(event.replicas) != leased or not leased:
                 self._find(f"an evaluation begins on replicas {event.replicas}; leased are {leased}, {runs} is running")
@@ -308,7 +287,7 @@ class Driver:
                 self._find(f"an evaluation of version {event.version} begins after step {step}")
             self._beside = _Beside(event.step, event.version)
             return
-        if isinstance(event, EvaluationSkipped):
+        if isinstance(event, events.EvaluationSkipped):
             if runs is None or (event.step, event.running) != (step, runs.step):
                 self._find(f"an evaluation after step {event.step} is skipped for {event.running}; {runs} runs")
             return

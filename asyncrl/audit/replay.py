@@ -12,19 +12,7 @@ from asyncrl.audit.driver import Driver
 from asyncrl.audit.fields import read_event
 from asyncrl.audit.replay_state import NOTHING, Announced, GroupNow, Mark
 from asyncrl.audit.saved import Saved
-from asyncrl.types import LedgerCounts
-from asyncrl.types.events import (
-    Event,
-    GroupChanged,
-    RunEnded,
-    RunFaulted,
-    RunStarted,
-    SnapshotRestored,
-    SnapshotTaken,
-    StepTrained,
-    TrainingFailed,
-    TrainingResumed,
-)
+from asyncrl.types import LedgerCounts, events
 
 EVENTS = "events.jsonl"
 # `waiting` is a running group that waits to be issued again.
@@ -109,7 +97,7 @@ class Audit:
         match read_event(line):
             case str(wrong):
                 self._find(wrong)
-            case GroupChanged() as event:
+            case events.GroupChanged() as event:
                 self._on_group(event)
             case event:
                 self._on_other(event, line.get("chain"))
@@ -137,7 +125,7 @@ class Audit:
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def _on_group(self, event: GroupChanged) -> None:
+    def _on_group(self, event: events.GroupChanged) -> None:
         kind, ordinal, attempt = event.transition, event.ordinal, event.attempt
         step, oldest = event.trainer_version, event.oldest_version
         self._lives()
@@ -249,37 +237,37 @@ class Audit:
 
     # -- everything else ---------------------------------------------------------------------------------------------
 
-    def _on_other(self, event: Event, chain: Any) -> None:
-        if not isinstance(event, RunStarted | RunEnded | SnapshotTaken | SnapshotRestored):
+    def _on_other(self, event: events.Event, chain: Any) -> None:
+        if not isinstance(event, events.RunStarted | events.RunEnded | events.SnapshotTaken | events.SnapshotRestored):
             self._driver.on(event, self.step)
         match event:
-            case StepTrained() if not self.is_lost:
+            case events.StepTrained() if not self.is_lost:
                 self._on_step(event.step, tuple(sorted(event.ordinals)), event.lag_max)
-            case SnapshotTaken():
+            case events.SnapshotTaken():
                 self._on_snapshot(event, chain)
-            case SnapshotRestored():
+            case events.SnapshotRestored():
                 self._on_restored(event)
-            case TrainingResumed():
+            case events.TrainingResumed():
                 self._on_resume(event.step, event.checkpoint)
-            case RunStarted():
+            case events.RunStarted():
                 self._on_start(event)
-            case RunEnded():
+            case events.RunEnded():
                 self._on_end(event.outcome, event.step)
             case _:
                 self._note(event)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: events.Event) -> None:
         """Troubles and recoveries, for the report."""
-        if isinstance(event, RunFaulted):
+        if isinstance(event, events.RunFaulted):
             self.outcome = "failed"
             self.troubles[f"{event.kind} {event.error}"] += 1
         elif event.kind.endswith(_TROUBLE):
-            self._side_lost |= isinstance(event, TrainingFailed)
+            self._side_lost |= isinstance(event, events.TrainingFailed)
             self.troubles[_named(event)] += 1
         elif event.kind.endswith(("restarted", "rejoined", "_serving")):
             self.recoveries[_named(event)] += 1
 
-    def _on_start(self, event: RunStarted) -> None:
+    def _on_start(self, event: events.RunStarted) -> None:
         limits = event.groups_per_step, event.max_lag, event.max_steps, event.replicas, event.verify
         before, self.limits = self.limits, Limits(*limits)
         fixed = [(limits.groups_per_step, limits.max_lag) for limits in (before, self.limits)]
@@ -303,7 +291,7 @@ class Audit:
             self._find(f"resume without a checkpoint at step {step}")
         self._undo(NOTHING)
 
-    def _on_snapshot(self, event: SnapshotTaken, chain: Any) -> None:
+    def _on_snapshot(self, event: events.SnapshotTaken, chain: Any) -> None:
         name, step = event.snapshot, event.step
         saved = self._saved.pop(name, None)
         if self.is_lost:
@@ -323,7 +311,7 @@ class Audit:
             self._line, len(self._journal), self.step, self._driver.version, self._next_ordinal, dict(self.counts)
         )
 
-    def _on_restored(self, event: SnapshotRestored) -> None:
+    def _on_restored(self, event: events.SnapshotRestored) -> None:
         name, step = event.snapshot, event.step
         awaited, self._awaiting = self._awaiting, None
         if awaited is None or awaited[1] != step:
@@ -458,8 +446,11 @@ def _was(group: GroupNow | None) -> str:
     return "it was never admitted" if group is None else f"it is {group.state}, attempt {group.attempt}"
 
 
-def _named(event: Event) -> str:
+def _named(event: events.Event) -> str:
     """Its kind, with the process that it names, if any."""
-    replica = getattr(event, "replica", None)
-    process = getattr(event, "process", "" if replica is None else f"replica {replica}")
-    return f"{event.kind} ({process})" if process else event.kind
+    match event:
+        case events.ReplicaEvent(replica=replica):
+            return f"{event.kind} (replica {replica})"
+        case events.TrainingFailed(process=process) | events.TrainingRestarted(process=process):
+            return f"{event.kind} ({process})"
+    return event.kind

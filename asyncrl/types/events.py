@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, dataclass_transform
 
 from asyncrl.types.groups import LedgerCounts
 from asyncrl.types.ranges import Seconds, Share, Whole
@@ -26,19 +26,35 @@ ENVELOPE = ("event", "time_s", "monotonic_s", "writer", "at", "chain")
 """What each line of the file has besides the fields of its event."""
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """`kind`: the value of `event` in the file. The docstring of a kind says when it is written."""
+    """`kind`: the value of `event` in the file. Every subclass becomes a frozen dataclass; the docstring of a kind says
+    when it is written."""
 
     kind: ClassVar[str]
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        dataclass(frozen=True)(cls)
+        if kind:
+            cls.kind = kind
+            EVENTS[kind] = cls
 
-@dataclass(frozen=True)
-class RunStarted(Event):
+
+EVENTS: dict[str, type[Event]] = {}
+"""Kind -> its record."""
+
+
+class ReplicaEvent(Event):
+    """Of one replica."""
+
+    replica: Whole
+
+
+class RunStarted(Event, kind="start"):
     """Every process has started. From `groups_per_step` on: what the audit holds the run to; `verify` is
     `weights.verify`."""
 
-    kind = "start"
     name: str
     resumed: bool
     pid: Whole
@@ -49,51 +65,41 @@ class RunStarted(Event):
     verify: Literal["off", "first", "always"]
 
 
-@dataclass(frozen=True)
-class TrainingResumed(Event):
+class TrainingResumed(Event, kind="resume"):
     """Training begins, or begins again after a loss. `checkpoint` null: it starts at step 0 and undoes everything
     before."""
 
-    kind = "resume"
     step: Whole
     checkpoint: str | None
 
 
-@dataclass(frozen=True)
-class SnapshotTaken(Event):
+class SnapshotTaken(Event, kind="snapshot"):
     """The queue captured its state for a checkpoint; `snapshot` is its id."""
 
-    kind = "snapshot"
     snapshot: str
     step: Whole
     counts: LedgerCounts
 
 
-@dataclass(frozen=True)
-class SnapshotRestored(Event):
+class SnapshotRestored(Event, kind="restored"):
     """The queue went back to that snapshot; what came after it is undone."""
 
-    kind = "restored"
     snapshot: str
     step: Whole
     counts: LedgerCounts
 
 
-@dataclass(frozen=True)
-class StepTrained(Event):
+class StepTrained(Event, kind="step"):
     """Optimizer step `step` trained these groups; `lag_max` is the largest lag of a token."""
 
-    kind = "step"
     step: Whole
     ordinals: tuple[Whole, ...]
     lag_max: Whole
 
 
-@dataclass(frozen=True)
-class GroupChanged(Event):
+class GroupChanged(Event, kind="group"):
     """A group changes its state, see the transitions below."""
 
-    kind = "group"
     transition: Transition
     ordinal: Whole
     attempt: Whole
@@ -103,11 +109,9 @@ class GroupChanged(Event):
     detail: str
 
 
-@dataclass(frozen=True)
-class WeightsPublished(Event):
+class WeightsPublished(Event, kind="publish"):
     """`replicas` of the replicas serve `version` from now on. `attempts` counts transfers of `bytes` bytes each."""
 
-    kind = "publish"
     version: Whole
     publish_s: Seconds
     pause_s: Seconds
@@ -118,128 +122,88 @@ class WeightsPublished(Event):
     replicas: Whole
 
 
-@dataclass(frozen=True)
-class ReplicaFailed(Event):
+class ReplicaFailed(ReplicaEvent, kind="replica_failed"):
     """The replica is killed and, within `recovery.max_replica_restarts`, replaced."""
 
-    kind = "replica_failed"
-    replica: Whole
     error: str
     restarts: Whole
 
 
-@dataclass(frozen=True)
-class ReplicaStarted(Event):
+class ReplicaStarted(ReplicaEvent, kind="replica_started"):
     """The replacement has started and waits for its first publish."""
 
-    kind = "replica_started"
-    replica: Whole
 
-
-@dataclass(frozen=True)
-class ReplicaServing(Event):
+class ReplicaServing(ReplicaEvent, kind="replica_serving"):
     """The replica has committed weights and gets requests, at the start too."""
 
-    kind = "replica_serving"
-    replica: Whole
 
-
-@dataclass(frozen=True)
-class ReplicaSuspended(Event):
+class ReplicaSuspended(ReplicaEvent, kind="replica_suspended"):
     """The replica answers too late; nothing waits for it any more."""
 
-    kind = "replica_suspended"
-    replica: Whole
     error: str
 
 
-@dataclass(frozen=True)
-class ReplicaRejoined(Event):
+class ReplicaRejoined(ReplicaEvent, kind="replica_rejoined"):
     """The suspended replica answers again and waits for a publish."""
 
-    kind = "replica_rejoined"
-    replica: Whole
 
-
-@dataclass(frozen=True)
-class ReplicaLeased(Event):
+class ReplicaLeased(ReplicaEvent, kind="replica_leased"):
     """An evaluation has the replica for itself."""
 
-    kind = "replica_leased"
-    replica: Whole
 
-
-@dataclass(frozen=True)
-class ReplicaReturned(Event):
+class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
     """The evaluation has ended its lease; the replica waits for the current version."""
 
-    kind = "replica_returned"
-    replica: Whole
 
-
-@dataclass(frozen=True)
-class RollouterFailed(Event):
+class RollouterFailed(Event, kind="rollouter_failed"):
     """The rollouter has died or does not answer."""
 
-    kind = "rollouter_failed"
     error: str
     restarts: Whole
 
 
-@dataclass(frozen=True)
-class RollouterRestarted(Event):
+class RollouterRestarted(Event, kind="rollouter_restarted"):
     """Another rollouter works; `groups` were requeued, and it took `seconds`."""
 
-    kind = "rollouter_restarted"
     seconds: Seconds
     groups: Whole
 
 
-@dataclass(frozen=True)
-class TrainingFailed(Event):
+class TrainingFailed(Event, kind="training_failed"):
     """The message queue or a trainer rank is lost."""
 
-    kind = "training_failed"
     process: str
     error: str
     step: Whole
 
 
-@dataclass(frozen=True)
-class TrainingRestarted(Event):
+class TrainingRestarted(Event, kind="training_restarted"):
     """The training side goes back to `checkpoint` (null: to the start); it took `seconds`."""
 
-    kind = "training_restarted"
     process: str
     seconds: Seconds
     checkpoint: str | None
 
 
-@dataclass(frozen=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, kind="checkpoint"):
     """The checkpoint of `step` is complete; training waited for `capture_s`."""
 
-    kind = "checkpoint"
     step: Whole
     path: str
     save_s: Seconds
     capture_s: Seconds
 
 
-@dataclass(frozen=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, kind="checkpoint_failed"):
     """The checkpoint of `step` could not be written."""
 
-    kind = "checkpoint_failed"
     step: Whole
     error: str
 
 
-@dataclass(frozen=True)
-class SetEvaluated(Event):
+class SetEvaluated(Event, kind="evaluation"):
     """`version` has answered the held-out set `name`, in the evaluation after `step`."""
 
-    kind = "evaluation"
     step: Whole
     version: Whole
     name: str
@@ -252,53 +216,39 @@ class SetEvaluated(Event):
     failed: Whole
 
 
-@dataclass(frozen=True)
-class EvaluationStarted(Event):
+class EvaluationStarted(Event, kind="evaluation_started"):
     """The evaluation after `step` begins on these leased replicas."""
 
-    kind = "evaluation_started"
     step: Whole
     version: Whole
     replicas: tuple[Whole, ...]
 
 
-@dataclass(frozen=True)
-class EvaluationFailed(Event):
+class EvaluationFailed(Event, kind="evaluation_failed"):
     """A set, or the whole evaluation on leased replicas, has no answer; `tries` includes this one."""
 
-    kind = "evaluation_failed"
     step: Whole
     version: Whole
     tries: Whole
     error: str
 
 
-@dataclass(frozen=True)
-class EvaluationSkipped(Event):
+class EvaluationSkipped(Event, kind="evaluation_skipped"):
     """No evaluation after `step`: the one after step `running` goes on."""
 
-    kind = "evaluation_skipped"
     step: Whole
     running: Whole
 
 
-@dataclass(frozen=True)
-class RunFaulted(Event):
+class RunFaulted(Event, kind="fault"):
     """An error of class `error` ends the run."""
 
-    kind = "fault"
     error: str
     message: str
 
 
-@dataclass(frozen=True)
-class RunEnded(Event):
+class RunEnded(Event, kind="end"):
     """The run ended without an error."""
 
-    kind = "end"
     outcome: Literal["finished", "interrupted"]
     step: Whole
-
-
-EVENTS: dict[str, type[Event]] = {event.kind: event for event in Event.__subclasses__()}
-"""Kind -> its record."""
