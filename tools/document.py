@@ -1,6 +1,6 @@
-"""Writes the generated tables of the documents: recipe keys, events, metric keys and the transitions of replicas.
+"""Writes the generated tables of the documents: recipe keys, events, metrics, replicas, folders.
 
-    python tools/document.py            # writes docs/recipes.md, run_directory.md and replicas.md
+    python tools/document.py            # writes docs/{recipes,run_directory,replicas,architecture}.md
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
@@ -29,6 +29,7 @@ from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import Metric
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "asyncrl"
 UNSET = "???"
 """OmegaConf's mark of a value that a recipe must set."""
 
@@ -160,11 +161,35 @@ def replica_transitions() -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
 
 
+def rooms() -> str:
+    """A row for each folder of the package: the first paragraph of its docstring, where it runs, what it imports."""
+    rows = []
+    for path in sorted(PACKAGE.glob("*/__init__.py")):
+        what, where, *_ = [*(ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n"), ""]
+        if not where.startswith("Runs in: "):
+            raise SystemExit(f"{path}: its docstring needs a first paragraph, and a second one `Runs in: ...`")
+        others = ", ".join(sorted(imported_rooms(path.parent)))
+        rows.append(f"| `{path.parent.name}/` | {' '.join(what.split())} | {where[9:].rstrip('.')} | {others} |")
+    return "\n".join(["| folder | what it is | runs in | imports |", "|---|---|---|---|", *rows])
+
+
+def imported_rooms(room: Path) -> set[str]:
+    """The folders that the modules of this one import anywhere, without those that all may import."""
+    names = set()
+    for path in room.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names |= {module.split(".")[1] for module in modules if module.startswith("asyncrl.")}
+    return {name for name in names if (PACKAGE / name).is_dir()} - {room.name, "types", "config", "remote"}
+
+
 PARTS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("docs/recipes.md", "recipe keys", recipe_keys),
     ("docs/run_directory.md", "events", event_kinds),
     ("docs/run_directory.md", "metric keys", metric_keys),
     ("docs/replicas.md", "replica transitions", replica_transitions),
+    ("docs/architecture.md", "rooms", rooms),
 )
 
 

@@ -1,5 +1,7 @@
 """Advantages, losses and corrections, one file each, and the objective that composes them.
 
+Runs in: driver (advantages), trainer rank (losses).
+
 `config/algorithm_parts.py` lists them. Importing this package imports neither them nor torch.
 """
 

@@ -1,5 +1,7 @@
 """`asyncrl-audit RUN_DIR`: proves from what a run wrote that it lost nothing and trained nothing over the limit.
 
+Runs in: its own command.
+
 Replays `events.jsonl` over all restarts, with rules of its own: it shares no code with the queue whose work it checks.
 Proven when there is no finding:
 * ordinals are admitted without a gap, every transition is legal, and every admission ends once: an ordinal ends

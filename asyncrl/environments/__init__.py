@@ -1,4 +1,9 @@
-"""Environments by name. Importing the package imports none of them: tool processes lie below it and start often."""
+"""Environments by name: they turn a prompt into a trajectory. Tools and the agent endpoint are among them.
+
+Runs in: rollouter.
+
+Importing the package imports no environment: tool processes lie below it and start often.
+"""
 
 from __future__ import annotations
 

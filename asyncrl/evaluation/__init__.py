@@ -1,4 +1,7 @@
-"""Evaluation: what single responses add up to."""
+"""What the responses to a held-out set add up to.
+
+Runs in: rollouter.
+"""
 
 from asyncrl.evaluation.result import Answer, is_correct, summarise
 from asyncrl.evaluation.statistics import mean_interval, pass_at_k, wilson_interval

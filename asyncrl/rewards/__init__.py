@@ -1,4 +1,7 @@
-"""Rewards by name: pure functions that judge a response against its row. `build_reward` makes the one of a recipe."""
+"""Rewards by name: pure functions that judge a response against its row. `build_reward` makes the one of a recipe.
+
+Runs in: reward processes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Runs a Python program that nobody has read: `run_python`. docs/rewards.md says what each level guarantees.
 
+Runs in: reward processes, tool processes.
+
 Blocking; one call is one program in processes of its own, all of which have ended when it returns.
 """
 

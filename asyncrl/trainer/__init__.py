@@ -1,0 +1,5 @@
+"""Trains: planner, packing and pool in the driver; `step/` is the training step over any backend, `fsdp/` the backend
+of FSDP2.
+
+Runs in: driver, trainer rank.
+"""

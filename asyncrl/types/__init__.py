@@ -1,4 +1,7 @@
-"""The records that cross module boundaries, by subject. Frozen, slotted, numpy arrays; no dicts."""
+"""The records that cross module boundaries, by subject. Frozen, slotted, numpy arrays; no dicts.
+
+Runs in: everywhere.
+"""
 
 from asyncrl.types.evaluation import EvalResult
 from asyncrl.types.generation import (

@@ -41,7 +41,7 @@ PARTS = {
     "environments": {"data", "rewards", "rollout", "sandbox", "serving", "workers"},
     "queue": {"observability"},
     "algorithms": set(),
-    "trainer": {"algorithms", "weights", "queue"},
+    "trainer": {"algorithms", "weights"},
     "checkpoint": set(),
     "observability": set(),
 }
@@ -142,6 +142,10 @@ for module in {modules!r}:
     assert not wrong
 
 
+MANY_METHODS = {"ReplicaPool": 19, "Ledger": 17, "MessageQueue": 17}
+"""Classes that may have more than 15 public methods: a state with many transitions, and the actor in front of one."""
+
+
 def test_no_room_is_too_large():
     """The aim is 400 lines a file and 60 a function; this holds the tails."""
     offenders = []
@@ -157,7 +161,7 @@ def test_no_room_is_too_large():
             if isinstance(node, ast.ClassDef):
                 methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
                 public = [m for m in methods if not m.name.startswith("_")]
-                if len(public) > 20:
+                if len(public) > MANY_METHODS.get(node.name, 15):
                     offenders.append(f"{path}:{node.lineno} {node.name}: {len(public)} public methods")
     assert not offenders
 

@@ -1,0 +1,78 @@
+"""The package stays small: a budget of code lines for each folder, without docstrings, comments and blank lines.
+docs/adr/0020-a-budget-of-lines.md says how it is raised."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.structure
+
+PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
+BUDGET = {
+    "algorithms": 680,
+    "audit": 1040,
+    "checkpoint": 540,
+    "cluster": 220,
+    "commands": 920,
+    "config": 1510,
+    "data": 1000,
+    "driver": 1320,
+    "environments": 1260,
+    "evaluation": 80,
+    "inference": 3190,
+    "observability": 500,
+    "publish": 300,
+    "queue": 960,
+    "remote": 210,
+    "rewards": 1250,
+    "rollout": 1450,
+    "root": 160,
+    "sandbox": 660,
+    "serving": 1600,
+    "trainer": 2160,
+    "types": 800,
+    "weights": 2450,
+    "workers": 460,
+}
+"""Folder -> code lines. `root`: the modules beside the folders."""
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(source: str) -> int:
+    """Lines with a token that is neither layout nor part of a string that stands alone."""
+    words = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            words |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - words)
+
+
+def test_what_counts_as_code():
+    source = '"""Words\nand more."""\n\nx = 1  # a remark\n# another\ny = """two\nlines"""\n"""What y is."""\n'
+    assert code_lines(source) == 3
+
+
+def test_every_folder_keeps_its_budget():
+    found = dict.fromkeys(BUDGET, 0)
+    for path in PACKAGE.rglob("*.py"):
+        inside = path.relative_to(PACKAGE).parts
+        folder = inside[0] if len(inside) > 1 else "root"
+        found[folder] = found.get(folder, 0) + code_lines(path.read_text())
+    over = {name: (lines, BUDGET.get(name, 0)) for name, lines in found.items() if lines > BUDGET.get(name, 0)}
+    assert not over, f"(lines, budget): {over}; look what can go, or raise the budget by a decision record"
+    slack = {name: (lines, BUDGET[name]) for name, lines in found.items() if lines < 0.9 * BUDGET[name]}
+    assert not slack, f"(lines, budget): {slack}; lower the budget: what was saved stays saved"
