@@ -319,10 +319,12 @@ class ReplicaPool:
     async def _tell(self) -> None:
         """Returns when the listener has the table as it is now, or a later one. Raises what the listener raises."""
         async with self._telling:
-            if self._listener is not None and self._told != self._membership.generation:
+            listener = self._listener
+            if listener is not None and self._told != self._membership.generation:
                 table = self.table
-                await self._listener(table)
-                self._told = table.generation
+                await listener(table)
+                if listener is self._listener:  # another one may have taken its place during the call
+                    self._told = table.generation
 
     async def _tell_soon(self) -> None:
         try:

@@ -315,6 +315,19 @@ async def test_a_new_listener_gets_the_table_at_once_and_nobody_gets_one_after_i
     assert len(rig.tables) == 1
 
 
+async def test_a_listener_that_answers_late_does_not_count_for_the_next_one():
+    rig, following = Rig(), Rig()
+    pool = await rig.begin()
+    rig.may_listen.clear()
+    pool.fail(0, rig.made[0], "killed")
+    await settled()
+    changing = asyncio.create_task(pool.set_listener(following.listen))
+    await settled()
+    rig.may_listen.set()
+    await asyncio.wait_for(changing, 5)
+    assert [sorted(table.those("serving")) for table in following.tables] == [[1]]
+
+
 async def test_after_the_last_failure_nothing_changes_any_more():
     rig = Rig(max_restarts=0)
     pool = await rig.begin()
