@@ -316,7 +316,7 @@ async def test_a_new_listener_gets_the_table_at_once_and_nobody_gets_one_after_i
 
 
 async def test_a_listener_that_answers_late_does_not_count_for_the_next_one():
-    rig, following = Rig(), Rig()
+    rig, following = Rig(prepare=lambda c: c.may_start.clear()), Rig()
     pool = await rig.begin()
     rig.may_listen.clear()
     pool.fail(0, rig.made[0], "killed")
@@ -326,6 +326,7 @@ async def test_a_listener_that_answers_late_does_not_count_for_the_next_one():
     rig.may_listen.set()
     await asyncio.wait_for(changing, 5)
     assert [sorted(table.those("serving")) for table in following.tables] == [[1]]
+    await pool.stop(1)
 
 
 async def test_after_the_last_failure_nothing_changes_any_more():
