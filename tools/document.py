@@ -1,11 +1,11 @@
-"""Writes the generated tables of the documents: recipe keys, events, metrics, replicas, folders.
+"""Writes the generated parts of the documents: recipe keys, events, metrics, replicas, folders, loops.
 
-    python tools/document.py            # writes docs/{recipes,run_directory,replicas,architecture}.md
+    python tools/document.py            # writes docs/{recipes,run_directory,replicas,architecture,dataflow}.md
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
-Each table stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
+Each part stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
 docstring below its field in asyncrl/config, that of an event the docstring of its record in asyncrl.types.events, that
-of a metric its entry in asyncrl.types.metrics.
+of a metric its entry in asyncrl.types.metrics. The contract of a loop is in the docstring of its function or class.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import ast
 import inspect
 import itertools
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -32,6 +33,25 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "asyncrl"
 UNSET = "???"
 """OmegaConf's mark of a value that a recipe must set."""
+CONTRACT = ("Consumes", "Produces", "Waits for", "Unblocked by", "Stops when")
+LOOPS = (
+    ("Training loop", "driver", "driver/coordinator.py", "Coordinator._train"),
+    ("Run", "driver", "driver/run.py", "_Run._train"),
+    ("Checkpoint writer", "driver", "checkpoint/writer.py", "CheckpointWriter"),
+    ("Rollout supervisor", "driver", "rollout/supervisor.py", "RolloutSupervisor.run"),
+    ("Health watch", "driver", "driver/coordinator.py", "Coordinator._watch_health"),
+    ("Replica pool", "driver", "inference/replica_pool.py", "ReplicaPool"),
+    ("Watchdog", "a thread of the driver", "observability/watchdog.py", "Watchdog._watch"),
+    ("Janitor", "a process of its own", "cluster/janitor.py", "main"),
+    ("Admission loop", "rollouter", "rollout/rollouter.py", "Rollouter._admit"),
+    ("Group task", "rollouter, one per ticket", "rollout/rollouter.py", "Rollouter._group"),
+    ("Generation client", "rollouter", "rollout/generation.py", "GenerationClient"),
+    ("Request task", "replica, one per request", "inference/replica.py", "Replica._serve"),
+    ("Decode thread", "replica", "inference/torch_engine/loop.py", "DecodeLoop.run"),
+    ("Transfer thread", "replica", "inference/torch_engine/transfer.py", "Transfer"),
+    ("Trainer rank", "trainer rank", "trainer/trainer_worker.py", "TrainerWorker"),
+)
+"""Name, process, module, and the function or class whose docstring has the contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +204,37 @@ def imported_rooms(room: Path) -> set[str]:
     return {name for name in names if (PACKAGE / name).is_dir()} - {room.name, "types", "config", "remote"}
 
 
+def loops() -> str:
+    """A heading and a list for each loop: the contract that stands on it."""
+    parts = []
+    for title, process, module, name in LOOPS:
+        node: Any = ast.parse((PACKAGE / module).read_text())
+        for each in name.split("."):
+            node = next((inner for inner in node.body if getattr(inner, "name", None) == each), None)
+            if node is None:
+                raise SystemExit(f"{module}: it has no {name}, which LOOPS of tools/document.py names")
+        contract = contract_of(ast.get_docstring(node) or "")
+        if tuple(contract) != CONTRACT:
+            raise SystemExit(f"{module}: the docstring of {name} needs a line for each of {', '.join(CONTRACT)}")
+        lines = (f"* {label.lower()}: {text.rstrip('.')}" for label, text in contract.items())
+        parts.append("\n".join([f"**{title}** (`{module}`, {process})", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def contract_of(docstring: str) -> dict[str, str]:
+    """Label -> text, in the order of the docstring; a text ends at the next label or at an empty line."""
+    labels = "|".join(CONTRACT)
+    found = re.findall(rf"^({labels}): (.*?)(?=\n(?:{labels}): |\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL)
+    return {label: " ".join(text.split()) for label, text in found}
+
+
 PARTS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("docs/recipes.md", "recipe keys", recipe_keys),
     ("docs/run_directory.md", "events", event_kinds),
     ("docs/run_directory.md", "metric keys", metric_keys),
     ("docs/replicas.md", "replica transitions", replica_transitions),
     ("docs/architecture.md", "rooms", rooms),
+    ("docs/dataflow.md", "loops", loops),
 )
 
 

@@ -1,10 +1,4 @@
-"""Checkpoints of a run that goes on: captured between two steps, written while the next ones are trained.
-
-Consumes: the state of rollouter, queue and trainers at one moment, copied in memory.
-Produces: complete checkpoints; an event for each, and for each that failed.
-Waits for: the captures (short), and the write before, which has `checkpoint.timeout_s`.
-Stops when: `settle` has returned. `failed` is done when more writes in a row failed than `checkpoint.max_failures`.
-"""
+"""Writes checkpoints in the background: captures the state between two steps, writes it while the next ones train."""
 
 from __future__ import annotations
 
@@ -25,13 +19,14 @@ from asyncrl.types.events import CheckpointFailed, CheckpointSaved, Event
 logger = logging.getLogger(__name__)
 
 CAPTURE_TIMEOUT_S = 60.0
-"""Longest that the rollouter may take to say what it has; a checkpoint without partial trajectories is complete too."""
+"""Longest time the rollouter may take to return its partial trajectories. A checkpoint without them is complete too."""
 
 FINISH_TIMEOUT_S = 60.0
-"""How long a checkpoint that is given up is waited for; its thread may flush on, but gives it no name."""
+"""Longest wait for the thread of a cancelled checkpoint. The thread may go on flushing, but does not rename the
+directory."""
 
 GRACE_S = 10.0
-"""What the parts may take beyond `checkpoint.timeout_s`, so that their own errors name who is to blame."""
+"""Time that the parts have beyond `checkpoint.timeout_s`, so that their own errors can name the process to blame."""
 
 
 class RolloutState(Protocol):
@@ -49,8 +44,14 @@ class TrainerState(Protocol):
 
 
 class CheckpointWriter:
-    """Args:
-    on_event: `EventLog.write`.
+    """Owns the one checkpoint write that may be in progress, and the count of writes that failed in a row.
+
+    Consumes: the state of rollouter, queue and trainers, captured in memory at one moment between two steps.
+    Produces: complete checkpoints; one event for each, and one for each that failed.
+    Waits for: the captures; the write before, at most `checkpoint.timeout_s`.
+    Unblocked by: the queue and the trainer ranks, when they have written their parts.
+    Stops when: `last` has written the final checkpoint. `failed` raises once more than `checkpoint.max_failures` writes
+    in a row have failed.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class CheckpointWriter:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def save(self, state: RunState) -> None:
-        """Captures the run between two steps; returns when training may go on. Raises what a part raises."""
+        """Captures the run between two steps; returns when training may continue. Raises what a part raises."""
         await self.settle()
         started = time.monotonic()
         partials = await self._rollouter.partials(CAPTURE_TIMEOUT_S)
@@ -88,7 +89,7 @@ class CheckpointWriter:
             await self.settle()
 
     async def settle(self) -> None:
-        """Waits for the write under way. Raises StorageError: too many in a row failed; ProcessDied."""
+        """Waits for the write in progress. Raises StorageError: too many in a row failed; ProcessDied."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
@@ -96,14 +97,14 @@ class CheckpointWriter:
     async def last(self, state: RunState) -> None:
         """The checkpoint that the run ends with; unlike the others it must not fail. Raises what it fails with."""
         if self.last_step != state.global_steps:
-            await self.settle()  # one that fails now counts as any other
+            await self.settle()  # a failure of an earlier write still counts against the budget
         self._failures = self._config.max_failures
         if self.last_step != state.global_steps:
             await self.save(state)
         await self.settle()
 
     async def close(self) -> None:
-        """Gives up the write under way."""
+        """Cancels the write in progress."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -117,7 +118,7 @@ class CheckpointWriter:
                 outcomes = await asyncio.gather(
                     self._queue.save(temporary / "queue", timeout_s),
                     self._trainers.save(temporary / "trainer", timeout_s),
-                    return_exceptions=True,  # nobody writes any more when the directory is removed
+                    return_exceptions=True,  # both have ended before a failure removes the directory
                 )
                 for failure in outcomes:
                     if isinstance(failure, BaseException):
@@ -143,8 +144,8 @@ class CheckpointWriter:
             self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
 
     async def _finish(self, temporary: Path, state: RunState) -> Path:
-        """Raises StorageError. When it is cancelled the checkpoint does not get its name later, beside those of a
-        branch that went on from another one."""
+        """Completes and renames the directory. After a cancellation it is never renamed: the run may by then continue
+        from another checkpoint. Raises StorageError."""
         given_up = threading.Event()
         finishing = asyncio.ensure_future(asyncio.to_thread(self._store.finish, temporary, state, given_up))
         try:
@@ -161,4 +162,4 @@ class CheckpointWriter:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # taken: the run may end before anybody else looks
+            self.failed.exception()  # marks it as retrieved: the run may end before anybody awaits it

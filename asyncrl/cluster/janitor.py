@@ -1,13 +1,9 @@
-"""Cleans up behind a run, however its driver ends: a small process that outlives it by a few seconds.
+"""The janitor: a small process that cleans up after a run, however the driver ends, and outlives it by a few seconds.
 
-Consumes: the end of the pipe that only the driver holds; lines on it name directories to remove.
-Produces: nothing left over: no process of the run, no shared memory, no socket, no temporary directory.
-Waits for: the driver, as long as it lives; then at most `GRACE_S` for its processes to end by themselves.
-Stops when: that is done.
-
-Processes of a run are known by `ASYNCRL_RUN` in their environment, which the launch code sets and every process below
-inherits: Ray's own, the actors, and what engines and rewards start. Some of Ray's overwrite the memory that shows their
-environment; they are known by their parents, and so have to be seen while these live.
+The janitor recognises the processes of a run by `ASYNCRL_RUN` in their environment. The launch code sets the variable,
+and every child process inherits it: Ray's own processes, the actors, and what engines and rewards start. Some of Ray's
+processes overwrite the memory that shows their environment. The janitor recognises these by their parents, so it must
+see them while the parents are alive.
 """
 
 from __future__ import annotations
@@ -33,20 +29,21 @@ logger = logging.getLogger(__name__)
 
 RUN_VARIABLE = "ASYNCRL_RUN"
 GRACE_S = 4.0
-"""Ray and vLLM tidy up by themselves when their parent ends, if they are left the time."""
+"""Time that Ray and vLLM get to clean up by themselves after their parent ended."""
 FIRST_LOOK_S, LAST_LOOK_S = 1.0, 30.0
-"""Between two looks at the processes of a living run: at first Ray starts some, later they hardly change."""
+"""Shortest and longest pause between two looks at the processes of a living run. Most processes start early."""
 SOCKET = "/asyncrl-01234567/ray/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store"
 MAX_DIRECTORY_LENGTH = 107 - len(SOCKET)
-"""Of the directory for temporary files: the path of a Unix socket has 107 bytes at most."""
+"""Of the path of the directory for temporary files: the path of a Unix socket has at most 107 bytes."""
 KILL_S = 5.0
-"""Longest that killed processes are waited for."""
+"""Longest wait for killed processes to end."""
 
 
 class Janitor:
-    """The driver's side. `run_id`: the value of ASYNCRL_RUN in the processes of the run."""
+    """The driver's side: owns the janitor process and the run's directory for temporary files."""
 
     def __init__(self, run_id: str) -> None:
+        """`run_id`: the value of ASYNCRL_RUN in the processes of the run."""
         self.scratch = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=_for_sockets()))
         """Directory for sockets and temporary files of the run, for its user alone (0700); removed at its end."""
         self._process = subprocess.Popen(
@@ -60,16 +57,16 @@ class Janitor:
         self.remove_later(self.scratch)
 
     def remove_later(self, path: Path) -> None:
-        """This file or directory is removed when the run is over."""
+        """Has this file or directory removed when the run is over."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{path}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it was killed: then nobody cleans up, which harms no run
+        except BrokenPipeError:  # the janitor was killed: nothing is cleaned up, which does not harm the run
             pass
 
     def close(self) -> None:
-        """Lets it clean up and waits for it."""
+        """Makes the janitor clean up, and waits until it has ended."""
         assert self._process.stdin is not None
         if (code := self._process.poll()) is not None:
             logger.warning("the janitor of this run has ended early with %d: nobody cleans up", code)
@@ -90,20 +87,20 @@ def _for_sockets() -> str:
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """The living processes on this machine that belong to a run, but for this one and its parent."""
+    """The living processes on this machine that belong to a run, except this process and its parent."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.Error, OSError):
-            continue  # it has ended, or is not ours to look at
+            continue  # it has ended, or belongs to another user
     own = psutil.Process()
     return [process for process in found if process not in (own, own.parent())]
 
 
 def children_of(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """Everything below these processes."""
+    """All descendants of these processes."""
     found: set[psutil.Process] = set()
     for process in processes:
         try:
@@ -114,10 +111,10 @@ def children_of(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) -> None:
-    """Ends what is left of a run whose driver is gone, and removes what it left behind.
+    """Kills the processes that a run left behind, and removes its shared memory, sockets and `paths`.
 
     Args:
-        seen: processes below those of the run.
+        seen: descendants of the run's processes, found while the run was alive.
     """
 
     def living() -> list[psutil.Process]:
@@ -132,7 +129,7 @@ def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) 
             try:
                 process.kill()
             except psutil.Error:
-                pass  # it has ended meanwhile
+                pass  # it ended before the kill
         psutil.wait_procs(left, timeout=1.0)
         left = living()
     remove_stale_segments()
@@ -153,7 +150,15 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # sent to everybody: the driver ends by it, and then this
+    """The janitor's side.
+
+    Consumes: the pipe that only the driver writes to; its lines name files and directories to remove.
+    Produces: a clean machine: no process of the run, no shared memory, no socket, no temporary directory.
+    Waits for: the driver, as long as it lives; then at most `GRACE_S` for its processes to end by themselves.
+    Unblocked by: the end of the pipe, which comes however the driver ends.
+    Stops when: it has cleaned up.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):  # a signal to the whole group ends the driver, and thereby the pipe
         signal.signal(number, signal.SIG_IGN)
     run_id, text = sys.argv[1], b""
     seen: set[psutil.Process] = set()

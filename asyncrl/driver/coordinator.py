@@ -1,10 +1,6 @@
 """The coordinator: decides when to train, publish, evaluate and save. Runs in the driver's asyncio loop.
 
-Consumes: leases of the message queue (lengths, rewards, lags; never a token).
-Produces: optimizer steps, publishes, checkpoints, one metrics record per step.
-Waits for: groups, the trainer, the replicas; each wait has a deadline from the recipe.
-Unblocked by: the rollouter's puts.
-Stops when: `run.max_steps` are trained, a stop is asked for, or any part of the run dies: the first error ends it.
+It sees lengths, rewards and lags of groups, never a token. The first error of any part of the run ends it.
 """
 
 from __future__ import annotations
@@ -37,12 +33,15 @@ _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, 
 
 
 class Coordinator:
-    """Args:
-    start_from: checkpoint to go on from; None starts at step 0.
-    elapsed_s: seconds that the run has taken in this process so far; those of the checkpoint where they are more.
-    """
+    """Runs the training loop and the tasks that guard it. Owns `global_steps`, the newest published version and the
+    checkpoint writer; lives until the run ends or its training side is lost."""
 
     def __init__(self, recipe: Recipe, parts: Parts, start_from: Path | None, *, elapsed_s: float = 0.0) -> None:
+        """
+        Args:
+            start_from: checkpoint to resume from; None starts at step 0.
+            elapsed_s: seconds that the run has taken in this process so far; a checkpoint that records more wins.
+        """
         self._recipe = recipe
         self._parts = parts
         self._start_from = start_from
@@ -136,8 +135,18 @@ class Coordinator:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
+        """The training loop.
+
+        Consumes: one lease per step.
+        Produces: optimizer steps, commits, publishes, evaluations, checkpoints, one line of metrics per step.
+        Waits for: the lease (long polls of 1 s), the trainer ranks, the replicas, the evaluation; the recipe has a
+        deadline for each of them.
+        Unblocked by: puts of the rollouter that complete a lease.
+        Stops when: `run.max_steps` steps are trained, or `stop` was called; `run` cancels it when another task fails.
+        """
         recipe, parts = self._recipe, self._parts
         await self._resume(self._start_from)
+        # The checkpoint is the truth now: what a later step of the same directory wrote is cut off or set aside.
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
         await self._publish()
@@ -166,6 +175,7 @@ class Coordinator:
         if manifest is None:
             return None
         waited_s = self._clock.lap()
+        # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         plans = self._planner.plan(manifest)
         if self._planner.needs_kl:
             plans = self._planner.plan(manifest, await parts.trainers.reference_kl(plans))
@@ -185,6 +195,7 @@ class Coordinator:
         record.of_batch(manifest)
         record.of_training(metrics, train_s)
         last = self._step >= recipe.run.max_steps
+        # A catch-up of newcomers may have published this step already, in the lease or the drain.
         report: PublishReport | None = None
         if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
             if recipe.mode != "fully_async":
@@ -322,8 +333,14 @@ class Coordinator:
         await self._parts.rollouter.run()
 
     async def _watch_health(self) -> None:
-        """Asks every process but the replicas whether it is alive; raises ProcessDied or DeadlineExceeded naming it
-        otherwise. Replicas are watched, and replaced, by their pool."""
+        """Checks the health of the queue, the trainer ranks and the rollouter. The pool watches the replicas itself.
+
+        Consumes: nothing.
+        Produces: ProcessDied or DeadlineExceeded with the name of the process that failed.
+        Waits for: the answer of each process, at most `ray.health_timeout_s`, every `ray.health_interval_s`.
+        Unblocked by: the answers.
+        Stops when: the training loop ends, or a check fails.
+        """
         parts, timeout_s = self._parts, self._recipe.ray.health_timeout_s
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)

@@ -140,6 +140,13 @@ class _Run:
     async def _train(self, watchdog: Watchdog) -> tuple[int, bool]:
         """Trains until the end or a stop, and restarts the training side when the queue or a trainer rank is lost.
 
+        Consumes: the ends of coordinators.
+        Produces: after the loss of the queue or a trainer rank, a new training side, and a coordinator that resumes
+        from the newest intact checkpoint.
+        Waits for: the coordinator; starts of actors, each with its deadline.
+        Unblocked by: the end of a coordinator, a signal, the watchdog.
+        Stops when: the run is complete or stopped, an error cannot be repaired, or `recovery.max_restarts` is spent.
+
         Returns the last step, and True when it is the last step of the run. Raises errors that no restart can repair;
         RunFailed when the training side was lost too often.
         """

@@ -1,11 +1,7 @@
 """A replica: one inference engine behind a gate. Runs as a Ray actor.
 
-Consumes: requests of generation clients, publishes of the checkpoint engine.
-Produces: chunks of tokens stamped with the version that sampled them, kept per client until it collects them.
-Waits for: the gate. It is closed until the first committed version and during every publish; a request that waits
-longer than `gate_timeout_s` gets an error that says why.
-Stops when: `stop` is called; requests in flight then end with an error chunk. When the engine dies by itself the
-replica is as good as gone: its clients get what had been sampled, then `ProcessDied`, and resume elsewhere.
+The gate is closed until the first committed version and during every publish; requests wait at it. When the engine dies
+the replica is useless: its clients get the tokens that had been sampled, then `ProcessDied`, and resume elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Outbox:
-    """Chunks that wait for one client."""
+    """The chunks that one client has not collected yet."""
 
     def __init__(self) -> None:
         self.chunks: list[TokenChunk] = []
@@ -70,11 +66,8 @@ class _InFlight:
 
 
 class Replica:
-    """Args:
-    build_engine: makes the engine, in the process of the replica.
-    serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate waits for a commit.
-    node: address of this machine, or what gives it in the process of the replica.
-    """
+    """Serves requests with the weights of the last committed publish. Owns the engine, the gate, the requests in flight
+    and the outbox of each client."""
 
     def __init__(
         self,
@@ -85,6 +78,13 @@ class Replica:
         serves_at_once: bool = False,
         node: str | Callable[[], str] = "",
     ) -> None:
+        """
+        Args:
+            build_engine: makes the engine, in the process of the replica.
+            serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate opens at the first
+                commit.
+            node: address of this machine, or a function that returns it in the process of the replica.
+        """
         self._id = replica_id
         self._node = node() if callable(node) else node
         self._engine = build_engine()
@@ -100,7 +100,7 @@ class Replica:
         self._received: tuple[int, Digest | None] | None = None
         self._receiving = 0
         self._received_all = asyncio.Event()
-        """Set while no transfer is under way, however it ends."""
+        """Set while no transfer is in progress, however the last one ended."""
         self._received_all.set()
         self._resets = 0
         self._stopping = False
@@ -114,7 +114,7 @@ class Replica:
     # -- generation ----------------------------------------------------------------------------------------------
 
     async def submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
-        """Starts these requests; what they produce is collected by `collect(client_id)`.
+        """Starts these requests; `collect(client_id)` returns their chunks.
 
         Raises ProcessDied; GenerationError: the client was forgotten.
         """
@@ -132,8 +132,8 @@ class Replica:
     async def collect(self, client_id: str, wait_s: float) -> list[TokenChunk]:
         """All chunks since the last call, in order; waits at most `wait_s` for the first one.
 
-        Raises ProcessDied: the engine is dead, and every chunk that it left was collected before. Raises
-        GenerationError: the client was forgotten.
+        Raises ProcessDied: the engine is dead, and its last chunks have been collected. Raises GenerationError: the
+        client was forgotten.
         """
         self._require_known(client_id)
         chunks = await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
@@ -153,23 +153,23 @@ class Replica:
         await self._engine.abort(request_ids)
 
     async def forget_client(self, client_id: str) -> None:
-        """Ends everything that was done for this client, and for those whose names begin with its name and a slash,
-        which are gone. If they are not, they are refused from now on."""
+        """Ends all requests of this client, and of clients whose names begin with its name and a slash. Later calls of
+        these clients are refused."""
         self._forgotten.add(client_id)
         for name in [name for name in self._outboxes if _owner(name) == client_id]:
             del self._outboxes[name]
         await self.abort([key for key, entry in self._requests.items() if _owner(entry.client_id) == client_id])
 
     async def reset(self, timeout_s: float) -> None:
-        """Becomes what it was before its first publish: the gate is closed, nothing that was asked before is under way
-        or waits to be collected, and no weights are being received. What the weights are is undefined.
+        """Returns the replica to its state before the first publish: the gate is closed, no request is in flight, no
+        chunk waits to be collected, and no transfer is in progress. The weights are undefined.
 
         Raises DeadlineExceeded: a transfer that began before has not ended. Raises ProcessDied.
         """
         self._require_engine()
         self._resets += 1
         self._received = None
-        self._close_gate("it answered too late, or its run began anew; the next publish brings it back")
+        self._close_gate("it answered too late, or the training side restarted; the next publish opens the gate")
         self._outboxes.clear()
         try:
             async with asyncio.timeout(timeout_s):
@@ -185,7 +185,7 @@ class Replica:
     # -- publish -------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate and interrupts generation by `mode`; returns when no token is being sampled."""
+        """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled."""
         self._close_gate("a publish of weights is in progress")
         await self._engine.pause(mode)
 
@@ -248,7 +248,14 @@ class Replica:
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _serve(self, entry: _InFlight) -> None:
-        """Passes one request through the gate to the engine; whatever goes wrong becomes its final chunk."""
+        """The task of one request.
+
+        Consumes: the request.
+        Produces: its chunks, in the outbox of its client.
+        Waits for: the gate, at most `gate_timeout_s`; tokens of the engine.
+        Unblocked by: the commit of a publish, which opens the gate.
+        Stops when: the engine has returned the last chunk; an error becomes the last chunk.
+        """
         request, outbox, reached = entry.request, entry.outbox, False
         try:
             await self._pass_gate()
@@ -263,7 +270,7 @@ class Replica:
             raise
         except AsyncRLError as e:
             if self._lost_engine:
-                outbox.arrived.set()  # the request did nothing wrong: its client resumes it elsewhere
+                outbox.arrived.set()  # wakes `collect`, which raises: the client resumes the request elsewhere
             else:
                 outbox.add(_final(request, self._engine.health().version, error=str(e)))
         except Exception as e:  # task boundary: the client gets it as the request's error
@@ -281,7 +288,7 @@ class Replica:
 
     def _require_known(self, client_id: str) -> None:
         if _owner(client_id) in self._forgotten:
-            found = "its process counts as gone and was forgotten"
+            found = "this client counts as dead and was replaced"
             raise GenerationError(explain(f"replica {self._id} to work for {client_id}", found, "end this process"))
 
     def _require_no_reset(self, resets: int) -> None:
@@ -313,7 +320,7 @@ class Replica:
 
 
 def _owner(client_id: str) -> str:
-    """The client that this one belongs to, or is."""
+    """The name of the client that owns this one: the part before the first slash."""
     return client_id.partition("/")[0]
 
 

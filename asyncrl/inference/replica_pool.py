@@ -1,12 +1,7 @@
 """The replicas of a run or a server: started together, watched, suspended when late, replaced when dead or wrong.
 
-Consumes: failures that the health watch, the checkpoint engine or the server see.
-Produces: the members that a publish reaches, a new replica for one that failed, and the table of who serves.
-Waits for: starts (`start_timeout_s`), health checks (`health_timeout_s`), late replicas (`rejoin_timeout_s`).
-Stops when: `stop` is called. `watch` raises when more replicas failed than may be replaced.
-
-`inference.membership` decides the states. The pool does what follows from them: it starts, asks, resets and kills
-processes. Whoever routes requests is the listener: it gets the whole table after each change and computes the
+`inference.membership` decides the states. The pool does what follows from them: it starts, checks, resets and kills
+processes. The listener is the part that routes requests: it gets the whole table after each change and computes the
 difference.
 """
 
@@ -29,7 +24,7 @@ from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, 
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.2
-"""What lies between two questions to a suspended replica when the first one was answered too late."""
+"""Pause between two health checks of a suspended replica."""
 
 UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held")
 ROUTED: tuple[ReplicaState, ...] = ("serving", "held")
@@ -38,7 +33,7 @@ Listener = Callable[[ReplicaTable], Awaitable[None]]
 
 
 class Control(Protocol):
-    """What the pool itself calls of a replica, as `inference.replica_actor.ReplicaControl` reaches it."""
+    """The calls of a replica that the pool makes itself, as `inference.replica_actor.ReplicaControl` sends them."""
 
     async def start(self, timeout_s: float) -> ReplicaStats: ...
 
@@ -61,9 +56,9 @@ class Control(Protocol):
 class PoolSettings:
     """`max_restarts`: replacements within `window_s`; times are seconds, meant as in `ray:` and `recovery:`.
 
-    `rejoin_timeout_s`: how long a late replica may take to answer again; 0 replaces it at once. `restart_delay_s`: what
-    a replica waits that failed before it had served, doubled with each time in a row: memory and processes of the one
-    before may take a while to go.
+    `rejoin_timeout_s`: how long a late replica may take to answer again; 0 replaces it at once. `restart_delay_s`:
+    delay before the start of a replica whose predecessor failed without having served, doubled with each failure in a
+    row. The memory and the processes of the predecessor may take a while to disappear.
     """
 
     max_restarts: int
@@ -78,7 +73,15 @@ class PoolSettings:
 
 
 class ReplicaPool:
-    """Owns the processes of the replicas, their states and the budget for replacing them."""
+    """Owns the processes of the replicas, their states and the budget for replacing them.
+
+    Consumes: failures that its health watch, the checkpoint engine and the coordinator report.
+    Produces: the members that a publish reaches; a replacement for each replica that failed; the replica table.
+    Waits for: health checks, every `health_interval_s` and at most `health_timeout_s`; starts, at most
+    `start_timeout_s`; suspended replicas, at most `rejoin_timeout_s`.
+    Unblocked by: the answers of the replicas.
+    Stops when: `stop` is called. `watch` raises once a replica has failed that the budget does not replace.
+    """
 
     def __init__(
         self,
@@ -152,7 +155,8 @@ class ReplicaPool:
         )
 
     async def set_listener(self, listener: Listener | None) -> None:
-        """Sends the table to this listener, now and after each change; None: to nobody. Raises what it raises."""
+        """Sends the table to this listener, now and after each change; None sends it to nobody. Raises what the
+        listener raises."""
         self._listener, self._told = listener, -1
         await self._tell()
 
@@ -194,8 +198,8 @@ class ReplicaPool:
             ) from None
 
     async def watch(self) -> None:
-        """Checks the health of every member until it is cancelled, and sends the table again: a connection may break
-        that no process died of. Raises RunFailed when a replica failed that may not be replaced any more."""
+        """Checks the health of every member until it is cancelled, and sends the table again: a connection can break
+        although no process died. Raises RunFailed when a replica has failed and the budget is spent."""
         while True:
             try:
                 async with asyncio.timeout(self._settings.health_interval_s):
@@ -206,7 +210,8 @@ class ReplicaPool:
                 await self._tell()
 
     async def stats(self) -> list[ReplicaStats]:
-        """Of every member that answers, also in the middle of a publish; one that does not is taken out (`fail`)."""
+        """Statistics of every member that answers, also in the middle of a publish. A member that does not answer has
+        failed (`fail`)."""
 
         async def one(replica_id: int, control: Any) -> ReplicaStats | None:
             try:
@@ -232,20 +237,21 @@ class ReplicaPool:
     # -- publishes -----------------------------------------------------------------------------------------------
 
     async def hold(self, controls: Mapping[int, Any]) -> None:
-        """A rolling publish reaches these next: no new request goes to them until they have committed, while there are
-        others. When it returns the listener knows. Raises what it raises."""
+        """A rolling publish reaches these next: no new request goes to them until they have committed, unless every
+        replica is held. Returns when the listener has the table. Raises what the listener raises."""
         for replica_id in self._current(controls):
             if self._membership.may(replica_id, "hold"):
                 self._membership.apply(replica_id, "hold")
         await self._tell()
 
     async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
-        """These incarnations serve weights of the trainer now; returns how many of them have not failed since.
+        """Records that these incarnations serve the trainer's weights; returns how many of them have not failed since.
 
-        When it returns the listener knows who serves, and sends nothing to those that failed. Raises what it raises.
+        Returns when the listener has the table, and so sends nothing to those that failed. Raises what the listener
+        raises.
 
         Args:
-            version: what they serve; None where all that serve have the same.
+            version: the version that they serve; None where all serving replicas have the same one.
         """
         for replica_id in self._current(controls):
             if self._membership.may(replica_id, "committed"):
@@ -258,10 +264,10 @@ class ReplicaPool:
         return len(self._current(controls))
 
     async def fence(self) -> None:
-        """Every replica closes its gate, forgets what it was asked and is a newcomer until the next publish.
+        """Makes every replica a newcomer: it closes its gate and drops its requests until the next publish.
 
-        For a training side that begins again behind the published version: what the replicas hold belongs to a branch
-        that is gone. The listener is gone too: set the next one afterwards.
+        Needed when the training side restarts from a checkpoint before the published version: the replicas hold weights
+        of steps that were undone. Also drops the listener: set the next one afterwards.
         """
         self._listener = None
         up = self.members | self.leased
@@ -272,9 +278,9 @@ class ReplicaPool:
     # -- evaluations and clients ---------------------------------------------------------------------------------
 
     async def lease(self, count: int) -> dict[int, Any]:
-        """Takes up to `count` serving replicas out of rollout and publishes, but never the last one; those that it got.
+        """Takes up to `count` serving replicas, but never the last one, out of rollout and publishes; returns them.
 
-        Not while a publish is under way. Raises what the listener raises.
+        Must not be called during a publish. Raises what the listener raises.
         """
         free = self._those("serving")
         count = min(count, len(free) - 1)
@@ -286,7 +292,7 @@ class ReplicaPool:
         return {i: control for i, control in self.leased.items() if i in chosen and free[i] is control}
 
     async def end_lease(self, controls: Mapping[int, Any]) -> None:
-        """These are newcomers again, those of them that are still leased. Does not raise: one that does not answer has
+        """Makes those of these that are still leased newcomers. Does not raise: a replica that does not answer has
         failed."""
 
         async def one(replica_id: int, control: Any) -> None:
@@ -298,8 +304,8 @@ class ReplicaPool:
         await asyncio.gather(*(one(i, control) for i, control in leased.items()))
 
     async def forget_client(self, client_id: str) -> None:
-        """No replica works for this client any more, whose process is gone. Does not raise: a replica that fails here
-        is found by its next health check."""
+        """Stops all work for this client, whose process has ended. Does not raise: the next health check finds a
+        replica that fails here."""
         self._forgotten.append(client_id)
         timeout_s, members = self._settings.health_timeout_s, self.members | self.leased
         calls = (control.forget_client(client_id, timeout_s) for control in members.values())
@@ -346,14 +352,14 @@ class ReplicaPool:
         self._on_event(events.ReplicaSuspended(replica_id, str(why)))
         self._membership.apply(replica_id, "late")
         self._details[replica_id] = str(why)
-        # Who still holds the former control, a publish say, is told apart from those that reach it after its return.
+        # A new control: calls of a publish that still holds the former one cannot reach the replica after it rejoined.
         self._controls[replica_id] = control.abandon()
         self._spawn_task(self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _rejoin(self, replica_id: int, control: Any, why: BaseException | str) -> None:
-        """Asks a suspended replica until it answers, and makes it a newcomer; replaces it when it is dead or takes too
-        long."""
+        """Checks a suspended replica until it answers, then makes it a newcomer; replaces it when it is dead or takes
+        too long."""
         loop, limit_s = asyncio.get_running_loop(), self._settings.rejoin_timeout_s
         deadline = loop.time() + limit_s
         while True:

@@ -1,9 +1,4 @@
-"""Notices that nothing happens any more, also when the event loop itself is what hangs.
-
-Consumes: marks of progress.   Produces: one call of `on_stall` when none came for `timeout_s`.
-Waits for: nothing but time, in a thread of its own.
-Stops when: `close` is called, or after it has called `on_stall`.
-"""
+"""Notices that a run makes no progress, even when the event loop itself hangs: it runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +7,14 @@ import time
 from collections.abc import Callable, Hashable
 
 SLEPT_S = 5.0
+"""A pause that lasts this much longer than asked means that the whole process did not run: no stall is counted then."""
 
 
 class Watchdog:
-    """Args:
-    on_stall: called once, in the watchdog's thread, with the seconds since the last progress.
-    """
+    """Owns the thread that watches, and the time of the last progress."""
 
     def __init__(self, timeout_s: float, on_stall: Callable[[float], None]) -> None:
+        """`on_stall`: called once, in the watchdog's thread, with the seconds since the last progress."""
         self._timeout_s = timeout_s
         self._on_stall = on_stall
         self._marks: dict[str, Hashable] = {}
@@ -41,6 +36,14 @@ class Watchdog:
             self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
+        """Calls `on_stall` when there was no progress for `timeout_s`.
+
+        Consumes: marks of progress.
+        Produces: one call of `on_stall`, which writes the stacks of all processes and ends the run.
+        Waits for: time only.
+        Unblocked by: nothing; it needs no other thread.
+        Stops when: `close` is called, or `on_stall` has returned.
+        """
         pause_s = min(1.0, self._timeout_s / 4)
         while True:
             asked = time.monotonic()

@@ -1,9 +1,4 @@
-"""The generation client: one response from any number of interrupted attempts, on any replicas.
-
-Consumes: `generate` calls of environments.   Produces: `Generation`s whose segments carry the replica's versions.
-Waits for: tokens streamed by replicas (long polls of bounded length), each response at most `request_timeout_s`.
-Stops when: `close` is called; every pending response then ends with GenerationError.
-"""
+"""The generation client: makes one response from any number of interrupted attempts, on any replicas."""
 
 from __future__ import annotations
 
@@ -47,13 +42,13 @@ class ReplicaChannel(Protocol):
 
 
 OnChunk = Callable[[TokenChunk, int], bool | None]
-"""Called with every chunk that has tokens, in order, and the replica that sent it, as it arrives; returns True when the
-caller has enough of this response. Must be quick and not raise."""
+"""(chunk, replica id) -> True when the caller needs no more of this response. Called in order with each chunk that has
+tokens, when it arrives. Must be quick and must not raise."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One incarnation of a replica: one that was lost and comes back under the same id is another link."""
+    """The connection to one incarnation of a replica. The next incarnation under the same id is another link."""
 
     replica_id: int
     incarnation: int
@@ -63,12 +58,12 @@ class _Link:
     in_flight: int = 0
     lost: bool = False
     died: bool = False
-    """Lost because its process was: one that was late, or was taken out, need not be the fault of a request."""
+    """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request in flight; what is streamed of it goes to the draft of its response."""
+    """A request in flight. Its tokens go to the draft of its response."""
 
     link: _Link
     draft: Draft
@@ -84,17 +79,16 @@ class _Pending:
 
 
 class GenerationClient:
-    """Sends requests to replicas in batches and demultiplexes what they stream.
+    """Sends requests to replicas in batches and hands the streamed tokens to the responses that they belong to. Owns
+    the connections to the replicas, the router, and the tokens received so far of every pending response.
 
-    Args:
-        name: unique among the clients of these replicas; prefix of every request id.
-        replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
-        states: requests go to the replicas in these states.
-        request_timeout_s: longest that one response may take over all its attempts.
-        poll_interval_s: shortest time between two collections from one replica.
-        waits_for_replacements: replicas that come later are taken, and while there is none requests wait for one,
-            within their deadline; else requests fail without any replica, and `watch` ends.
-        max_lost: replicas that are lost under one response before it is suspected of killing them, and fails.
+    Consumes: `generate` calls of environments.
+    Produces: whole responses, whose segments carry the replica's versions.
+    Waits for: chunks; one collector per replica makes long polls of 1 s, at least `poll_interval_s` apart, while the
+    replica has requests of this client. Each response takes at most `request_timeout_s`.
+    Unblocked by: chunks; the loss of a replica, which ends its attempts with the tokens that had arrived.
+    Stops when: `close` is called; every pending response then raises GenerationError. A collector also stops when its
+    replica is lost.
     """
 
     def __init__(
@@ -108,6 +102,17 @@ class GenerationClient:
         waits_for_replacements: bool = False,
         max_lost: int = 3,
     ) -> None:
+        """
+        Args:
+            name: unique among the clients of these replicas; prefix of every request id.
+            replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
+            states: requests go to the replicas in these states.
+            request_timeout_s: longest time for one response over all its attempts.
+            poll_interval_s: shortest time between two collections from one replica.
+            waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
+                deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
+            max_lost: a response fails when this many replicas died while they worked on it: it may be what kills them.
+        """
         self._name = name
         self._states = states
         self._waits_for_replacements = waits_for_replacements
@@ -131,9 +136,9 @@ class GenerationClient:
     def set_replicas(self, table: ReplicaTable) -> None:
         """Sends requests to the replicas of this table that are in `states`, and to no others.
 
-        The requests of a replica that is gone, or another incarnation, resume elsewhere with the tokens that had
-        arrived; those of one that left `states` and lives are aborted there first. One that serves although the
-        connection to it was lost is connected again.
+        The requests of a replica that left, or that is another incarnation, resume elsewhere with the tokens that had
+        arrived. A replica that was leased gets an abort for them first. A replica that serves although its connection
+        was lost is connected again.
         """
         for replica_id, link in list(self._links.items()):
             row = table.rows.get(replica_id)
@@ -158,7 +163,7 @@ class GenerationClient:
         collector.add_done_callback(self._collector_ended)
 
     def _withdraw(self, link: _Link) -> None:
-        """Its requests are aborted there and resume elsewhere with the tokens that had arrived."""
+        """Aborts the requests of a live replica; they resume elsewhere with the tokens that had arrived."""
         begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
         self._detach(link)
         if begun:
@@ -184,11 +189,12 @@ class GenerationClient:
 
         Args:
             session_id: requests of one session go to one replica while it can take them.
-            prefix: `router.prefix_blocks` of the prompt, where requests should follow the prefix cache without one.
-            on_chunk: is handed the tokens as they arrive. Where it says that they are enough, the replica is told to
-                stop and the response ends with finish_reason "stop" and all tokens that had been sampled.
-            draft: where the tokens are kept while they arrive, for a caller that wants to see them at any moment. One
-                with a prior is a response that goes on: its tokens count against `sampling.max_tokens`.
+            prefix: `router.prefix_blocks` of the prompt, for requests without a session that should follow the prefix
+                cache.
+            on_chunk: gets the tokens as they arrive. When it returns True the request is aborted, and the response ends
+                with finish_reason "stop" and all tokens that had been sampled.
+            draft: holds the tokens while they arrive, for a caller that reads them at any moment. A draft that has
+                tokens already continues that response: they count against `sampling.max_tokens`.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
@@ -228,8 +234,8 @@ class GenerationClient:
         return len(self._pending)
 
     async def watch(self) -> None:
-        """Runs as long as the client works; raises what ended the collection from a replica unexpectedly, and, unless
-        it waits for replacements, GenerationError when every replica is lost."""
+        """Runs as long as the client works. Raises the unexpected error of a collector; GenerationError when every
+        replica is lost, unless the client waits for replacements."""
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
@@ -269,19 +275,19 @@ class GenerationClient:
         return pending
 
     async def _abandon(self, link: _Link, request_id: str) -> None:
-        """Tells the replica to stop working on a request that nobody waits for any more."""
+        """Aborts a request whose caller was cancelled or has enough tokens."""
         if not link.lost:
             try:
                 await link.channel.abort([request_id])
             except ProcessDied as e:
                 self._lose(link, str(e), died=True)
-            except AsyncRLError as e:  # nobody waits for the answer; the tokens that still come are dropped
+            except AsyncRLError as e:  # the answer is not needed: tokens that still arrive are dropped
                 logger.warning("abort on replica %d: %s", link.replica_id, e)
 
     async def _stop_working(self, link: _Link, request_ids: list[str]) -> None:
         try:
             await link.channel.abort(request_ids)
-        except AsyncRLError as e:  # nobody waits for these any more; whoever looks after the replica will see
+        except AsyncRLError as e:  # the requests have ended here; the health check of the pool finds a broken replica
             logger.warning("abort on replica %d: %s", link.replica_id, e)
 
     def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
@@ -309,7 +315,7 @@ class GenerationClient:
                 self._fail(request.request_id, e)
 
     async def _collect(self, link: _Link) -> None:
-        """Consumes chunks of one replica until it dies; idle while it has no request of ours."""
+        """Collects the chunks of one replica until it is lost; idle while the replica has no request of this client."""
         loop = asyncio.get_running_loop()
         while not link.lost:
             await link.busy.wait()
@@ -334,17 +340,17 @@ class GenerationClient:
     def _end(self, failure: BaseException) -> None:
         if not self._ended.done():
             self._ended.set_exception(failure)
-            self._ended.exception()  # it counts as seen: nobody has to watch
+            self._ended.exception()  # marks it as retrieved: `watch` need not be running
 
     def _deliver(self, chunk: TokenChunk) -> None:
         pending = self._pending.get(chunk.request_id)
         if pending is None:
-            return  # abandoned meanwhile
+            return  # the request was abandoned
         if chunk.error is not None:
             self._fail(chunk.request_id, GenerationError(chunk.error))
             return
         if pending.link.lost:
-            return  # its attempt has ended with what had arrived before
+            return  # the attempt has ended with the tokens that had arrived before
         pending.draft.add(chunk, pending.replica_id)
         wanted = pending.on_chunk is not None and not pending.enough and len(chunk.token_ids) > 0
         if wanted and pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id):
@@ -361,7 +367,7 @@ class GenerationClient:
             pending.done.set()
 
     def _lose(self, link: _Link, reason: str, *, died: bool = False) -> None:
-        """Ends the attempts on a dead replica with the tokens that had been streamed; they resume elsewhere."""
+        """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
         if link.lost:
             return
         link.died = died
@@ -384,6 +390,6 @@ class GenerationClient:
 
 
 def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
-    """What is left to sample after `num_tokens` tokens."""
+    """The sampling parameters of a response that already has `num_tokens` tokens."""
     max_tokens, min_tokens = sampling.max_tokens - num_tokens, max(0, sampling.min_tokens - num_tokens)
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)

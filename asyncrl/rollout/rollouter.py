@@ -1,9 +1,8 @@
-"""The rollouter: runs environments over many groups at once. Runs as a Ray actor.
+"""The rollouter: runs environments over many groups at once. Runs as a Ray actor, which `rollout.supervisor` replaces
+when it dies.
 
-Consumes: tickets of the message queue.   Produces: one `put` or `nack` per ticket that is not cancelled.
-Waits for: admission (bounded long polls), responses of replicas, rewards, environments (each with a deadline).
-Unblocked by: a publish that frees slots; tokens streamed by replicas.
-Stops when: `stop` is called, or a loop of it dies: `run` then raises. `rollout.supervisor` replaces one that died.
+The admission loop starts one task per ticket; the task generates the group and answers the ticket. User code runs in
+`rollout.user_code`, so that no exception of it reaches the event loop.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ T = TypeVar("T")
 ADMIT_WAIT_S = 1.0
 MAX_REASON_CHARS = 8000
 CANCEL_WAIT_S = 30.0
-"""Longest that a put which the queue has refused waits for the news that its ticket was cancelled."""
+"""How long a refused put waits for the admission that cancels its ticket."""
 CLOSE_WAIT_S = 5.0
-"""Longest that the `close` of an environment may take."""
+"""Longest time that the `close` of an environment may take."""
 
 
 class TicketSource(Protocol):
@@ -72,8 +71,11 @@ class TicketSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """`train`: None where no groups are generated. `samples_path`: where a few trajectories per version go;
-    `quarantine_path`: where the prompts go whose groups end `failed`."""
+    """What a rollouter is built from.
+
+    `train`: None where only held-out sets are evaluated. `samples_path`: the file for a few trajectories of each
+    version. `quarantine_path`: the file for prompts whose groups ended `failed`.
+    """
 
     recipe: Recipe
     train: TrainingSet | None
@@ -84,12 +86,15 @@ class RolloutSpec:
 
 
 class Rollouter:
-    """Args:
-    queue: the rollout side of the message queue.
-    client_id: names this incarnation among all clients of the replicas.
-    """
+    """Generates one group per ticket. Owns the running groups, the generation client, the reward processes and the
+    environment."""
 
     def __init__(self, spec: RolloutSpec, queue: TicketSource, client_id: str) -> None:
+        """
+        Args:
+            queue: the rollout side of the message queue.
+            client_id: names this incarnation among all clients of the replicas.
+        """
         self._recipe = recipe = spec.recipe
         self._train = spec.train
         self._held_out = spec.held_out
@@ -105,7 +110,7 @@ class Rollouter:
         self._failure: asyncio.Future[None] | None = None
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
-        """Reaches the replicas that are there for the evaluation under way alone."""
+        """Client of the leased replicas, while an evaluation has some."""
         self.client: GenerationClient
         self._tools: SessionTools
         self._renderer: PromptRenderer
@@ -134,14 +139,14 @@ class Rollouter:
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._tools = SessionTools(self.client, chat, self._rewards.score)
-        # Rows, tokenizer and modules live as long as the process: full garbage collections that walk them again and
-        # again took a fifth of this process's time.
+        # Rows, tokenizer and modules live as long as the process: full garbage collections that visit them each time
+        # took a fifth of this process's time.
         gc.collect()
         gc.freeze()
         return await self.stats()
 
     async def run(self) -> None:
-        """Generates until `stop`. Raises what ended a loop of it."""
+        """Generates until `stop`. Raises the error that ended one of its loops."""
         failure = self._failure
         assert failure is not None, "start comes first"
         loops = [asyncio.create_task(self._admit(), name="admission"), asyncio.create_task(self.client.watch())]
@@ -163,15 +168,15 @@ class Rollouter:
                 self._lent.set_replicas(table)
 
     async def partials(self) -> list[PartialGroup]:
-        """Every running group of which there is a token, as it is at this moment."""
+        """A copy of every running group that has at least one token."""
         found = (running.partial() for running in self._groups.values())
         return [partial for partial in found if partial.num_tokens]
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
-        """`eval.samples` responses to every prompt of a held-out set, by whatever version the replicas serve now.
+        """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
-            leased: those that answer all of it, for this alone; None: those that serve.
+            leased: the replicas that answer, and do nothing else; None: the serving replicas, beside the rollouts.
 
         Raises what `answer_held_out` raises.
         """
@@ -247,7 +252,7 @@ class Rollouter:
     def _new_client(
         self, use: str, replicas: ReplicaTable, *, states: tuple[ReplicaState, ...], waits: bool
     ) -> GenerationClient:
-        """`waits`: for replacements of its replicas."""
+        """`waits`: requests wait for a replacement when every replica is lost."""
         rollout = self._recipe.rollout
         return GenerationClient(
             f"{self._client_id}-{os.getpid()}-{use}",
@@ -260,11 +265,19 @@ class Rollouter:
         )
 
     async def _admit(self) -> None:
+        """The admission loop.
+
+        Consumes: tickets of the message queue.
+        Produces: one group task per ticket; cancellations of the groups that the queue has ended.
+        Waits for: a free slot or a requeued group (long polls of 1 s).
+        Unblocked by: a publish that frees slots, a group that ends untrained, a nack.
+        Stops when: `stop` is called, or a call of the queue fails, which ends the rollouter.
+        """
         assert self._failure is not None, "start comes first"
         while True:
             admission = await self._queue.admit(self._recipe.batch.groups_per_step, ADMIT_WAIT_S)
             if self._failure.done():
-                return  # nobody would end what it begins now
+                return  # `stop` has already cancelled the groups: a new one would never end
             for ticket in admission.cancelled:
                 self._cancel(ticket)
             partials = {_key(partial.ticket): partial.trajectories for partial in admission.partials}
@@ -288,15 +301,15 @@ class Rollouter:
         running.task.add_done_callback(lambda task: self._group_done(ticket, task))
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Its group has ended: nothing of it is put, and the replicas are told to stop working on it."""
+        """Stops the generation of a group that the queue has ended: it is not put, and its requests are aborted."""
         running = self._groups.get(_key(ticket))
         if running is not None and running.task is not None:
             self._cancelled += 1
             running.give_up()
 
     def _group_done(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
-        """A group that ended without an answer to its ticket, and that nobody gave up, ends this rollouter: the queue
-        takes its tickets back then."""
+        """Ends this rollouter when a group task ended without answering its ticket and was not cancelled on purpose:
+        the queue then requeues all groups of this rollouter."""
         running = self._groups.pop(_key(ticket))
         error = task.exception() if not task.cancelled() else None
         if task.cancelled() and not running.given_up:
@@ -305,6 +318,14 @@ class Rollouter:
             self._failure.set_exception(error)
 
     async def _group(self, running: RunningGroup) -> None:
+        """The task of one ticket.
+
+        Consumes: the ticket.
+        Produces: one put, or one nack with the traceback.
+        Waits for: the trajectories of the group; each response, turn and reward has a deadline.
+        Unblocked by: tokens that the replicas stream, rewards.
+        Stops when: the ticket is answered; `stop` and `_cancel` cancel the task.
+        """
         ticket = running.ticket
         row = self._row(ticket)
         try:
@@ -325,6 +346,7 @@ class Rollouter:
         return self._train.rows[self._stream.row_index(ticket.ordinal)]
 
     async def _generate(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
+        """All trajectories of the group at once. Raises what the first failed one raises."""
         ticket, done = running.ticket, running.done
         prompt_ids = self._renderer.prompt_ids(row)
 
@@ -345,7 +367,7 @@ class Rollouter:
         return group
 
     async def _trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
-        """What the environment makes of `task`, checked. Raises as `UserCode.call` does."""
+        """The trajectory that the environment returns for `task`, validated. Raises what `UserCode.call` raises."""
 
         async def made() -> Trajectory:
             return (await self._environment.run(task, session)).normalized().validate()
@@ -377,7 +399,7 @@ def len_of(trajectory: Trajectory) -> int:
 
 
 async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Awaits all; the first exception cancels the rest, and is raised when they have ended."""
+    """Awaits all. The first exception cancels the others, and is raised once they have ended."""
     tasks = [asyncio.create_task(run) for run in runs]
     try:
         return list(await asyncio.gather(*tasks))
@@ -388,8 +410,8 @@ async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _unless_cancelled(call: Awaitable[T]) -> T:
-    """Awaits a put or a nack. One that the queue refuses may be of a ticket that it has just cancelled: the next
-    admission says so, and cancels the task that waits here. Raises LedgerError when it does not."""
+    """Awaits a put or a nack. The queue may refuse it because it has just cancelled the ticket: the next admission
+    then has the cancellation, which cancels the task that waits here. Raises LedgerError when none comes."""
     try:
         return await call
     except LedgerError:

@@ -1,10 +1,5 @@
 """Keeps a rollouter running: a new process replaces one that died or answers no health check.
 
-Consumes: deaths and missed health checks of the rollouter.   Produces: a new one that knows the replicas that serve.
-Waits for: starts (`start_timeout_s`) and calls of the rollouter, each with a deadline.
-Stops when: `stop` is called; `run` raises when the restarts are spent, when the rollouter itself raised, and when
-another process that it needs is gone.
-
 The queue requeues the groups of a dead rollouter. The replicas forget the dead client and stop generating for it.
 """
 
@@ -58,14 +53,8 @@ class _Incarnation:
 
 
 class RolloutSupervisor:
-    """Args:
-    spawn: makes the process of a rollouter without replicas, not started, from its client id.
-    take_back: (reason, client id) gives every running group back to the queue, which hears that client no more;
-        returns how many.
-    forget: tells the replicas to drop a dead client.
-    budget: how often it may be restarted.
-    on_event: `EventLog.write`.
-    """
+    """Stands for the rollouter of a run, whichever process that is. Owns the process, the budget of its restarts and
+    the newest replica table, which a replacement gets at its start."""
 
     def __init__(
         self,
@@ -77,6 +66,15 @@ class RolloutSupervisor:
         start_timeout_s: float,
         on_event: Callable[[Event], None],
     ) -> None:
+        """
+        Args:
+            spawn: makes the process of a rollouter from its client id; it has no replicas and is not started.
+            take_back: (reason, client id) requeues every running group; the queue then refuses calls of that client.
+                Returns the number of groups.
+            forget: makes the replicas drop a dead client.
+            budget: limits the restarts.
+            on_event: `EventLog.write`.
+        """
         self._spawn = spawn
         self._take_back = take_back
         self._forget = forget
@@ -100,8 +98,16 @@ class RolloutSupervisor:
         return await self._start(timeout_s)
 
     async def run(self) -> None:
-        """Returns when the rollouter was stopped. Raises RunFailed: the restarts are spent; else what a rollouter
-        raised, or what the calls to the queue raise."""
+        """Runs the rollouter, and replaces it whenever its process dies.
+
+        Consumes: deaths and missed health checks of the rollouter.
+        Produces: a new rollouter that has the replica table; the groups of the dead one, requeued.
+        Waits for: starts and calls of the rollouter, each with its deadline.
+        Unblocked by: the answers; a health check that drops the rollouter.
+        Stops when: `stop` is called.
+
+        Raises RunFailed: the restarts are spent; else what a rollouter raised, or what the calls to the queue raise.
+        """
         while True:
             current = self._current
             try:

@@ -1,13 +1,4 @@
-"""One trainer rank: a process around a TrainBackend. Knows neither ray nor the queue, only what it is given.
-
-Consumes: plans, and the trajectories that they name.
-Produces: optimizer steps, and the tensors of a publish (rank 0 sends, the others help to gather).
-Waits for: its peers, at most `collective_timeout_s` per collective; `fetch`, which has a deadline of its own.
-Stops when: `stop` is called, or a peer is gone; then the collective in progress raises.
-
-All methods but `ping`, `close_weights` and `save` must be called from one thread: torch's thread count and the order of
-collectives hang on it. `save` may run beside them, in one thread of its own.
-"""
+"""One trainer rank: a process around a TrainBackend. It knows neither Ray nor the queue, only the function `fetch`."""
 
 from __future__ import annotations
 
@@ -48,6 +39,18 @@ Fetch = Callable[[Sequence[int]], Sequence[TrajectoryGroup]]
 
 
 class TrainerWorker:
+    """Owns the backend, the process group and the sending end of a transport.
+
+    All methods except `ping`, `close_weights` and `save` must be called from one thread: torch's thread count and the
+    order of collectives depend on it. `save` may run beside them, in one thread of its own.
+
+    Consumes: one plan per step; the groups that it names.
+    Produces: optimizer steps; the tensors of a publish (rank 0 sends them, the others help to gather).
+    Waits for: its peers, at most `trainer.collective_timeout_s` per collective; `fetch`, at most 120 s.
+    Unblocked by: calls of the trainer pool; its peers.
+    Stops when: `stop` is called or its process is killed. When a peer dies the collective in progress raises.
+    """
+
     def __init__(self, spec: TrainerSpec, rank: int, world_size: int, fetch: Fetch) -> None:
         self._spec, self._rank, self._world_size, self._fetch = spec, rank, world_size, fetch
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
@@ -65,7 +68,7 @@ class TrainerWorker:
         return host, self._store.port
 
     def start(self, master_addr: str, master_port: int, timeout_s: float) -> None:
-        """Joins the peers, which may take `timeout_s` to come, and loads the model; returns when this rank can train.
+        """Waits at most `timeout_s` for the peers and loads the model; returns when this rank can train.
 
         Raises:
             ConfigError: the model cannot be read or trained.
@@ -101,7 +104,7 @@ class TrainerWorker:
         return self._backend.train_step(plan, self._trajectories(plan))
 
     def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
-        """As `TrainBackend.reference_kl`, of what this rank's plan names; collective."""
+        """As `TrainBackend.reference_kl`, for the trajectories of this rank's plan; collective."""
         return self._backend.reference_kl(plan, self._trajectories(plan))
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
@@ -112,7 +115,7 @@ class TrainerWorker:
         return self._backend.weight_specs()
 
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        """Opens the sending end, in place of an earlier one; rank 0 only. Returns what receivers need to join."""
+        """Opens the sending end, and closes an earlier one; rank 0 only. Returns what receivers need to join."""
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
@@ -140,7 +143,7 @@ class TrainerWorker:
                 raise WeightTransferError("send_weights was called before open_weights")
             return self._sender.send(manifest, weights, timeout_s)
         finally:
-            for _ in weights:  # every rank must walk to the end, also when sending failed: gathering is collective
+            for _ in weights:  # gathering is collective: every rank must iterate to the end, also when sending failed
                 pass
 
     def close_weights(self) -> None:
@@ -178,11 +181,11 @@ class TrainerWorker:
 
 
 def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Returns when all ranks are here. Ranks start seconds apart on a busy machine, and the timeout of a collective is
-    for ranks that run.
+    """Returns when all ranks have started. It has its own timeout: on a busy machine ranks start seconds apart, and the
+    timeout of a collective is meant for ranks that run.
 
     Raises:
-        DeadlineExceeded: naming the ranks that did not come.
+        DeadlineExceeded: some ranks have not started; the message names them.
     """
     here = [f"asyncrl/here/{peer}" for peer in range(world_size)]
     store.set(here[rank], "")

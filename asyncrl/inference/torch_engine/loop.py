@@ -1,8 +1,4 @@
-"""The decode loop: one thread that owns the model, the slots and the queue of requests.
-
-Consumes commands; produces reports (chunks and acknowledgements, one for all requests of a step). Waits for a command
-when nothing may be sampled. Stops at `Stop`, or at an error, which it raises to the thread's owner.
-"""
+"""The decode loop of the embedded engine: one thread that owns the model, the decode slots and the waiting requests."""
 
 from __future__ import annotations
 
@@ -55,6 +51,8 @@ class Counters:
 
 
 class DecodeLoop:
+    """Owns the slots, the requests that wait for one, and the pause state. All methods run in the decode thread."""
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -79,7 +77,14 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Serves until `Stop`. Raises whatever breaks it: the thread's owner turns that into failed requests."""
+        """Serves commands and decodes.
+
+        Consumes: commands (submit, abort, pause, resume, commit, stop).
+        Produces: one report per round, with the chunks and acknowledgements of all requests.
+        Waits for: a command, while nothing may be sampled.
+        Unblocked by: commands.
+        Stops when: `Stop` comes, or at the first error, which the thread's owner turns into failed requests.
+        """
         while self._serve_commands():
             self._flush_report()  # an abort is answered before the next step, not after it
             if self._active:
@@ -98,19 +103,19 @@ class DecodeLoop:
 
     @property
     def _active(self) -> bool:
-        """Whether a round would do anything. Without a version the weights are dummies: nothing is sampled."""
+        """True when a round has work to do. Without a version the weights are dummies, and nothing is sampled."""
         if self._paused or self.counters.version is None:
             return False
         return self._running > 0 or bool(self._waiting) or self._draining  # the last round of a drain ends it
 
     def _serve_commands(self) -> bool:
-        """Serves every command that waits, and waits for one when there is nothing else to do; False at `Stop`."""
+        """Serves all waiting commands, and waits for one when there is nothing to decode; returns False at `Stop`."""
         if not self._active:
             try:
                 if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
                     return False
             except queue.Empty:
-                self._report(Report())  # its owner learns, when the event loop is gone, that nobody will ever say stop
+                self._report(Report())  # finds out whether the owner's event loop is closed, and then queues a `Stop`
                 return True
         while not self._commands.empty():
             if not self._serve(self._commands.get_nowait()):
@@ -144,7 +149,7 @@ class DecodeLoop:
             self._drain_tickets.append(command.ticket)
             return
         if command.mode == "abort":
-            # A repeated pause must not end what was queued behind the first one.
+            # A second pause must not abort requests that were queued after the first one.
             self._abort(self._running_ids() if self._paused else None)
         self._emit_buffered()
         self._paused = True
@@ -155,7 +160,7 @@ class DecodeLoop:
         self._emit_buffered()
         if version is not None:
             self.counters.version = version
-        if self._wave:  # half of a prompt under each version would match neither
+        if self._wave:  # a prompt prefilled half by each version would match neither: prefill it again
             self._wave.prefill = Prefill(self._wave.prefill.prompts)
 
     def _running_ids(self) -> tuple[str, ...]:
@@ -207,10 +212,10 @@ class DecodeLoop:
             self._drain_tickets.clear()
 
     def _admit(self) -> _Wave | None:
-        """Takes from the queue, in order, what the free slots and one prefill pass hold.
+        """Takes requests from the queue, in order, as many as fit into the free slots and one prefill pass.
 
-        Prompts that are equal but for their last token are prefilled once: the last token is always fed by the
-        decode step, which makes the first sampled token like any other.
+        Prompts that differ only in their last token are prefilled once. The decode step always feeds the last token, so
+        the first sampled token is computed like any other.
         """
         free = self._slots.num_slots - self._slots.n
         prompts: dict[bytes, list[GenerationRequest]] = {}
@@ -271,7 +276,8 @@ class DecodeLoop:
         self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
 
     def _emit_buffered(self) -> None:
-        """A chunk has one version, and a pause leaves nothing behind that the client could lose."""
+        """Emits all buffered tokens. A chunk has one version, and a paused engine must hold nothing that a client could
+        lose."""
         for row in self._slots.buffered_rows().tolist():
             self._emit(self._slots.request_ids[row], *self._slots.take(row), None)
 

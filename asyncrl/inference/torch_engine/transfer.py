@@ -20,7 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Applies publishes to `targets`, one after the other, in a thread of its own (sockets stay in one thread)."""
+    """Applies publishes to `targets`, one after the other. Owns the receiver and the thread that uses it: sockets must
+    stay in one thread.
+
+    Consumes: one publish at a time.
+    Produces: the parameters, written in place, and this side's digest.
+    Waits for: buckets, at most `weights.transfer_timeout_s` or what is left of `weights.publish_timeout_s`.
+    Unblocked by: messages of the sender.
+    Stops when: the engine stops.
+    """
 
     def __init__(self, targets: Mapping[str, torch.Tensor], device: torch.device, model: ModelConfig) -> None:
         self._targets = targets
@@ -33,14 +41,14 @@ class Transfer:
         self._deadline_s = 0.0
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `InferenceEngine.load_weights`. A cancelled call ends in its thread, at its own deadline."""
+        """As `InferenceEngine.load_weights`. After a cancellation the thread goes on until the call's deadline."""
         self._deadline_s = timeout_s
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, self._receive, manifest, source, timeout_s
         )
 
     async def close(self) -> None:
-        """Closes the receiver, after a publish in progress has reached its deadline at the latest."""
+        """Closes the receiver, at the latest when a publish in progress has reached its deadline."""
         closing = asyncio.get_running_loop().run_in_executor(self._executor, self._close_receiver)
         done, _ = await asyncio.wait((closing,), timeout=self._deadline_s + 10.0)
         if done:
