@@ -1,11 +1,11 @@
-"""When the run is evaluated, and by which replicas.
+"""Decides when the run is evaluated, and by which replicas.
 
-Consumes: the ends of optimizer steps.   Produces: metrics, events, and newcomers where replicas were leased.
-Waits for: an evaluation before the first step and after the last one, which all replicas answer (`eval.timeout_s` for
-each held-out set). With `eval.leased_replicas` those in between run beside training, on replicas of their own that stay
-at the version they have; what came of it is told at the end of the first step that finds it done.
-Stops when: `close` is called. An evaluation that fails, or takes longer than `eval.timeout_s`, does not end the run: it
-is counted, one beside training after a second try on other leases.
+All replicas answer the evaluations before the first step and after the last one; training waits for these. With
+`eval.leased_replicas` the evaluations in between run beside training, on leased replicas that keep their version. Their
+result goes into the metrics of the first step that ends after them.
+
+An evaluation that fails, or takes longer than `eval.timeout_s` for a held-out set, does not end the run: it is counted
+as failed. One on leased replicas is first retried on another lease.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asyncrl.types.metrics import Metric
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""How late newcomers can be noticed while everything waits for an evaluation."""
+"""Pause between two looks for newcomers while training waits for an evaluation."""
 
 
 @dataclass(slots=True, eq=False)
 class _Beside:
-    """An evaluation beside training: of `version`, which was published when `step` ended; `tries` counts this one."""
+    """An evaluation beside training. `version` was published when `step` ended. `tries` includes this one."""
 
     step: int
     version: int
@@ -42,12 +42,7 @@ class _Beside:
 
 
 class Evaluations:
-    """Args:
-    stop: set when the run is to end.
-    published: the version that is published.
-    catch_up: brings newcomers to the published version, where that can be done without another one; while nobody can
-        answer, another version is better than none.
-    """
+    """Owns the evaluation beside training, if there is one, and its leases."""
 
     def __init__(
         self,
@@ -58,6 +53,12 @@ class Evaluations:
         published: Callable[[], int],
         catch_up: Callable[[], Awaitable[None]],
     ) -> None:
+        """
+        Args:
+            stop: set when the run is to end.
+            published: returns the published version.
+            catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
+        """
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
         self._parts = parts
         self._stop = stop
@@ -65,7 +66,7 @@ class Evaluations:
         self._catch_up = catch_up
         self._beside: _Beside | None = None
         self._due: int | None = None
-        """Tries that went before, of an evaluation that is due and has no replica yet."""
+        """Number of earlier tries of an evaluation that is due and has no replica yet; None: no evaluation is due."""
 
     async def before_training(self) -> dict[str, float]:
         """The metrics of the evaluation before step 1; empty when none is asked for, or a stop came."""
@@ -93,7 +94,7 @@ class Evaluations:
         return found
 
     async def close(self) -> None:
-        """Gives up the evaluation under way; its replicas are fenced or stopped with the others."""
+        """Cancels the evaluation in progress. Its replicas are fenced or stopped together with the others."""
         if self._beside is not None:
             self._beside.work.cancel()
             await asyncio.gather(self._beside.work, return_exceptions=True)
@@ -102,8 +103,8 @@ class Evaluations:
     # -- by all replicas -----------------------------------------------------------------------------------------
 
     async def _by_all(self, step: int) -> dict[str, float]:
-        """Every held-out set while training waits; nothing is published meanwhile, so one version answers all of it.
-        A set that is not answered, in time or at all, is counted. Empty when a stop came first."""
+        """Evaluates every held-out set while training waits. Nothing is published during it, so one version answers all
+        prompts. A set that fails or takes too long is counted as failed. Empty when a stop came first."""
         started, results = time.monotonic(), list[EvalResult]()
         for name in self._sets:
             work = asyncio.create_task(self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s))

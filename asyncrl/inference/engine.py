@@ -1,6 +1,6 @@
 """The protocol that every inference engine implements; its conformance suite is `asyncrl_testing.engine_suite`.
 
-What only some engines can do is a protocol of its own, so that no engine has a method that refuses.
+A capability that only some engines have is a protocol of its own, so that no engine has a method that always refuses.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class InferenceEngine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Ends these requests (None: all, queued ones too) with finish_reason "abort" after the tokens so far.
+        """Ends these requests (None: all, also queued ones) with finish_reason "abort", keeping the tokens so far.
         Unknown ids are ignored: they may just have finished."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when no token is being sampled. abort: requests in flight end as by `abort(None)`. keep: they
-        freeze and go on at `resume` with the KV cache they have. drain: those running finish first, those still
-        queued stay queued. Idempotent."""
+        freeze, and continue at `resume` with their KV cache. drain: running requests finish first, queued ones stay
+        queued. Idempotent."""
         ...
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
@@ -53,7 +53,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Lets sampling go on. Idempotent."""
+        """Continues sampling. Idempotent."""
         ...
 
     def health(self) -> EngineHealth: ...
@@ -65,10 +65,10 @@ class InferenceEngine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that can give its GPU memory back while it is paused and empty."""
+    """An engine that can release its GPU memory while it is paused and empty."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Level 1 keeps the weights in host memory; level 2 drops them, and a publish has to follow `wake_up`.
+        """Level 1 keeps the weights in host memory. Level 2 drops them: a publish must follow `wake_up`.
 
         Raises GenerationError: not set up, not paused, or requests are frozen.
         """

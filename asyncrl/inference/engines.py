@@ -27,8 +27,8 @@ class EngineSpec:
     engine: str
     """`package.module:Class`; called with (ModelConfig, its settings, load_real_weights=)."""
     unsupported: str
-    """`package.module:function`; called with (ModelFacts, tokens of the context); returns what of the model the engine
-    cannot run. Its module imports neither torch nor the engine."""
+    """`package.module:function`; called with (ModelFacts, tokens of the context); returns the features of the model
+    that the engine cannot run. Its module imports neither torch nor the engine."""
     package: str | None = None
     """The package that has to be importable."""
     install: str = ""
@@ -36,13 +36,13 @@ class EngineSpec:
     takes_whole_gpus: bool = False
     """Each worker takes a GPU of its own; otherwise replicas and trainer ranks share those of the cluster."""
     stop_timeout_s: float = 3.0
-    """Longest that a replica may take to stop before its process is killed."""
+    """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE
     """Values of `weights.transport` that the workers receive from."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a replica's processes need before the engine is imported."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
-    """The same in a cluster that was started for one run on one machine, unless the user has set them."""
+    """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 

@@ -9,9 +9,9 @@
 * *starting*: its process loads the model.
 * *newcomer*: it is up, behind a closed gate; no weights have been committed on it.
 * *serving*: requests of the rollout reach it. *held*: it serves, and a rolling publish is about to reach it: new
-  requests go elsewhere while there is an elsewhere.
+  requests go to other replicas, unless all are held.
 * *leased*: an evaluation has it for itself; publishes leave it out, so that it stays at its version.
-* *suspended*: it answered too late; nothing reaches it until it answers again, and has forgotten what it was asked.
+* *suspended*: it answered too late; nothing reaches it until it answers again and has dropped its requests.
 * *dead*: its process is killed. A replacement is another incarnation under the same id.
 """
 
@@ -37,10 +37,10 @@ TRANSITIONS: dict[Event, dict[ReplicaState, ReplicaState]] = {
     "answered": {"suspended": "newcomer"},
     "failed": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended"), "dead"),
 }
-"""Event -> the states in which it may come, and the state that follows."""
+"""Event -> the states in which it may occur, each with the state that follows."""
 
 FORGETS: tuple[Event, ...] = ("answered", "lease_ended", "fenced")
-"""Events after which the replica has forgotten what it was asked: it is another incarnation."""
+"""Events at which the replica drops its requests and becomes another incarnation."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,8 @@ class Membership:
         """
         Args:
             budget: counts replacements.
-            restart_delay_s: what a replica waits that failed before it had served, doubled with each time in a row.
+            restart_delay_s: delay before the replacement of a replica that never served; doubled with each such failure
+                in a row.
         """
         self.members = {i: Member() for i in replica_ids}
         self.budget = budget
@@ -97,8 +98,8 @@ class Membership:
         self.generation += (member.state, member.incarnation, member.version) != before
 
     def replace(self, replica_id: int) -> float | None:
-        """Begins the next incarnation of a dead replica; the seconds to wait before its start. None: the budget is
-        spent, and it stays dead."""
+        """Begins the next incarnation of a dead replica; returns the seconds to wait before its start. None: the budget
+        is spent, and the replica stays dead."""
         dead = self.members[replica_id]
         assert dead.state == "dead", dead
         if not self.budget.take():

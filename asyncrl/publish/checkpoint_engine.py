@@ -1,16 +1,17 @@
 """The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction per replica.
 
-Consumes: the trainer's tensors.   Produces: a committed version on every replica that is up, or a named error.
-Waits for: pause, transfer and commit, together at most `publish_timeout_s`; one transfer at most `transfer_timeout_s`.
+A publish pauses the replicas, transfers the weights and commits them, all within `publish_timeout_s`; each transfer has
+`transfer_timeout_s`. A replica whose weights were not committed keeps its gate closed: a half-applied publish never
+serves.
 
-A replica whose weights were not committed keeps its gate closed: a half-applied publish never serves. One that is gone,
-answers nothing, or has other bytes after `max_retries` more transfers is handed to the fleet, which replaces it, or
-waits for one that is only late; the others go on without it, and it joins a later publish. When the replacement of a
-replica gets wrong weights too, the fault is not the replica's: the run stops with the tensor's name.
+The engine hands a replica to the fleet when it died, did not answer, or still has wrong bytes after `max_retries`
+retries. The fleet replaces it, or waits for it when it is only late. The publish continues with the other replicas, and
+the lost one joins a later publish. When the replacement of a replica gets wrong weights too, the fault is not the
+replica's: the run stops with the tensor's name.
 
-A rolling publish reaches the replicas in waves of `rolling_replicas`; newcomers, which serve nobody, go with the first
-one. The rollout side sends the replicas of a wave no new requests meanwhile, and the others generate. Each wave is a
-transfer of its own: the trainer sends its weights once per wave. The version is published when all waves are done.
+A rolling publish reaches the replicas in waves of `rolling_replicas`. Newcomers serve no requests, so they are in the
+first wave. The replicas of a wave get no new requests, while the others generate. Each wave is a transfer of its own:
+the trainer sends its weights once per wave. The version is published when all waves are done.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "kee
 Replicas = dict[int, PublishedReplica]
 
 BLAME_S = 5.0
-"""How long a sender may go on by itself when a receiver has failed: it may hear of it, or end first."""
+"""Time that a sender has, after a receiver has failed, to notice the failure or to finish before it is interrupted."""
 
 
 @dataclass(slots=True)
 class _Publish:
-    """One publish under way."""
+    """One publish in progress."""
 
     version: int | None
     verify: bool
@@ -58,26 +59,21 @@ class _Publish:
     transfer_s: float = 0.0
     pause_s: float = 0.0
     paused: Replicas = field(default_factory=dict)
-    """Those that do not generate and have no weights of this publish yet."""
+    """The replicas that are paused and have not committed yet."""
     served: bool = False
-    """Whether others serve already: then one that is late is replaced, also when it is the only one left."""
+    """True once a replica has committed: from then on every late replica is handed to the fleet."""
     late: int = 0
-    """Transfers that nobody was to blame for, and that came too late."""
+    """Transfers that missed their deadline although every process answered."""
     strikes: dict[int, int] = field(default_factory=dict)
-    """Times that a replica got its weights wrong in this publish."""
+    """Number of wrong transfers per replica in this publish."""
 
     def left(self) -> float:
         return max(0.01, self.deadline - time.monotonic())
 
 
 class CheckpointEngine:
-    """Args:
-    interrupt: what a publish does to generations in flight.
-    encoding: what the trainer's tensors are.
-    receivers_per_replica: processes of one replica that each take the weights (tensor-parallel workers).
-    rolling: publish to `rolling_replicas` of the config at a time, whatever its `rolling` says.
-    blame_s: how long a sender may go on by itself when a receiver has failed.
-    """
+    """Runs one publish at a time. Owns the bucket plan, the connection between the trainer and the replicas, and the
+    memory of replicas that got wrong weights."""
 
     def __init__(
         self,
@@ -91,6 +87,14 @@ class CheckpointEngine:
         rolling: bool = False,
         blame_s: float = BLAME_S,
     ) -> None:
+        """
+        Args:
+            interrupt: how a publish treats generations in flight.
+            encoding: what the trainer's tensors are.
+            receivers_per_replica: processes of one replica that each receive the weights (tensor-parallel workers).
+            rolling: publish to `rolling_replicas` of the config at a time, whatever the config's `rolling` says.
+            blame_s: see BLAME_S.
+        """
         self._config = config
         self._trainer = trainer
         self._fleet = fleet
@@ -106,17 +110,17 @@ class CheckpointEngine:
         self._group: Replicas = {}
         self._sources: dict[int, TransferSource] = {}
         self._distrusted: set[int] = set()
-        """Replicas that were replaced because their weights were wrong, until they have committed good ones."""
+        """Replicas that were replaced because of wrong weights, until their replacement has committed correct ones."""
 
     async def publish(self, version: int | None, *, newcomers_only: bool = False) -> PublishReport | None:
-        """The replicas that are up serve the trainer's current weights as `version` (None: their version stays).
+        """Makes the replicas that are up serve the trainer's current weights as `version` (None: their version stays).
 
-        A second call waits for the first one. Returns None when `newcomers_only` and none is left.
+        A second call waits for the first one. Returns None when `newcomers_only` is set and no newcomer is left.
 
         Raises:
             WeightTransferError: the trainer's weights cannot be sent, or a replica and its replacement got them wrong.
-            DeadlineExceeded: no replica has the weights in time; the message says what was waited for.
-            ProcessDied: the trainer is gone. RunFailed: no replica is left.
+            DeadlineExceeded: no replica has the weights in time; the message names the wait.
+            ProcessDied: the trainer died. RunFailed: no replica is left.
         """
         async with self._lock:
             return await self._publish(version, newcomers_only)
@@ -166,11 +170,11 @@ class CheckpointEngine:
         )
 
     def _wave(self, publish: _Publish, pending: Replicas) -> Replicas:
-        """Those that the next transfer reaches: all, or in a rolling publish as many of those that serve as may be held
-        up at once, and every one that does not serve anyway.
+        """The replicas that the next transfer reaches: all, or in a rolling publish at most `rolling_replicas` serving
+        ones and all newcomers.
 
-        Those come first that are paused already, then those that the sending end is open for: the last wave of one
-        publish is the first of the next.
+        Paused replicas come first, then those that the sender is already connected to: the last wave of one publish is
+        the first of the next.
         """
         if not self._rolling:
             return pending
@@ -180,7 +184,7 @@ class CheckpointEngine:
         return {i: r for i, r in pending.items() if i in chosen}
 
     async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Pauses these, sends to them and commits; returns those that serve the version."""
+        """Pauses these replicas, sends to them and commits; returns those that serve the version."""
         if self._rolling:
             await self._fleet.hold(replicas)
         num_members = len(self._fleet.members)
@@ -197,8 +201,8 @@ class CheckpointEngine:
         return done
 
     def _is_verified(self, *, scheduled: bool) -> bool:
-        """Whether this publish carries digests. Besides the schedule of the recipe, one to a replica that has no
-        weights yet always does, unless verify is off."""
+        """True when this publish carries digests: on the schedule of the recipe and, unless verify is off, whenever it
+        reaches a replica that has no weights yet."""
         config, number = self._config, self._publishes
         self._publishes += scheduled
         if config.verify != "first":
@@ -206,10 +210,10 @@ class CheckpointEngine:
         return bool(self._fleet.newcomers) or (scheduled and number % config.verify_every == 0)
 
     async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Those that are paused now; those that are gone or late are handed to the fleet.
+        """Returns the replicas that are paused now; hands those that died or are late to the fleet.
 
-        One that is late leaves the others time: a pause may take as long as a transfer, and one that drains as long as
-        leaves time for a transfer.
+        The timeout leaves time for the others: a pause may take as long as a transfer. A pause that drains may take all
+        the time except that of one transfer.
         """
         left, transfer_s = publish.left(), self._config.transfer_timeout_s
         limit_s = max(left / 2, left - transfer_s) if self._pause_mode == "drain" else min(left / 2, transfer_s)
@@ -217,7 +221,7 @@ class CheckpointEngine:
         return await self._without_failed(publish, replicas, outcomes)
 
     async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """One transfer, and the commit of those that took it; returns these."""
+        """One transfer, and its commit on the replicas that received it; returns these replicas."""
         publish.attempts += 1
         await self._form_group(replicas, publish)
         assert self._template is not None, "a group has a plan"
@@ -234,7 +238,7 @@ class CheckpointEngine:
         return await self._without_failed(publish, good, outcomes)
 
     async def _form_group(self, replicas: Replicas, publish: _Publish) -> None:
-        """Opens the sending end for exactly these replicas, unless it is."""
+        """Opens the sending end for exactly these replicas, unless it is open for them already."""
         if self._group == replicas:
             return
         config, per_replica = self._config, self._receivers_per_replica
@@ -249,8 +253,9 @@ class CheckpointEngine:
     async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
         """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica.
 
-        A receiver that fails before the sender knows it would keep the sender waiting for its whole deadline. From one
-        that the fleet has taken out because it is late the sender will hear nothing.
+        A receiver that fails before it has connected would make the sender wait until its deadline. The sender is
+        therefore interrupted `blame_s` after a failure, and at once when the fleet has suspended the receiver, which
+        then sends nothing.
         """
         sources, group = self._sources, self._group
         receiving = {
@@ -276,13 +281,13 @@ class CheckpointEngine:
         return sent, dict(zip(receiving.values(), received, strict=True))
 
     async def _judge(self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas) -> Replicas:
-        """The replicas that have the weights that were sent. Raises what is the trainer's own failure."""
+        """Returns the replicas that have the weights that were sent. Raises the trainer's own failure."""
         if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
             raise sent
         before = dict(replicas)
         alive = await self._without_failed(publish, replicas, {i: o for i, o in received.items() if _is_gone(o)})
         late = [o for o in (sent, *received.values()) if isinstance(o, DeadlineExceeded)]
-        if late:  # who did not answer at all is the cause, the others waited for it
+        if late:  # a health check finds the replica that does not answer at all: the others only waited for it
             await self._fleet.stats()
             alive = {i: r for i, r in alive.items() if self._fleet.members.get(i) is r}
         wrong = {i: why for i in alive if (why := self._fault(sent, received[i])) is not None}
@@ -298,7 +303,7 @@ class CheckpointEngine:
         return {i: r for i, r in alive.items() if i not in wrong and not isinstance(received[i], BaseException)}
 
     def _fault(self, sent: Any, received: Any) -> str | None:
-        """What this replica did wrong; None when it has the weights, or only suffered from somebody else's failure."""
+        """The fault of this replica; None when it has the weights, or failed because of another process."""
         if isinstance(received, DeadlineExceeded | TransferEnded):
             return None if isinstance(sent, BaseException) else str(received)
         if isinstance(received, BaseException):
@@ -311,7 +316,8 @@ class CheckpointEngine:
         return f"it has other bytes in {', '.join(names[:3]) or 'an unknown tensor'}"
 
     def _strike(self, publish: _Publish, replica_id: int, control: PublishedReplica, why: str) -> None:
-        """Counts one wrong transfer: the replica gets another, then is replaced; a replacement's end the run."""
+        """Counts one wrong transfer. The replica gets a retry, then it is replaced; its replacement's fault ends the
+        run."""
         strikes = publish.strikes[replica_id] = publish.strikes.get(replica_id, 0) + 1
         found = f"replica {replica_id}, transfer {strikes} of this publish: {why}"
         logger.error("publish of version %s: %s", publish.version, found)
@@ -326,10 +332,10 @@ class CheckpointEngine:
         self._fleet.fail(replica_id, control, WeightTransferError(found))
 
     async def _without_failed(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
-        """Those of `replicas` whose outcome is no error; the fleet takes out the others.
+        """Returns the replicas whose outcome is not an error; hands the others to the fleet.
 
-        Raises DeadlineExceeded when all of them are late although they answer, and none serves: then it is the deadline
-        that is too short.
+        Raises DeadlineExceeded when all of them are late, yet pass a health check, and none serves: the deadline is too
+        short.
         """
         failed = {i: o for i, o in outcomes.items() if isinstance(o, BaseException)}
         late = [i for i, o in failed.items() if isinstance(o, DeadlineExceeded)]

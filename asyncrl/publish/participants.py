@@ -34,7 +34,7 @@ class PublishedReplica(Protocol):
 
 
 class PublishTargets(Protocol):
-    """Who is there to publish to: `inference.replica_pool.ReplicaPool`."""
+    """The replicas to publish to: `inference.replica_pool.ReplicaPool`."""
 
     @property
     def members(self) -> Mapping[int, PublishedReplica]:
@@ -65,5 +65,5 @@ class PublishTargets(Protocol):
         ...
 
     async def stats(self) -> Any:
-        """Asks all of them whether they live; those that do not answer are taken out."""
+        """Checks the health of all of them; those that do not answer have failed."""
         ...

@@ -1,4 +1,4 @@
-"""How the last groups ended, and when that is reason enough to stop the run. Pure."""
+"""Stops the run when too many of the last groups failed or were filtered. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.errors import RunFailed, explain
 from asyncrl.types import EndShares
 
 MIN_ENDED_FOR_FAILED = 32
-"""Ended groups from which on the share of failed ones says something."""
+"""Fewest ended groups for which the share of failed ones is meaningful."""
 
 
 class EndWindow:
@@ -42,7 +42,7 @@ class EndWindow:
         return "".join("1" if hit else "0" for hit in self._ends)
 
     def load_text(self, text: Iterable[str]) -> None:
-        """Becomes the window that `to_text` described, or what of it fits."""
+        """Restores the window that `to_text` described; a smaller window keeps the newest ends."""
         self._ends.clear()
         self.hits = 0
         for character in text:
@@ -50,15 +50,17 @@ class EndWindow:
 
 
 class EndBudgets:
-    """Args:
-    max_failed, failed_window: the failed share may not be over `max_failed`, from MIN_ENDED_FOR_FAILED ends on.
-    max_filtered, filtered_window: the filtered share of a full window may not be over `max_filtered`; 1: it may.
-    events_path: where the evidence lies.
-    """
+    """Owns the windows of the last failed and the last filtered groups, and their limits."""
 
     def __init__(
         self, *, max_failed: float, failed_window: int, max_filtered: float, filtered_window: int, events_path: Path
     ) -> None:
+        """
+        Args:
+            max_failed, failed_window: largest share of failed groups, checked from MIN_ENDED_FOR_FAILED groups on.
+            max_filtered, filtered_window: largest share of filtered groups in a full window; 1 means no limit.
+            events_path: the file that the errors point to.
+        """
         self._max_failed, self._max_filtered = max_failed, max_filtered
         self._events_path = events_path
         self.failed = EndWindow(failed_window)

@@ -1,4 +1,4 @@
-"""Groups in files: token arrays in one .npz, everything else in JSON beside them."""
+"""Saves and loads groups: token arrays in .npz files, everything else in JSON files beside them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.flo
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A trajectory without its arrays, of which it says the lengths."""
+    """A trajectory in JSON: the lengths of its arrays, and all that is not an array."""
 
     num_prompt: int
     num_response: int
@@ -82,7 +82,7 @@ def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
 
 
 def load_groups(directory: Path) -> list[TrajectoryGroup]:
-    """Raises ValueError or what numpy raises: the files are none of a checkpoint."""
+    """Raises ValueError or what numpy raises: these are not the files of a checkpoint."""
     described = _read(directory / "groups.json", _DescribedGroup)
     arrays = _Reader(directory / "groups.npz", ARRAYS)
     return [

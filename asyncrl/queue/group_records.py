@@ -1,4 +1,4 @@
-"""What the ledger keeps of groups, as plain values."""
+"""The records that the ledger keeps of groups, as plain values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ End = Literal["trained", "filtered", "expired", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """An unfinished group. `version`: of its oldest token, or of its admission; of a leased group, of its oldest token
-    that is trained. `failures` count against the budget.
+    """An unfinished group.
 
-    `issued` is False while a running group waits to be handed out (again). `kept`: tokens of it, not older than
-    `version`, wait with it.
+    `version` is that of its oldest token, or of its admission while it has none; of a leased group, that of its oldest
+    trained token. `failures` counts against the retry budget. `issued` is False while a running group waits for a
+    ticket. `kept` is True when tokens from a checkpoint, none older than `version`, wait with it.
     """
 
     ordinal: int
@@ -35,7 +35,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
-    """All that a ledger is."""
+    """The whole state of a ledger."""
 
     step: int
     version: int

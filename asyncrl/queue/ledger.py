@@ -7,8 +7,9 @@
                 |-> expired                       (under refill: overdue; its prompt is admitted again)
                 `-> failed                        (after the retry budget)
 
-After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. An ordinal that is
-admitted again counts anew, so every admission ends once; only the last end of an ordinal is not `expired`, if any.
+After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. Each admission of
+an ordinal counts, and each ends exactly once: an ordinal may expire several times, and at most once end otherwise.
+`queue/staleness.py` decides which groups are admitted and leased.
 """
 
 from __future__ import annotations
@@ -24,12 +25,7 @@ from asyncrl.types.events import GroupChanged, Transition
 
 
 class Ledger:
-    """Args:
-    policy: admission and lease decisions.
-    max_attempts: times a group is tried before it ends `failed`; a prompt that expires is admitted again as often.
-    max_groups: groups the run trains in all; no more are admitted than are needed to reach it (None: no limit).
-    on_event: called with every transition, in order.
-    """
+    """Owns the state of every prompt group, the next ordinal, the number of trained steps and the published version."""
 
     def __init__(
         self,
@@ -39,6 +35,14 @@ class Ledger:
         max_groups: int | None = None,
         on_event: Callable[[GroupChanged], None] = lambda event: None,
     ) -> None:
+        """
+        Args:
+            policy: admission and lease decisions.
+            max_attempts: attempts at a group before it ends `failed`; also limits how often an expired prompt is
+                admitted.
+            max_groups: groups that the run trains in all; no more are admitted than it needs. None: no limit.
+            on_event: called with every transition, in order.
+        """
         self.policy = policy
         self.step = 0
         self.version = 0
@@ -55,9 +59,9 @@ class Ledger:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def admit(self, limit: int) -> list[Ticket]:
-        """Up to `limit` tickets: groups to be re-issued first, then as many new ones as staleness allows."""
+        """Issues up to `limit` tickets: requeued groups first, then as many new groups as staleness allows."""
         tickets: list[Ticket] = []
-        # Groups that keep their tokens keep their deadline too, so they go first.
+        # Requeued groups with kept tokens go first: they also keep the earlier deadline of these tokens.
         waiting = sorted(self._unissued(), key=lambda r: (not r.kept, r.version if r.kept else 0, r.ordinal))
         for record in waiting[:limit]:
             version = record.version if record.kept else self.version
@@ -74,15 +78,17 @@ class Ledger:
         return tickets
 
     def put(self, ticket: Ticket, oldest_version: int | None, *, has_signal: bool = True) -> bool:
-        """The group is complete: `ready`, or `filtered` when it has no learning signal. True: it is ready.
+        """Makes a complete group `ready`, or ends it `filtered` when it has no learning signal. True: it is ready.
+
+        A put of a cancelled ticket changes nothing: the rollouter may have sent it before the cancellation arrived.
 
         Raises LedgerError: the ticket is unknown, was put before or was re-issued, or the group claims tokens older
-        than its admission. The answer to a cancelled ticket may have crossed the news: it changes nothing.
+        than its admission.
         """
         if self._was_cancelled(ticket):
             return False
         record = self._issued(ticket, "put")
-        # The replicas serve a version a moment before the ledger hears of it, so the upper bound is the trained steps.
+        # Replicas serve a version a moment before the ledger records it, so the upper bound is the trained steps.
         if oldest_version is not None and not ticket.version <= oldest_version <= self.step:
             raise LedgerError(
                 f"group {ticket.ordinal}: oldest token has version {oldest_version}, outside "
@@ -97,8 +103,8 @@ class Ledger:
         return has_signal
 
     def nack(self, ticket: Ticket, reason: str) -> bool:
-        """The group could not be generated. True: it will be re-issued; False: its budget is spent, it is `failed`.
-        A cancelled ticket's nack changes nothing and returns True."""
+        """Requeues a group that could not be generated. False: its retry budget is spent, and it ends `failed`. A nack
+        of a cancelled ticket changes nothing and returns True."""
         if self._was_cancelled(ticket):
             return True
         record = self._issued(ticket, "nack")
@@ -110,9 +116,9 @@ class Ledger:
         return True
 
     def take_back(self, tickets: Iterable[Ticket], reason: str) -> int:
-        """The owner of these tickets is gone: they are issued again without touching their retry budget.
+        """Requeues the groups of these tickets, whose owner died, without charging their retry budget.
 
-        Returns how many were out."""
+        Returns how many groups were running."""
         taken = 0
         for ticket in tickets:
             record = self._records.get(ticket.ordinal)
@@ -122,22 +128,24 @@ class Ledger:
         return taken
 
     def take_back_all(self, reason: str) -> int:
-        """As `take_back` of every ticket that is out; returns how many. Nobody is told of cancelled ones any more."""
+        """Requeues every running group and drops the cancellations not yet returned: the rollouter that they were for
+        has died. Returns the number of groups."""
         self._forget_cancelled()
         return self.take_back([r.ticket for r in self.running()], reason)
 
     def take_cancelled(self) -> tuple[Ticket, ...]:
-        """The tickets whose groups were given up while they were being generated; each is returned once."""
+        """The tickets of groups that expired while they were being generated; each is returned once."""
         untold, self._untold = tuple(self._untold), []
         return untold
 
     def lease(self, step: int, oldest_trained: Callable[[int, int], int | None] | None = None) -> Selection:
-        """Leases the groups of `step`, or says what it waits for. Idempotent until commit or rollback.
+        """Leases the groups of `step`; when that must wait, the selection says for what. Idempotent until commit or
+        rollback.
 
         Args:
-            oldest_trained: under mask, of (ordinal, version): the version of the group's oldest trained token among
-                those from `version` on; None when there is none left, and the group expires. Called for groups with
-                older tokens.
+            oldest_trained: used under mask, for groups with tokens over the limit. (ordinal, version) -> version of the
+                group's oldest trained token that is not older than `version`; None when there is no such token, and
+                the group expires.
 
         Raises LedgerError: a group would be trained over the limit.
         """
@@ -160,7 +168,7 @@ class Ledger:
         return selection
 
     def commit(self, step: int) -> tuple[int, ...]:
-        """Step `step` has trained its lease; returns the ordinals that ended `trained`."""
+        """Ends the leased groups as `trained` and completes the step; returns their ordinals."""
         self._at(step, "commit")
         leased = [r for r in self._records.values() if r.state == "leased"]
         if not leased:
@@ -172,14 +180,14 @@ class Ledger:
         return tuple(r.ordinal for r in leased)
 
     def rollback(self, step: int) -> None:
-        """Step `step` will not be trained with its lease: the groups are ready again."""
+        """Makes the leased groups ready again: `step` will not be trained with them."""
         self._at(step, "rollback")
         for record in [r for r in self._records.values() if r.state == "leased"]:
             self._move(record, "ready")
             self._emit("released", record)
 
     def published(self, version: int) -> None:
-        """The replicas now serve `version`; slots of the steps it contains are free."""
+        """Records that the replicas serve `version`, which frees the slots of the steps before it."""
         if not self.version <= version <= self.step:
             raise LedgerError(f"published({version}): published {self.version}, trained {self.step} steps")
         self.version = version
@@ -201,7 +209,7 @@ class Ledger:
 
     @property
     def has_pending(self) -> bool:
-        """The rollout side is to hear of something: a running group waits to be issued, or one was cancelled."""
+        """True when an admission would return more than new groups: a requeued group, or a cancellation."""
         return bool(self._untold) or next(self._unissued(), None) is not None
 
     def record(self, ordinal: int) -> GroupRecord | None:
@@ -215,15 +223,14 @@ class Ledger:
         return LedgerSnapshot(self.step, self.version, self._next_ordinal, self.counts, records)
 
     def restore(self, snapshot: LedgerSnapshot, kept: Collection[int] = ()) -> None:
-        """Becomes `snapshot`. Running and leased groups have lost their owners: the former are re-issued as a new
-        attempt, the latter are ready again.
+        """Replaces all state by that of `snapshot`. Running groups are requeued as the next attempt, leased groups are
+        ready again: their owners are gone.
 
         Args:
-            kept: ordinals of running groups whose tokens were kept: issued again, their version is the one they have.
-                The others get the one published by then.
+            kept: ordinals of running groups whose tokens were kept. These groups keep their version when they are
+                issued again; the others get the version published by then.
 
-        Groups that this ledger's policy could not train in time any more, because the snapshot is of one that trains
-        late groups too, end `expired`.
+        A snapshot taken under mask may hold groups that another policy cannot train in time: these end `expired`.
         """
         self.step, self.version, self._next_ordinal = snapshot.step, snapshot.version, snapshot.next_ordinal
         counts = snapshot.counts
@@ -241,12 +248,12 @@ class Ledger:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _candidate(self, record: GroupRecord) -> Candidate:
-        # A group that waits to be issued without tokens will get the version published then.
+        # A requeued group without tokens gets the version that is published when it is issued.
         anew = record.state == "running" and not record.issued and not record.kept
         return Candidate(record.ordinal, self.policy.deadline(self.version if anew else record.version))
 
     def _was_cancelled(self, ticket: Ticket) -> bool:
-        """A ticket is answered once, so this is true once."""
+        """True once per cancelled ticket: the answer to it settles the cancellation."""
         if ticket not in self._cancelled:
             return False
         self._cancelled.remove(ticket)
@@ -269,8 +276,8 @@ class Ledger:
         )
 
     def _mask(self, selection: Selection, step: int, oldest_trained: Callable[[int, int], int | None] | None) -> bool:
-        """Under mask, gives chosen groups the version of their oldest token that may be trained. True: one had none
-        and has ended, so others are to be chosen."""
+        """Under mask, sets the version of late chosen groups to that of their oldest token within the limit. True: a
+        group had no such token and has expired, so the selection must be repeated."""
         if self.policy.on_overdue != "mask":
             return False
         oldest = self.policy.oldest_trainable(step)
@@ -313,7 +320,7 @@ class Ledger:
             raise LedgerError(f"{call}({step}): the step to be trained next is {self.step}")
 
     def _requeue(self, record: GroupRecord, reason: str, *, kept: bool = False) -> None:
-        # Never a version that was not published as far as this ledger knows: tokens may not claim to be younger.
+        # Never above the published version: a group's version is a lower bound of the versions of its tokens.
         version = min(record.version, self.version)
         again = replace(record, attempt=record.attempt + 1, issued=False, kept=kept, version=version)
         self._records[record.ordinal] = again

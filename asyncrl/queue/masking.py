@@ -20,8 +20,7 @@ class StoredGroup:
 
 
 def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
-    """`group` with the loss mask cleared where a version before `version` sampled; itself where there is nothing to
-    clear."""
+    """`group` with the loss mask cleared for tokens of versions before `version`; the same object when there are none."""
     trajectories = tuple(_mask_older(t, version) for t in group.trajectories)
     if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
         return group
@@ -29,17 +28,17 @@ def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
 
 
 def oldest_trained(group: TrajectoryGroup, version: int) -> int | None:
-    """The version of the oldest token that is trained when those before `version` are masked; `version` for a group
-    that never had any to train, None for one whose last token the mask takes."""
+    """The version of the oldest token that is still trained when versions before `version` are masked. None: the mask
+    removes every trained token. A group that had no trained token at all gives `version`."""
     versions = [segment.version for t in group.trajectories for segment, _ in _trained(t)]
     return min((v for v in versions if v >= version), default=None) if versions else version
 
 
 def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_lag: int) -> GroupSummary:
-    """What planning needs to know.
+    """The summary of a leased group that the planner gets.
 
     Args:
-        stored: the group as it was put; `leased`: as `step` trains it, masked where it has to be.
+        stored: the group as it was put; `leased`: as `step` trains it, with late tokens masked.
 
     Raises LedgerError: a token would be trained with a lag over `max_lag`.
     """

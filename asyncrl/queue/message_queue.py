@@ -1,9 +1,7 @@
-"""The broker: a thin asyncio shell around the ledger that also holds the tokens of finished groups.
+"""The message queue: a thin asyncio shell around the ledger, which also holds the tokens of ready and leased groups.
 
-Runs as a Ray actor. Every wait of a caller is a bounded long poll: it returns empty-handed after `wait_s`, so that
-no caller ever depends on this process to answer late.
-
-Group life-cycle events go to the run's `events.jsonl` from here, in the order of the transitions.
+Runs as a Ray actor. Callers wait in bounded long polls, which return without a result after `wait_s`: no call stays
+open indefinitely. The queue writes the life of every group to `events.jsonl`, in the order of the transitions.
 """
 
 from __future__ import annotations
@@ -40,9 +38,10 @@ from asyncrl.types.events import GroupChanged, SnapshotRestored, SnapshotTaken
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """`max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
+    """What a message queue is built from.
 
-    The windows are the numbers of last ended groups that the fractions are of.
+    `max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
+    `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed.
     """
 
     groups_per_step: int
@@ -60,6 +59,9 @@ class QueueSpec:
 
 
 class MessageQueue:
+    """Owns the ledger, the tokens of ready and leased groups, the partial trajectories that a resume restored, and the
+    event log."""
+
     def __init__(self, spec: QueueSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
@@ -81,10 +83,10 @@ class MessageQueue:
         self._leased: dict[int, TrajectoryGroup] = {}
         """The groups of the lease as the step trains them."""
         self._partials: dict[int, PartialGroup] = {}
-        """What a checkpoint kept of running groups that were not handed out again yet, under their tickets of now."""
+        """Restored partial groups that wait to be issued again; each has the ticket that it will be issued with."""
         self._captured: SavedState | None = None
         self._owner = 0
-        """Number of the rollouter that holds the tickets."""
+        """Counts rollouters: grows when the tickets of one are taken back."""
         self._gone: set[str] = set()
         self._changed = asyncio.Event()
         self._overdue_since: float | None = None
@@ -92,26 +94,28 @@ class MessageQueue:
     # -- rollout side --------------------------------------------------------------------------------------------
 
     async def admit(self, limit: int, wait_s: float, client_id: str = "") -> Admission:
-        """Up to `limit` tickets, and what to give up; waits at most `wait_s` for the first of either.
+        """Up to `limit` tickets, and the tickets to cancel; waits at most `wait_s` for the first of either.
 
-        A client whose tickets were taken back gets nothing any more: it is believed to be dead.
+        A client whose tickets were taken back counts as dead and gets an empty admission.
         """
         owner = self._owner
         await self._wait(
             lambda: self._owner != owner or self._ledger.has_pending or self._ledger.admissible > 0, wait_s
         )
         if self._owner != owner or client_id in self._gone:
-            return Admission()  # whoever asked is gone: what it were given would be lost
+            return Admission()  # this client was replaced during the wait: tickets given to it would be lost
         tickets = self._ledger.admit(limit)
         found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]
         partials = tuple(p for t, p in found if p is not None and p.ticket == t)
         return Admission(tuple(tickets), self._ledger.take_cancelled(), partials)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
-        """Raises LedgerError for a ticket that is not running; ValueError for a malformed group.
+        """Stores the group for its ticket.
 
-        A group with tokens of steps that a restart has undone is not taken, but generated again: those steps will be
-        trained anew, and differently.
+        A group with tokens of a version that a restart has undone is requeued instead: that step will be trained again,
+        with another result.
+
+        Raises LedgerError: the ticket is not running. ValueError: the group is malformed.
         """
         group.validate()
         if (group.ordinal, group.attempt) != (ticket.ordinal, ticket.attempt):
@@ -134,18 +138,18 @@ class MessageQueue:
             try:
                 await self.put(ticket, group)
                 outcomes.append(None)
-            except Exception as e:  # noqa: BLE001 - task boundary: the caller of this put gets it, the others go on
+            except Exception as e:  # noqa: BLE001 - task boundary: only the caller of this put gets the error
                 outcomes.append(e)
         return outcomes
 
     async def nack(self, ticket: Ticket, reason: str) -> bool:
-        """The group raised `reason` (with its traceback). False: it has ended `failed`."""
+        """Reports that a group could not be generated; `reason` has the traceback. False: it has ended `failed`."""
         again = self._ledger.nack(ticket, reason)
         self._notify()
         return again
 
     async def take_back_all(self, reason: str, client_id: str) -> int:
-        """The rollouter `client_id` is gone: all its tickets are issued again, to others. Returns how many."""
+        """Requeues all groups of the rollouter `client_id`, which has died; returns how many."""
         self._owner += 1
         self._gone.add(client_id)
         count = self._ledger.take_back_all(reason)
@@ -155,7 +159,7 @@ class MessageQueue:
     # -- training side -------------------------------------------------------------------------------------------
 
     async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait:
-        """The groups that `step` trains, or after `wait_s` why there are none yet.
+        """The groups that `step` trains; after `wait_s` without them, the reason for the wait.
 
         Raises RunFailed when more groups failed, or were filtered, than the budget allows.
         """
@@ -165,7 +169,7 @@ class MessageQueue:
             expired = self._ledger.counts.expired
             selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
             if self._ledger.counts.expired > expired:
-                self._notify()  # slots are free, or tickets cancelled
+                self._notify()  # a group expired: its slot is free, and its ticket may be cancelled
             if selection.chosen:
                 return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
@@ -200,8 +204,8 @@ class MessageQueue:
         return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
-        """True when no group is being generated or could be admitted; False after `wait_s`. A publish that drains
-        waits for it. Raises RunFailed as `lease` does."""
+        """True when no group is running and none can be admitted; False after `wait_s`. The drain before a publish
+        calls this. Raises RunFailed as `lease` does."""
 
         def idle() -> bool:
             return not self._ledger.running() and self._ledger.admissible == 0
@@ -220,8 +224,8 @@ class MessageQueue:
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     async def capture(self, partials: list[PartialGroup]) -> LedgerCounts:
-        """Keeps, for `save`, what the queue is at this moment between two steps, and of `partials` those whose groups
-        are still running under the same ticket. Short: tokens are not copied."""
+        """Keeps the state of the queue at this moment between two steps for `save`, with those of `partials` whose
+        groups still run under the same ticket. Fast: it copies no tokens."""
         ledger = self._ledger.snapshot()
         snapshot = f"{ledger.step}-{secrets.token_hex(4)}"
         running = {r.ordinal: r for r in ledger.records if r.state == "running"}
@@ -243,8 +247,8 @@ class MessageQueue:
         return ledger.counts
 
     async def save(self, directory: Path) -> None:
-        """Writes what was captured last below `directory`, while the queue goes on; the events up to then are on the
-        disk before. Raises LedgerError: nothing was captured since the last save."""
+        """Writes the last capture below `directory` while the queue continues to serve, after flushing the events up to
+        it to disk. Raises LedgerError: nothing was captured since the last save."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise LedgerError(f"save to {directory}: capture comes first")
@@ -252,9 +256,9 @@ class MessageQueue:
         await asyncio.to_thread(save_state, directory, captured)
 
     async def load(self, directory: Path) -> LedgerCounts:
-        """Becomes what `capture` kept; groups that were running are issued again, with the tokens that it has.
+        """Restores a capture; groups that were running are requeued with their partial trajectories.
 
-        Raises ConfigError: the files below `directory` do not fit."""
+        Raises ConfigError: the files below `directory` cannot be restored."""
         saved = await asyncio.to_thread(load_state, directory)
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
@@ -313,7 +317,7 @@ class MessageQueue:
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
         except TimeoutError:
-            pass  # the caller looks again and reports that it waited in vain
+            pass  # the caller checks its condition again
 
     async def _wait(self, condition: Callable[[], bool], wait_s: float) -> None:
         deadline = self._clock() + wait_s
@@ -322,7 +326,7 @@ class MessageQueue:
 
 
 def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
-    """Whether `partial` holds tokens of the running group that `record` is, none older or younger than they may be."""
+    """True when `partial` belongs to this running group, and its tokens have versions that the group may have."""
     if partial.ticket != record.ticket or not (record.issued or record.kept):
         return False
     segments = [

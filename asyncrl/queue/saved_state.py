@@ -1,4 +1,4 @@
-"""The message queue as a checkpoint holds it."""
+"""Saves and loads the state of the message queue in a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """Everything of one moment.
+    """The state of a message queue at one moment.
 
-    `snapshot` names it in the events, `chain` is the running hash of that event. `groups`: ready and leased ones, in
-    the order of their records. `partials`: of running groups, under the tickets that they had. The windows are
+    `snapshot` names it in the events; `chain` is the running hash of that event. `groups`: the ready and leased groups,
+    in the order of their records. `partials`: the running groups, with their tickets. The windows are the text of
     `EndWindow.to_text`.
     """
 

@@ -30,7 +30,7 @@ class Selection:
     """`chosen`: ordinals of the B groups to lease, oldest deadline first; empty while the step has to wait.
 
     `missing`: ready groups short of B. `overdue`: mandatory groups that are not ready although B others are. `expire`:
-    groups that are to be given up so that the others can be trained now; the same question is asked again then.
+    running groups to end so that the step can train others now; the caller ends them and selects again.
     """
 
     chosen: tuple[int, ...]
@@ -41,7 +41,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
-    """`on_overdue`: what a step does about mandatory groups that are not ready although B others are."""
+    """The rules of admission and lease. `on_overdue`: what a step does when mandatory groups are not ready although B
+    others are."""
 
     groups_per_step: int
     max_lag: int
@@ -73,8 +74,7 @@ class StalenessPolicy:
         )
 
     def surplus(self, candidates: Sequence[Candidate], step: int) -> tuple[int, ...]:
-        """The fewest groups without which the rest is feasible; empty in a feasible state, and under mask, which trains
-        late groups too."""
+        """The fewest groups to remove so that the rest is feasible. Empty under mask, which also trains late groups."""
         if self.on_overdue == "mask":
             return ()
         kept, dropped = 0, []
@@ -89,8 +89,8 @@ class StalenessPolicy:
         """The groups that `step` trains: earliest deadline first among the ready ones, if the rest stays feasible.
 
         For every d, step g must take at least `active(d) - (d - g) * B` groups with deadline <= d. Taking the
-        earliest deadlines maximises that number for every d at once, so if it falls short the mandatory groups must be
-        waited for, given up, or trained late.
+        earliest deadlines maximises that number for every d at once. If it still falls short, the step must wait for
+        mandatory groups, expire them, or train them late, as `on_overdue` says.
         """
         size = self.groups_per_step
         chosen = sorted(ready, key=_oldest_first)[:size]
@@ -105,7 +105,7 @@ class StalenessPolicy:
     def _short(
         self, step: int, chosen: Sequence[Candidate], ready: Sequence[Candidate], unready: Sequence[Candidate]
     ) -> list[tuple[int, int]]:
-        """Deadlines by which `chosen` has too few groups, ascending, each with how many it is short of."""
+        """The deadlines up to which `chosen` has too few groups, ascending, each with the number of missing groups."""
         taken = [c.deadline for c in chosen]
         active = sorted([c.deadline for c in ready] + [c.deadline for c in unready])
         counts = (
@@ -115,8 +115,8 @@ class StalenessPolicy:
         return [(d, count) for d, count in counts if count > 0]
 
     def _give_up(self, version: int, short: list[tuple[int, int]], unready: Sequence[Candidate]) -> tuple[int, ...]:
-        """Under refill the fewest unready groups, oldest deadline first, whose prompts, admitted again at `version`,
-        leave no shortage; empty where that cannot help."""
+        """Under refill, the running groups to expire: the fewest, oldest deadline first, that leave no shortage once
+        their prompts are admitted again at `version`. Empty where that cannot help."""
         latest = self.deadline(version)
         if self.on_overdue != "refill" or short[-1][0] >= latest:
             return ()

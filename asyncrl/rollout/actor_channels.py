@@ -25,7 +25,7 @@ from asyncrl.types import (
 )
 
 GRACE_S = 5.0
-"""What an evaluation may take beyond the deadline that the rollouter itself keeps, so that its own error arrives."""
+"""Time that the call of an evaluation has beyond the rollouter's deadline, so that the rollouter's error arrives."""
 
 
 class ReplicaActorChannel:
@@ -46,7 +46,7 @@ class ReplicaActorChannel:
 
 
 def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:
-    """A table of controls as one of the channels of this client."""
+    """The table with a channel of this client, in place of the control, as the handle of each replica."""
     rows = {i: replace(r, handle=ReplicaActorChannel(i, r.handle.handle, client_id)) for i, r in table.rows.items()}
     return replace(table, rows=rows)
 
@@ -54,7 +54,7 @@ def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:
 class QueueChannel:
     """The rollout side of the message queue over its Ray actor handle.
 
-    Puts that come while one call is under way travel together in the next: a call costs more than a small group.
+    Puts that arrive during a call are sent together in the next call: a call costs more than a small group.
     """
 
     def __init__(self, handle: Any, client_id: str = "") -> None:
@@ -77,10 +77,10 @@ class QueueChannel:
         return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.nack, ticket, reason)
 
     async def _send(self) -> None:
-        """Sends until nothing waits; every put learns its own outcome."""
+        """Sends until no put waits; every put gets its own outcome."""
         while self._waiting:
             waiting, self._waiting = self._waiting, []
-            batch = [put for put in waiting if not put[2].cancelled()]  # others are of groups that were given up
+            batch = [put for put in waiting if not put[2].cancelled()]  # the others' groups were cancelled
             if not batch:
                 continue
             items = [(ticket, group) for ticket, group, _ in batch]
@@ -99,7 +99,7 @@ class QueueChannel:
 
 
 class RolloutControl:
-    """What the supervisor calls of one rollouter; `client_id` is its name among the clients of the replicas."""
+    """The supervisor's calls to one rollouter. `client_id`: its name among the clients of the replicas."""
 
     def __init__(self, handle: Any, client_id: str) -> None:
         self.handle = handle
@@ -111,8 +111,8 @@ class RolloutControl:
         return await self._actor.call(timeout_s, Rollouter.start)
 
     async def run(self) -> None:
-        """Returns when the rollouter was stopped; raises what ended it. Waits as long as the run lasts: the health
-        watch of the coordinator, through the supervisor, is its deadline."""
+        """Returns when the rollouter was stopped; raises the error that ended it. The call lasts as long as the run.
+        The health watch of the coordinator bounds it, through the supervisor."""
         await self._actor.call(FOREVER_S, Rollouter.run)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:

@@ -1,4 +1,4 @@
-"""A response on its way: the tokens that have arrived, and what they make."""
+"""A response in progress: the tokens that have arrived, and the finished response that they become."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Draft:
     """Every token of one response that has arrived so far, over all attempts; readable at any moment.
 
     Args:
-        prior: what was sampled of the response earlier, perhaps in another process. It stands first, and counts.
+        prior: the tokens that the response already has, perhaps from another process.
     """
 
     __slots__ = ("_cached_tokens", "_chunks", "num_tokens")
@@ -75,10 +75,10 @@ class Draft:
         return tuple(segments)
 
     def complete(self, sampling: SamplingParams, reason: FinishReason | None) -> FinishReason | None:
-        """The finish reason of the whole response when its last attempt ended with `reason` (None: by no word of the
-        replica), or None while it must be resumed.
+        """The finish reason of the whole response, given that its last attempt ended with `reason` (None: the replica
+        was lost). None: the response must be resumed.
 
-        An attempt can be aborted after its last token was sampled but before its end was seen.
+        An attempt can be aborted after its last token was sampled and before the replica noticed the end.
         """
         if reason not in (None, "abort"):
             return reason
@@ -90,5 +90,5 @@ class Draft:
         return Generation(self.token_ids, self.logprobs, self.segments, reason, interruptions, self._cached_tokens or 0)
 
     def record(self, prompt_ids: np.ndarray) -> RecordedCall:
-        """A copy of what there is of the response to `prompt_ids` ([P] int32), which goes on."""
+        """A copy of the response so far to `prompt_ids` ([P] int32); the draft itself continues."""
         return RecordedCall(prompt_ids, self.token_ids, self.logprobs, self.segments)

@@ -1,4 +1,4 @@
-"""Held-out sets: every prompt is answered a number of times, by the replicas that serve or by some that are lent."""
+"""Held-out sets: every prompt is answered a number of times, by the serving replicas or by leased ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from asyncrl.types import EvalResult, Trajectory
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 256
-"""Responses that are under way at once."""
+"""Most responses in progress at once."""
 
 Attempt = Callable[[int, int], Awaitable[Trajectory]]
-"""(index of the prompt, number of the response) -> what the environment made of it."""
+"""(index of the prompt, number of the response) -> the trajectory that the environment returned."""
 
 
 async def answer_held_out(
@@ -34,10 +34,11 @@ async def answer_held_out(
     timeout_s: float,
     lent: GenerationClient | None = None,
 ) -> EvalResult:
-    """`samples` responses to every prompt. One that raises counts as not right, and as failed.
+    """Evaluates `samples` responses to every prompt. A response that raises counts as wrong and as failed.
 
     Args:
-        lent: the client of replicas that are there for this alone; without them there is no result.
+        lent: the client of the leased replicas; when the last of them is lost the evaluation fails. None: the serving
+            replicas answer.
 
     Raises:
         GenerationError: every response failed, or the last of the lent replicas was lost.

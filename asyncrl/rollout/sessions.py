@@ -1,4 +1,4 @@
-"""Sessions: what environments call, what is recorded of it, and how a record is played back."""
+"""Sessions: the calls that environments make, their recording for checkpoints, and its replay after a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import PartialGroup, PartialTrajectory, RecordedCall, SamplingParams, Ticket, Trajectory
 
 REFUSED_S = 1.0
-"""How long a session that is closed takes to refuse a call: whoever tries again and again does not block the others."""
+"""Delay before a closed session refuses a call, so that an environment that retries forever does not block others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +39,9 @@ class RolloutSession:
     """The session that one trajectory's environment gets.
 
     Args:
-        recorded: calls that this trajectory made before it was cut off. While the environment asks the same again it
-            is given the recorded tokens, and the first unfinished response goes on from those that it has; at the first
-            other prompt the rest of the record is dropped.
+        recorded: calls that this trajectory made before the checkpoint. As long as the environment repeats them it gets
+            the recorded tokens, and the first unfinished response continues from those that it has. The first prompt
+            that differs drops the rest of the record.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RolloutSession:
         return self._tools.chat
 
     def close(self) -> None:
-        """Its attempt has ended: an environment that goes on all the same gets nothing more."""
+        """Ends the session with its attempt: an environment that continues anyway gets errors."""
         self._closed = True
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
@@ -100,7 +100,7 @@ class RolloutSession:
 
     @property
     def calls(self) -> tuple[RecordedCall, ...]:
-        """Every call as far as it has come, and what is still to be played back."""
+        """Every call with the tokens that it has, then the recorded calls that were not replayed yet."""
         made = (c.draft.record(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
         return (*made, *self._replay[len(self._calls) :])
 
@@ -120,8 +120,8 @@ class RolloutSession:
 
 @dataclass(slots=True, eq=False)
 class RunningGroup:
-    """A group that is being generated. `done[i]` is trajectory i once it is complete; until then `sessions[i]` knows
-    how far it has come. `task` generates it. `given_up`: the queue has ended it, or the rollouter stops."""
+    """A group that is being generated. `done[i]` is trajectory i once it is complete; until then `sessions[i]` has the
+    tokens so far. `task` generates the group. `given_up`: the queue has ended it, or the rollouter stops."""
 
     ticket: Ticket
     sessions: tuple[RolloutSession, ...]
@@ -135,7 +135,7 @@ class RunningGroup:
             self.task.cancel()
 
     def partial(self) -> PartialGroup:
-        """All that there is of it now; shares the tokens of what is complete."""
+        """The state of the group now. Shares the arrays of complete trajectories."""
         return PartialGroup(
             self.ticket,
             tuple(

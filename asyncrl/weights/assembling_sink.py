@@ -1,4 +1,4 @@
-"""Sinks that engines build on."""
+"""A sink that hands whole tensors to an engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files that say whether their owner lives: it holds a lock on them, which the kernel drops however it ends.
+"""Lock files that show whether their owner is alive: the kernel drops the lock however the owner ends.
 
-What owners that were killed left behind is found by it, and removed by the next owner or by the run's janitor.
+The next owner, or the run's janitor, finds what a killed owner left behind by its free lock, and removes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
-        if path.exists():  # another process may have taken it for abandoned between creation and lock
+        if path.exists():  # another process may have removed it as abandoned between creation and lock
             return fd, path
         os.close(fd)
 

@@ -1,4 +1,4 @@
-"""Tensors to buckets and back: what both ends of every transport do with the bytes."""
+"""Packs tensors into buckets and unpacks them again; both ends of every transport use it."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Packer:
         self._end = (last.tensor, last.offset + last.nbytes)
 
     def moves_on(self, bucket: Bucket) -> bool:
-        """Whether the next tensor is taken, and so this one freed or overwritten, to fill `bucket`."""
+        """True when filling `bucket` takes the next tensor, and thereby frees or overwrites this one."""
         last = bucket.slices[-1]
         return last.tensor > self._current or (last.tensor, last.offset + last.nbytes) == self._end
 
     def view(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """[bucket.nbytes] uint8: the tensor's own memory, which `pack` would copy; None if it has to.
+        """[bucket.nbytes] uint8: the tensor's own memory, so that nothing is copied; None when `pack` is needed.
 
         What is sent from there must be sent before the packer `moves_on`. The last bucket is always packed: it leaves
         only when no further tensor is known to come.
@@ -212,7 +212,7 @@ class Unpacker:
         self._next_tensor = piece.tensor + 1
 
     def _write(self, piece: TensorSlice, data: torch.Tensor) -> None:
-        """Where the digest is wanted and the sink names its memory, the bytes are digested and copied in one go."""
+        """Writes one slice. A digest and a copy into the memory of a `DirectSink` are done in one pass."""
         spec, place = self._manifest.tensors[piece.tensor], None
         if self._digester.enabled and self._direct is not None:
             place = self._direct.destination(spec, piece.offset, piece.nbytes, data.device)

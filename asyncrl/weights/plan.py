@@ -98,8 +98,8 @@ def make_manifest(
     """The manifest of one publish of `tensors`, cut into buckets of `bucket_bytes`.
 
     Raises:
-        WeightTransferError: two tensors have one name, a size contradicts shape and dtype, or the tensors are none of
-            the encoding.
+        WeightTransferError: two tensors have one name, a size contradicts shape and dtype, or a tensor does not belong
+            to the encoding.
         ConfigError: as `plan_buckets`.
     """
     names: set[str] = set()

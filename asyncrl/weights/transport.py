@@ -1,7 +1,7 @@
 """The protocols of a weight transport. One sender (trainer rank 0), any number of receivers (replica workers).
 
-A transport only moves buckets. When to pause, verify, retry and commit is the checkpoint engine's business
-(`publish/checkpoint_engine.py`), the manifest travels by the control plane.
+A transport only moves buckets. The checkpoint engine (`publish/checkpoint_engine.py`) decides when to pause, verify,
+retry and commit. The manifest travels by Ray calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class WeightSink(Protocol):
-    """Where received bytes go. `write` is called in manifest order; a tensor may come in several slices."""
+    """Writes received bytes to their destination. `write` is called in manifest order; a tensor may come in several
+    slices."""
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         """`data`: [n] uint8, bytes `[offset, offset + n)` of the tensor. Valid only during the call: copy it.
@@ -28,10 +29,10 @@ class WeightSink(Protocol):
 
 @runtime_checkable
 class DirectSink(WeightSink, Protocol):
-    """A sink whose own memory can receive: what a transport puts there is not copied once more.
+    """A sink into whose own memory a transport can receive, without a further copy.
 
     A slice comes either by `write` or by `destination` and later `wrote`. `write` and `wrote` keep manifest order;
-    `destination` may run ahead of them, and bytes may land there, for the few buckets that are under way.
+    `destination` may run ahead of them, and bytes may land there, for the few buckets in transfer.
     """
 
     def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:

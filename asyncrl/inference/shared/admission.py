@@ -1,7 +1,8 @@
-"""Who may enter an engine that would queue requests itself, as vLLM does. Pure but for the clock.
+"""Decides which requests enter an engine that would queue requests itself, as vLLM does. Pure, given the clock.
 
-A request that waits inside the engine would start after a publish with the cache salt of the old weights, and no pause
-could tell it from one that runs. So the engine is sent no more than it decodes at once, and nothing while paused.
+A request that waits inside the engine would start after a publish with the cache salt of the old weights, and a pause
+could not tell it from a running one. So the engine gets at most as many requests as it decodes at once, and none while
+it is paused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Admission(Generic[Stream]):
         self._admit()
 
     def leave(self, stream: Stream) -> None:
-        """The stream has ended, wherever it was; its place goes to the next one."""
+        """Removes a stream that has ended, running or queued; its place goes to the next one."""
         if stream in self.running:
             self.running.remove(stream)
         elif stream in self.waiting:
@@ -49,7 +50,7 @@ class Admission(Generic[Stream]):
         self._admit()
 
     def requeue(self, stream: Stream) -> None:
-        """Takes a running stream back to the head of the queue."""
+        """Moves a running stream back to the head of the queue."""
         self.running.remove(stream)
         self.waiting.appendleft(stream)
         self._admit()

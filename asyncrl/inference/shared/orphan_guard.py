@@ -1,4 +1,4 @@
-"""No process of an engine outlives the process that runs the engine, however that one ends. Linux."""
+"""Ends the processes of an engine when the process that runs the engine ends, however it ends. Linux."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from asyncrl.sandbox.confine import die_with_parent
 def die_with(owner_pid: int) -> None:
     """Ties this process, and the one above it unless that is the owner, to the process `owner_pid`.
 
-    The kernel kills this process when the thread that created it ends, and a thread here watches the owner: vLLM's
-    EngineCore, where it has workers below it, runs none of our code, so its workers end it too. Returns at once.
+    The kernel kills this process when the thread that created it ends. A thread here also watches the owner and kills
+    the parent: with several workers vLLM's EngineCore runs none of our code, so its workers must end it. Returns at
+    once.
     """
     die_with_parent()
     parent = os.getppid()

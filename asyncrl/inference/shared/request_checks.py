@@ -1,4 +1,4 @@
-"""What every engine asks of a `GenerationRequest` before it takes it. Pure."""
+"""The checks that every engine makes before it accepts a `GenerationRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import numpy as np
 from asyncrl.types import GenerationRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""What vLLM serves: it takes less for 0.01 and refuses more."""
+"""The range that vLLM serves: it replaces lower temperatures by 0.01 and refuses higher ones."""
 MIN_TOP_P = 1e-6
 """Below it float32 keeps no token at all."""
 MAX_TOP_K = 2**31 - 1
 
 
 def misfit(request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
-    """What is wrong with a request and what to do about it; None when it can be served. `engine`: its name in a
-    recipe."""
+    """The fault of a request, and what to do about it; None when it can be served. `engine`: its name in a recipe."""
     prompt, sampling = request.prompt_ids, request.sampling
     if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
         found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"

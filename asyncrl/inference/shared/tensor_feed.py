@@ -1,4 +1,4 @@
-"""Tensors from the thread that receives them to the one that loads them."""
+"""Hands tensors from the thread that receives them to the thread that loads them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _AHEAD = 2
 class Feed:
     """A bounded hand-over of `num_tensors` tensors; an error on one side ends both.
 
-    The receiver's last `offer` returns only when the loader has taken all of them and is content: the sender is told of
-    whatever was wrong with any of them.
+    The receiver's last `offer` returns only when the loader has loaded all tensors, so that the sender gets every error
+    of the loader.
     """
 
     def __init__(self, num_tensors: int, timeout_s: float) -> None:
@@ -83,7 +83,7 @@ class StreamFeed(Feed):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """As `Feed.offer`, once the bytes are there."""
+        """As `Feed.offer`, after the bytes have arrived on this stream."""
         if self._stream is not None and tensor.device.type == "cuda":
             torch.cuda.current_stream(tensor.device).synchronize()
             tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
@@ -91,9 +91,9 @@ class StreamFeed(Feed):
 
 
 class CheckedSink:
-    """A `DirectSink` that refuses what does not fit before a byte of it lands, and passes whole tensors on.
+    """A `DirectSink` that refuses an unfit tensor before any of its bytes arrive, and passes on whole tensors.
 
-    `check` raises WeightTransferError for a tensor that the model does not want.
+    `check` raises WeightTransferError for a tensor that does not belong to the model.
     """
 
     def __init__(self, check: Callable[[TensorSpec], None], on_tensor: Callable[[str, torch.Tensor], None]) -> None:

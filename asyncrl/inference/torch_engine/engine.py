@@ -32,8 +32,8 @@ _JOIN_TIMEOUT_S = 30.0
 class TorchEngine:
     """An `InferenceEngine` in this process: a slot loop over the Hugging Face forward pass.
 
-    The model lives in a thread of its own; this side sends it commands and is handed reports. Until a version is
-    committed, requests wait in the queue: dummy weights sample nothing.
+    A thread of its own owns the model; this side sends commands to it and gets reports. Until a version is committed,
+    requests wait in the queue: dummy weights sample nothing.
 
     Args:
         load_real_weights: load the model's files and start as version 0; otherwise random weights and version None.
@@ -80,7 +80,7 @@ class TorchEngine:
         self._commands.put(Submit(self._bounded(request)))
         try:
             while True:
-                item = await stream.get()  # its end is owed by the thread, which fails every stream when it dies
+                item = await stream.get()  # the thread ends every stream, and fails all of them when it dies
                 if isinstance(item, GenerationError):
                     raise item
                 yield item

@@ -1,4 +1,4 @@
-"""What crosses between the asyncio side and the decode thread. `ticket` numbers a command that is answered."""
+"""The messages between the asyncio side and the decode thread. `ticket` numbers a command that gets an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """`request_ids` None: all. `ticket` None: nobody waits for the answer."""
+    """`request_ids` None: all. `ticket` None: no answer is needed."""
 
     request_ids: tuple[str, ...] | None
     ticket: int | None = None
@@ -48,7 +48,7 @@ Command = Submit | Abort | Pause | Resume | Commit | Stop
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What happened since the last report: chunks in the order sampled, then the tickets of finished commands."""
+    """The results since the last report: chunks in the order sampled, then the tickets of finished commands."""
 
     chunks: tuple[TokenChunk, ...] = ()
     tickets: tuple[int, ...] = ()

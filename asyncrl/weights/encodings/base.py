@@ -21,8 +21,8 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Merge:
-    """W_0 + B A of one tensor, some rows at a time, float32 on the device of the factors. Equal however it is called:
-    every user cuts the rows alike."""
+    """W_0 + B A of one tensor, a block of rows at a time, float32 on the device of the factors. All users cut the same
+    blocks, so all get the same bits."""
 
     def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         self._weight, self._a, self._b = weight, a, b
@@ -58,8 +58,8 @@ def merged(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor])
 class BaseWeights:
     """The tensors of a model's safetensors files.
 
-    The files stay mapped as long as this object lives: their pages are in memory after the first read, once for all
-    processes of the machine, and a file that is removed meanwhile is still there for this process.
+    The files stay mapped as long as this object lives. Their pages are in memory after the first read, once for all
+    processes of the machine. A file that is removed stays readable for this process.
     """
 
     def __init__(self, path: str, revision: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The receiving side of encodings: a publish becomes tensors of the model, whatever was sent."""
+"""The receiving side of encodings: turns any publish into tensors of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.weights.plan import make_spec
 from asyncrl.weights.transport import DirectSink, WeightReceiver, WeightSink
 
 LoadedTogether = Callable[[Collection[str], Collection[str]], Collection[str]]
-"""(names of weights, names of all weights) -> those of all that an engine can only load together with the former."""
+"""(names of weights, names of all weights) -> the weights that an engine must load together with the former."""
 
 
 def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
@@ -26,17 +26,17 @@ def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Names of the tensors that a publish will write, in order; `whole`: they are all of the model."""
+    """Names of the tensors that a publish will write, in order; `whole`: these are all tensors of the model."""
 
     names: tuple[str, ...]
     whole: bool
 
 
 class Decoder:
-    """What one receiving process knows of its model's weights beside the weights: the base of adapters, mapped from the
-    model's files at the first publish that needs it, and which of them the model holds merged.
+    """Decodes publishes for one receiving process. Owns the base weights of adapters, mapped from the model's files at
+    the first publish that needs them, and knows which weights of the model have adapters merged.
 
-    A publish is `plan`, `receive`, and `applied` once the engine has loaded everything; without the last call the
+    Each publish calls `plan`, `receive`, and `applied` once the engine has loaded everything. Without the last call the
     next publish writes every tensor.
     """
 
@@ -48,7 +48,7 @@ class Decoder:
         self._loaded_together = loaded_together
         self._base: BaseWeights | None = None
         self._adapted: frozenset[str] | None = None
-        """Weights that hold an adapter, beside the model's own; None: other weights, or nobody knows."""
+        """The weights that have an adapter merged; all others are the model's own. None: unknown."""
 
     def plan(self, manifest: Manifest) -> Plan:
         """What `receive` will write. Raises WeightTransferError: the model has no safetensors files."""

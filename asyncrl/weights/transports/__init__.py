@@ -18,7 +18,7 @@ TRANSPORTS = {
     "collective": (CollectiveSender, CollectiveReceiver),
     "disk": (DiskSender, DiskReceiver),
 }
-"""Those that serve every engine. `vllm_nccl` has a sender here; its receiver is part of vLLM's workers."""
+"""The transports that serve every engine. `vllm_nccl` has only a sender here: its receiver is in vLLM's workers."""
 
 
 def build_sender(

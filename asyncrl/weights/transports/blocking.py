@@ -1,4 +1,4 @@
-"""Calls that nothing can interrupt (NCCL's), under a deadline all the same: they run in a thread that can be left."""
+"""A deadline for calls that cannot be interrupted, such as NCCL's: they run in a thread that can be abandoned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asyncrl.weights.transports.control_channel import Deadline
 T = TypeVar("T")
 
 _POLL_S = 0.02
-"""How often a waiter looks at what else may have happened."""
+"""Pause between two calls of a waiter's `watch`."""
 
 
 class BlockingCalls:
-    """One daemon thread that makes the calls it is given, one after the other.
+    """One daemon thread that makes the submitted calls, one after the other.
 
-    Once closed, the thread ends with the call that it is in, if that ever returns; nobody waits for it.
+    After `close` the thread ends when its current call returns, if it ever does; nothing waits for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,7 @@ def wait_for(future: futures.Future[T], deadline: Deadline, what: str, watch: Ca
 
     Raises:
         DeadlineExceeded: the call has not returned in time; the message says `what` was waited for.
-        WeightTransferError: it raised something that is no error of asyncrl.
+        WeightTransferError: the call raised an error that is not one of asyncrl's.
     """
     while not futures.wait((future,), min(_POLL_S, deadline.remaining_s())).done:
         watch()
@@ -80,7 +80,7 @@ class HandOver:
         self._error: BaseException | None = None
 
     def offer(self, item: Any, timeout_s: float = _POLL_S) -> bool:
-        """Whether the item was taken over: there is room for one. Try again if not."""
+        """True when the consumer has taken the item. There is room for one item; on False try again."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._items, timeout_s):
                 return False
@@ -89,7 +89,7 @@ class HandOver:
             return True
 
     def end(self, error: BaseException | None = None) -> None:
-        """No more items come; with an error the consumer gets that one, also in place of what it has not taken."""
+        """Ends the items. With an error the consumer raises it, even in place of an item that it has not taken."""
         with self._changed:
             self._ended, self._error = True, self._error or error
             self._changed.notify_all()

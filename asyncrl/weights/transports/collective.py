@@ -1,10 +1,10 @@
-"""Weights to receivers anywhere: whole buckets are broadcast over a process group of their own, gloo or NCCL.
+"""Sends weights to receivers anywhere: broadcasts whole buckets over a process group of its own, gloo or NCCL.
 
-Two buckets are under way: while one is on the wire, the sender packs the next and the receivers unpack the one before.
+Two buckets are in transfer: while one is on the wire, the sender packs the next and the receivers unpack the previous.
 Over gloo the wire itself needs the processor, so large slices are not copied: each is broadcast on its own, straight
 from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together.
-The group forms at the first publish and again whenever one has failed or a receiver has come back without it. Who takes
-part, progress and errors travel beside it (`control_channel.py`): a broadcast cannot say which receiver is missing.
+The group is formed at the first publish, and again after a publish failed or a receiver came back without it. Control
+messages travel beside it (`control_channel.py`): a broadcast cannot name the receiver that is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNDER_WAY = 2
 _SMALL_SHARE = 16
 """A slice below this fraction of a bucket is packed: a broadcast of its own would cost more than the copy."""
 _EXPLANATION_S = 0.5
-"""Once a broadcast broke: how long to wait for the process that broke it to say why."""
+"""After a broken broadcast: how long to wait for the error message of the process that broke it."""
 
 
 class CollectiveSender:
@@ -116,7 +116,7 @@ class CollectiveSender:
         self._buffers = ()
 
     def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
-        """The group that all receivers are in, formed anew unless everybody still has the last one."""
+        """The group of all receivers; a new one unless all of them still have the last one."""
         if self._group is not None and set(generations) == {self._group.generation}:
             channel.tell(Kind.BEGIN, self._group.generation)
             return self._group
@@ -209,7 +209,7 @@ class CollectiveReceiver:
         return self._group
 
     def _wait_received(self, channel: ReceiverChannel, group: BroadcastGroup, deadline: Deadline, what: str) -> None:
-        """Waits for the oldest broadcast. Raises what the sender said in preference to what the group saw."""
+        """Waits for the oldest broadcast. An error that the sender sent takes precedence over an error of the group."""
         try:
             group.wait(deadline, what)
         except (DeadlineExceeded, WeightTransferError) as error:
@@ -232,8 +232,8 @@ class CollectiveReceiver:
 
 @contextmanager
 def _explained(channel: SenderChannel) -> Iterator[None]:
-    """Adds to an error of the group what the receivers report and which of them are behind. A connection that broke is
-    the consequence of what a receiver reports, and gives way to it; a deadline stays one."""
+    """Adds the reports of receivers, and the names of slow ones, to an error of the group. A broken connection is the
+    consequence of an error that a receiver reports, which is raised instead. A deadline remains a deadline."""
     try:
         yield
     except (DeadlineExceeded, WeightTransferError) as error:
@@ -249,7 +249,7 @@ def _explained(channel: SenderChannel) -> Iterator[None]:
 
 
 def _separate(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """What is broadcast at a time; both sides cut alike."""
+    """The buckets as they are broadcast; both sides cut them the same way."""
     return separate(manifest.buckets, max(1, bucket_bytes // _SMALL_SHARE))
 
 

@@ -1,4 +1,4 @@
-"""The control messages of a transfer: who takes part, which bucket is where, who failed and why.
+"""The control messages of a transfer: which receivers take part, which buckets have arrived, which side failed and why.
 
 One ROUTER at the sender, one DEALER per receiver, over a unix socket (`ipc`) or TCP (the others). A publish runs
 
@@ -8,9 +8,9 @@ and either side may end it with ERROR. Every receiver numbers its attempts; a me
 another attempt is dropped, so that nothing of an aborted publish reaches the next one. Messages are fixed structs with
 an optional text: nothing is unpickled.
 
-Peers know each other by ZeroMQ's CURVE. The sender's public key travels with its `TransferSource`, through Ray, and
-counts as a secret of the run: who does not have it completes no handshake, whatever identity it claims, and who does
-not have the secret key cannot pass for the sender. What is said is encrypted; the weights themselves are not.
+ZeroMQ's CURVE authenticates the peers. The sender's public key travels with its `TransferSource`, through Ray, and
+counts as a secret of the run: without it a process completes no handshake, whatever identity it claims, and without the
+secret key it cannot pass for the sender. Control messages are encrypted; the weights themselves are not.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<BqQq")
 _PING_EVERY_S = 0.5
 _WAS_DEADLINE = 1
-"""Marks the ERROR of a receiver that only waited in vain: another one, or the sender itself, is the cause."""
+"""Marks the ERROR of a receiver that ran into its deadline: another receiver, or the sender, is the cause."""
 _LINGER_MS = 200
-"""Longest that closing a socket waits for its last message (a DONE, an ERROR) to leave."""
+"""Longest time that closing a socket waits until its last message (a DONE, an ERROR) is sent."""
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 30_000
-"""A peer machine that vanished without closing its connection is gone after this long."""
+"""A peer machine that vanished without closing its connection counts as lost after this time."""
 
 
 class Kind(IntEnum):
@@ -117,7 +117,7 @@ class SenderChannel:
         self._publish_id = 0
         self._interrupted = threading.Event()
         self.notes: dict[int, str] = {}
-        """What receivers of the last `gather` remarked, by receiver."""
+        """Remarks of the receivers in the last `gather`, by receiver."""
 
     def interrupt(self) -> None:
         """Ends the wait in progress, and every later one, with WeightTransferError. From any thread."""
@@ -168,7 +168,7 @@ class SenderChannel:
             self._drain()
 
     def laggards(self) -> str:
-        """Names the receivers that have taken the least."""
+        """Names the receivers that have acknowledged the fewest buckets."""
         least = min(self._acked.values(), default=-1)
         return ", ".join(f"receiver {r}" for r, at in self._acked.items() if at == least)
 
@@ -178,7 +178,7 @@ class SenderChannel:
         self._joined = {}
 
     def abort(self, text: str) -> None:
-        """Ends the transfer, and the waits of receivers that came for it, with an error. Safe at any time."""
+        """Ends the transfer, and the waits of receivers that joined it, with an error. Safe at any time."""
         for receiver, message in self._joined.items():
             self._dismiss(receiver, message, text)
         self._joined = {}
@@ -315,7 +315,7 @@ class ReceiverChannel:
         return message
 
     def check(self, what: str) -> None:
-        """Looks whether the transfer is still on, without waiting. Raises TransferEnded: it is not."""
+        """Checks, without waiting, that the transfer continues. Raises TransferEnded: it does not."""
         message = self._take(what)
         if message is not None:
             raise self._unexpected(message, "nothing", what)
@@ -353,7 +353,7 @@ class ReceiverChannel:
         self._socket.send(Message(kind, self._publish_id, self._attempt, value, text).encode())
 
     def _take(self, what: str) -> Message | None:
-        """A message of this attempt that has arrived, if there is one, never a PING. Raises as `next`."""
+        """A message of this attempt that has already arrived, never a PING; None without one. Raises as `next`."""
         while True:
             try:
                 message = Message.decode(self._socket.recv(zmq.NOBLOCK))

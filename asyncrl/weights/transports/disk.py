@@ -1,8 +1,8 @@
-"""Weights to receivers that share a file system with the sender: a directory per publish, in Hugging Face's layout.
+"""Sends weights through a file system that all sides share: one directory per publish, in Hugging Face's layout.
 
-The slowest transport and the least demanding: nothing but files and a TCP connection for the control messages. The
-newest complete publish stays until the next one or the end of the sender; beside the model's config it can be loaded by
-`from_pretrained`.
+This is the slowest transport and needs the least: files, and a TCP connection for the control messages. The newest
+complete publish stays until the next one or the end of the sender. Together with the model's config, `from_pretrained`
+can load it.
 """
 
 from __future__ import annotations

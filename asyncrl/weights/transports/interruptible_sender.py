@@ -1,4 +1,4 @@
-"""What every sender needs besides moving buckets: one publish at a time, and a close that ends the one under way."""
+"""Guards any sender: one publish at a time, and a close that ends the publish in progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Weights to receivers on the same machine: a ring of slots that every receiver reads in place.
+"""Sends weights to receivers on the same machine: a ring of slots that every receiver reads in place.
 
-The sender writes a bucket once, whatever the number of receivers; with two slots and more it fills one while the
-receivers read another. A slot is written again only after every receiver has acknowledged it. Small slots win: a bucket
-of a few MiB is still in the processor's cache when the receivers read it.
+The sender writes a bucket once, whatever the number of receivers. With two or more slots it fills one while the
+receivers read another. A slot is written again only after every receiver has acknowledged it. Small slots are faster: a
+bucket of a few MiB is still in the processor's cache when the receivers read it.
 
 The ring lies in shared memory. A sender of GPU tensors also offers one in the GPU's memory (`media.py`), and each
 publish uses that one if every receiver says that it has mapped it.
@@ -41,17 +41,18 @@ logger = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
 _PROOF_BYTES = 16
 _SHARED, _DEVICE = 0, 1
-"""Values of READY and BEGIN: the medium that a receiver can read at best; that a publish uses."""
+"""Values of READY, the best medium that a receiver can read, and of BEGIN, the medium that the publish uses."""
 
 MakeMedium = Callable[[int], Medium]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What `TransferSource.segment` says: the ring in shared memory and, where there is one, that in device memory.
+    """The content of `TransferSource.segment`: the ring in shared memory and, if there is one, the ring in device
+    memory.
 
-    `proof`: hexadecimal digits of the bytes at the end of the device's ring, so that a receiver knows that it has
-    mapped that memory and no other. `host`: of the sender.
+    `proof`: hexadecimal digits of the bytes at the end of the device's ring, by which a receiver checks that it has
+    mapped the right memory. `host`: of the sender.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""The memory that an `ipc` ring lies in: shared memory, or a GPU's.
+"""The memory of an `ipc` ring: shared memory, or GPU memory.
 
-A medium is memory of the sender that receivers map. Whether a receiver can map a GPU's is known only when it tries:
-its own GPU may not reach it. The ring (`ipc.py`) asks all of them and uses shared memory unless everybody can.
+A medium is memory of the sender that receivers map. A receiver must try to find out whether it can map the memory of a
+GPU: its own GPU may not reach it. The ring (`ipc.py`) uses shared memory unless all receivers succeeded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from asyncrl.errors import WeightTransferError, explain
 
 EXPORTED = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
-"""What torch exports of a storage besides the device, in the order of `_new_shared_cuda`."""
+"""The fields that torch exports of a storage besides the device, in the order of `_new_shared_cuda`."""
 
 
 class Mapping(Protocol):
@@ -88,7 +88,8 @@ class CudaMedium:
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """torch keeps exported memory for a receiver that never came: its count is taken back here."""
+        """Frees the memory. torch keeps exported memory for a receiver that never came, so its reference count is
+        decreased here."""
         if not self.data.numel():
             return
         release: Any = torch.UntypedStorage._release_ipc_counter_cuda

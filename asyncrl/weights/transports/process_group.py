@@ -1,7 +1,7 @@
-"""A process group for broadcasts, beside torch.distributed's default group, and formed anew after a failure.
+"""A process group for broadcasts, beside torch.distributed's default group; a failure replaces it by a new generation.
 
-The trainer's own group must not know the replicas: they come and go. So the backend is built directly over a store that
-the sender hosts. Each generation of the group has its own keys in that store; a broken group is dropped, not repaired.
+Replicas come and go, so the trainer's own group must not contain them. The backend is therefore built directly over a
+store that the sender hosts. Each generation of the group has its own keys in that store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.weights.transports.control_channel import Deadline
 
 _GLOO_THREADS = 2
-"""Two broadcasts are under way at once; each occupies a thread."""
+"""Two broadcasts are in transfer at once; each occupies a thread."""
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOGS = "look at the logs of the trainer and the replicas; the group is formed anew at the next publish"
 
@@ -52,10 +52,10 @@ def join_store(address: str, deadline: Deadline) -> dist.TCPStore:
 
 
 class BroadcastGroup:
-    """Rank 0 sends, rank `receiver + 1` receives. One generation; unusable after the first error.
+    """One generation of the group: rank 0 sends, rank `receiver + 1` receives. Unusable after the first error.
 
-    The group owns the work under way: gloo closes its connections only when the last reference to a work is gone, and a
-    traceback would keep one.
+    The group owns the pending work: gloo closes its connections only when the last reference to a work object is gone,
+    and a traceback would keep one.
     """
 
     def __init__(self, store: dist.TCPStore, generation: int, rank: int, world_size: int, device: torch.device) -> None:
