@@ -224,7 +224,7 @@ async def serving(
     task = asyncio.create_task(server.serve([listener]))
     watch = asyncio.create_task(fleet.watch())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.started:
                 await asyncio.sleep(0.001)
         await fleet.refresh()
@@ -243,7 +243,7 @@ ASK = {"messages": [{"role": "user", "content": "hello"}]}
 
 async def until(condition, what):
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:

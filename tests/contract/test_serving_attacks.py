@@ -86,7 +86,7 @@ class Client:
             return b""
 
     async def closed(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await self.take():
                 pass
 
@@ -295,16 +295,22 @@ async def test_only_what_is_said_to_be_json_is_read(kind, status):
 @pytest.mark.parametrize("body", [BIG, LONG], ids=["whole", "stream"])
 @pytest.mark.parametrize("reason", ["deadline", "stalled"])
 async def test_an_answer_that_nobody_takes_is_in_flight_until_it_is_given_up(body, reason):
-    short = {"response_timeout_s" if reason == "deadline" else "stall_timeout_s": 2.0}
-    async with serving(limits=limits(**short), **SMALL) as served, Client(served.url) as client:
-        await client.post(body)
-        status = ("/v1/completions", 200)
-        await until(lambda: served.metrics.requests[status], "it is not answered")
-        assert served.metrics.in_flight == 1
-        await until(lambda: served.metrics.in_flight == 0, "it is never given up")
-        assert served.metrics.refusals == {reason: 1}
-        assert served.client.loads == {0: 0}
-        await client.closed()
+    limit_s, status = 2.0, ("/v1/completions", 200)
+    while True:
+        short = {"response_timeout_s" if reason == "deadline" else "stall_timeout_s": limit_s}
+        async with serving(limits=limits(**short), **SMALL) as served, Client(served.url) as client:
+            await client.post(body)
+            await until(lambda: served.metrics.requests, "it is not answered")
+            if not served.metrics.requests[status] and reason == "deadline" and limit_s < 30:
+                limit_s *= 4  # a busy machine did not finish the answer before its deadline
+                continue
+            assert served.metrics.requests[status]
+            assert served.metrics.in_flight == 1
+            await until(lambda: served.metrics.in_flight == 0, "it is never given up")
+            assert served.metrics.refusals == {reason: 1}
+            assert served.client.loads == {0: 0}
+            await client.closed()
+            return
 
 
 @pytest.mark.parametrize("body", [BIG, LONG], ids=["whole", "stream"])

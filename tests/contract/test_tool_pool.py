@@ -73,7 +73,7 @@ def gone(pid):
 
 
 async def until_gone(pid):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not gone(pid):
             await asyncio.sleep(0.01)
 

@@ -173,7 +173,7 @@ async def test_the_watch_replaces_what_answers_no_health_check():
     watch = asyncio.create_task(rig.pool.watch())
     rig.made[1].stats_error = DeadlineExceeded("no answer within 1 s")
     await rig.pool.wait_member(1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(rig.made) < 3 or 1 not in rig.pool.members:
             await asyncio.sleep(0.005)
     assert rig.made[1].killed == 1
@@ -294,7 +294,7 @@ async def test_the_watch_sends_the_table_again_and_raises_what_the_rollout_side_
     pool = await rig.begin()
     rig.tables.clear()
     watch = asyncio.create_task(pool.watch())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(rig.tables) < 3:
             await asyncio.sleep(0.005)
     assert len({table.generation for table in rig.tables}) == 1, "nothing had changed"
@@ -621,7 +621,7 @@ async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_ne
     await rig.pool.end_lease(leases)
     rig.made[1].go_on()
     await rig.pool.wait_member(5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not rig.pool.newcomers:
             await asyncio.sleep(0.005)
     assert len(rig.made) == 2

@@ -146,7 +146,7 @@ class Ending:
             assert self.watching.done()
 
     async def started(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not self.server.started:
                 await asyncio.sleep(0.001)
 
