@@ -92,7 +92,9 @@ class FakeSender:
     def open(self) -> TransferSource:
         self.close()
         epoch, self._hub = self._network.open_hub()
-        return TransferSource("fake", f"fake-{epoch}", "", self._bucket_bytes, self._num_receivers, 0, epoch)
+        return TransferSource(
+            endpoint=f"fake-{epoch}", bucket_bytes=self._bucket_bytes, num_receivers=self._num_receivers, epoch=epoch
+        )
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         if self._hub is None:
@@ -167,7 +169,7 @@ class FakeReceiver:
     """Implements `WeightReceiver`."""
 
     def __init__(self, network: FakeNetwork, source: TransferSource) -> None:
-        self._hub = network.hub(source.address)
+        self._hub = network.hub(source.endpoint)
         self._source = source
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:

@@ -18,7 +18,7 @@ from asyncrl.types import (
     TransferSource,
 )
 
-NO_SOURCE = TransferSource("fake", "", "", 0, 1, 0, 0)
+NO_SOURCE = TransferSource(endpoint="", bucket_bytes=0, num_receivers=1, epoch=0)
 
 
 class Rows:

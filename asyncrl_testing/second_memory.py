@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.types import TransferSource
+from asyncrl.types import IpcSource
 from asyncrl.weights.transports.ipc import IpcReceiver
 from asyncrl.weights.transports.media import HostMapping, Mapping
 from asyncrl.weights.transports.segment import Segment, attach
@@ -34,7 +34,7 @@ class SecondMemory:
         self._segment.close()
 
 
-def build_second_memory_receiver(source: TransferSource) -> IpcReceiver:
+def build_second_memory_receiver(source: IpcSource) -> IpcReceiver:
     """A receiver that maps a `SecondMemory`, unless that says otherwise."""
     return IpcReceiver(source, open_medium=partial(_open, source.receiver))
 

@@ -55,7 +55,7 @@ def stranger(source: TransferSource, manifest: Manifest, *, speaks_curve: bool) 
         known_to(socket, zmq.curve_keypair()[0].decode())
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_REFUSED))
     try:
-        socket.connect(next(place for place in (source.address, source.segment) if place.startswith(("tcp:", "ipc:"))))
+        socket.connect(source.endpoint)
         for kind in (Kind.READY, Kind.ACK, Kind.ERROR):
             socket.send(Message(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode())
         assert monitor.poll(int(1000 * TIMEOUT_S)), "neither let in nor refused"

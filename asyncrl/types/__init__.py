@@ -32,21 +32,27 @@ from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequ
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
     Bucket,
+    CollectiveSource,
     Digest,
     DigestKind,
+    DiskSource,
     Encoding,
+    IpcSource,
     Manifest,
     PublishReport,
     TensorSlice,
     TensorSpec,
     TransferSource,
+    VllmNcclSource,
 )
 
 __all__ = [
     "Admission",
     "Bucket",
+    "CollectiveSource",
     "Digest",
     "DigestKind",
+    "DiskSource",
     "Encoding",
     "EndShares",
     "EngineHealth",
@@ -54,6 +60,7 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "GroupSummary",
+    "IpcSource",
     "LeaseManifest",
     "LeaseWait",
     "LedgerCounts",
@@ -85,4 +92,5 @@ __all__ = [
     "TrajectoryGroup",
     "TrajectoryKey",
     "TransferSource",
+    "VllmNcclSource",
 ]

@@ -70,26 +70,65 @@ DigestKind = Literal["xxh3", "words"]
 """The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSource:
-    """What a receiver needs to join a sender; plain values, so that it can cross any process boundary.
+    """What a receiver needs to join a sender. Each transport has one subclass below.
 
-    `address`, `segment`: transport specific (ZeroMQ endpoint and the rings of `ipc` as JSON or the directory of `disk`;
-    host:port of the store and ZeroMQ endpoint for `collective`).
-    `receiver`: this receiver's number in `[0, num_receivers)`. `epoch` changes whenever the group is formed anew.
-    `digest`: the sender's choice, which receivers follow. `key`: of the control channel (`control_channel.py`); no log
-    has it.
+    The subclasses stand here and not beside their senders: the driver passes them on, and it does not import torch.
+
+    Attributes:
+        endpoint: ZeroMQ endpoint of the sender's control channel (`control_channel.py`).
+        receiver: this receiver's number in `[0, num_receivers)`.
+        epoch: changes whenever the sender opens again.
+        digest: the sender's choice, which receivers follow.
+        key: of the control channel; no log has it.
     """
 
-    transport: str
-    address: str
-    segment: str
+    endpoint: str
     bucket_bytes: int
     num_receivers: int
-    receiver: int
+    receiver: int = 0
     epoch: int
     digest: DigestKind = "xxh3"
     key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcSource(TransferSource):
+    """The sender's ring in shared memory and, if it has one, its ring in a GPU's memory.
+
+    Attributes:
+        path: the file in shared memory.
+        host: the sender's machine.
+        device_memory: what `Medium.describe` returned; "" without a ring in a GPU's memory.
+        proof: the last bytes of the ring in the GPU's memory; a receiver compares them with what it has mapped.
+    """
+
+    path: str
+    host: str
+    device_memory: str = ""
+    proof: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSource(TransferSource):
+    """`store`: host:port at which the process group meets."""
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSource(TransferSource):
+    """`directory`: the sender's own, which holds one directory per publish."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmNcclSource(TransferSource):
+    """`host`: where vLLM's NCCL group meets; the sender sends the port with each publish."""
+
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

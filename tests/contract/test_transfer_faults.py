@@ -14,7 +14,6 @@ import torch
 
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver
-from asyncrl.weights.transports.ipc import Offer
 from asyncrl.weights.transports.segment import SHARED_MEMORY, attach
 from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
@@ -212,7 +211,7 @@ def test_a_bit_that_flips_on_the_way(group: Group, hold: Hold) -> None:
 
 def flip_a_bit_of_layer_4(group: Group) -> None:
     """In the ring, once the sender has written it there: the receiver that is held reads it next but one."""
-    slot = attach(Offer.decode(group.source.segment).path)[:BUCKET_BYTES]
+    slot = attach(group.source.path)[:BUCKET_BYTES]
     expected = byte_view(weights_of(1, small=False)[4][1])
     poll(lambda: torch.equal(slot, expected), "layer.4 to lie in the ring")
     slot[100] ^= 1
@@ -220,7 +219,7 @@ def flip_a_bit_of_layer_4(group: Group) -> None:
 
 def flip_a_bit_of_layer_8(group: Group) -> None:
     """In the file of the publish."""
-    (file,) = Path(group.source.segment).glob("publish-1/*.safetensors")
+    (file,) = Path(group.source.directory).glob("publish-1/*.safetensors")
     content = file.read_bytes()
     position = content.index(byte_view(weights_of(1, small=False)[8][1]).numpy().tobytes())
     with file.open("r+b") as opened:
@@ -232,7 +231,7 @@ def flip_a_bit_of_layer_8(group: Group) -> None:
 def test_a_file_that_is_cut_short_is_named(group: Group, hold: Hold) -> None:
     group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
     hold.reached()
-    (file,) = Path(group.source.segment).glob("publish-1/*.safetensors")
+    (file,) = Path(group.source.directory).glob("publish-1/*.safetensors")
     os.truncate(file, file.stat().st_size // 2)
     hold.release()
     sent = group.sender.outcome()
@@ -280,14 +279,15 @@ def test_a_disk_that_is_full(group: Group) -> None:
     assert "model-00001-of-00001.safetensors" in sent.error[1]
     assert "free space" in sent.error[1]
     group.require_dropped(group.outcomes())
-    assert [path.name for path in Path(group.source.segment).iterdir()] == ["publish-1"], "the last complete one stays"
+    directory = Path(group.source.directory)
+    assert [path.name for path in directory.iterdir()] == ["publish-1"], "the last complete one stays"
     group.publish(3)
-    assert [path.name for path in Path(group.source.segment).iterdir()] == ["publish-3"]
+    assert [path.name for path in directory.iterdir()] == ["publish-3"]
 
 
 @pytest.mark.parametrize("group", ["disk"], indirect=True)
 def test_a_directory_that_receivers_do_not_see(group: Group, tmp_path: Path) -> None:
-    elsewhere = replace(group.source, segment=str(tmp_path / "not-mounted"), receiver=1)
+    elsewhere = replace(group.source, directory=str(tmp_path / "not-mounted"), receiver=1)
     group.receivers[1].join(elsewhere)
     group.begin(Send(0, 1))
     sent = group.sender.outcome()

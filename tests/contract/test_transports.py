@@ -12,7 +12,7 @@ import torch
 from asyncrl.errors import WeightTransferError
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver, build_sender
-from asyncrl.weights.transports.ipc import IpcSender, Offer
+from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
 from asyncrl.weights.transports.segment import SHARED_MEMORY
 from asyncrl_testing.fake_transport import FakeNetwork
@@ -105,7 +105,7 @@ class TestDeviceMemoryOfIpc:
             transfer.publish(plain_weights(2))
             weights = dict(plain_weights(2))
             assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(weights["layer.10"]))
-            assert os.path.getsize(Offer.decode(transfer.source.segment).path) == 0, "no shared memory is taken beside"
+            assert os.path.getsize(transfer.source.path) == 0, "no shared memory is taken beside"
         assert not caplog.records
         assert rig.files() == before
 
@@ -169,7 +169,7 @@ def test_weights_on_a_gpu(device_of_receivers, caplog):
         for seed in (1, 2, 3):
             transfer.publish([(name, tensor.cuda()) for name, tensor in many_weights(seed)])
         transfer.publish([(name, tensor.cuda()) for name, tensor in plain_weights(4)])
-        shared = os.path.getsize(Offer.decode(transfer.source.segment).path)
+        shared = os.path.getsize(transfer.source.path)
         assert (shared == 0) == (device_of_receivers == "cuda")
     worker.stop()
     assert len(caplog.records) == (0 if device_of_receivers == "cuda" else 1)

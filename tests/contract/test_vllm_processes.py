@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
-from asyncrl.types import TransferSource
+from asyncrl.types import IpcSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
@@ -116,7 +117,9 @@ async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(mod
         await running.first_tokens()
         await within(engine.pause("keep"))
         queued = Client(engine, make_request())
-        nobody = TransferSource("ipc", "ipc:///nowhere", "none", 4096, 1, 0, 0)
+        nobody = IpcSource(
+            endpoint="ipc:///nowhere", path="none", host=platform.node(), bucket_bytes=4096, num_receivers=1, epoch=0
+        )
         manifest = make_manifest(1, 1, [spec_of(*w) for w in published()], 4096)
         loading = asyncio.create_task(engine.load_weights(manifest, nobody, 60.0))
         await asyncio.sleep(0)

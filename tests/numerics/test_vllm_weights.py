@@ -20,7 +20,7 @@ from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import TensorSpec, TransferSource
+from asyncrl.types import TensorSpec, VllmNcclSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
@@ -243,7 +243,8 @@ async def test_vllms_own_backend_without_cuda_is_refused_by_name(engine, link):
     """Whether or not somebody sends, before anything is received."""
     model = random_qwen3(seed=43)
     key = zmq.curve_keypair()[0].decode()
-    source = TransferSource("vllm_nccl", "tcp://127.0.0.1:9", "127.0.0.1", BUCKET_BYTES, 1, 0, 1, key=key)
+    common = {"bucket_bytes": BUCKET_BYTES, "num_receivers": 1, "epoch": 1, "key": key}
+    source = VllmNcclSource(endpoint="tcp://127.0.0.1:9", host="127.0.0.1", **common)
     tensors = [spec_of(name, tensor) for name, tensor in model.named_parameters()]
     manifest = make_manifest(next(numbers), 80, tensors, BUCKET_BYTES, verify=False)
     await within(engine.pause("keep"))

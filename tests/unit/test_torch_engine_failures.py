@@ -1,6 +1,7 @@
 """What the embedded engine refuses, and how it dies: by name, and never in silence."""
 
 import asyncio
+import platform
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.inference.torch_engine.runner import check_architecture
-from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TransferSource
+from asyncrl.types import GenerationRequest, IpcSource, Manifest, SamplingParams
 from asyncrl_testing.engine_suite import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 
 pytestmark = pytest.mark.unit
 
-SOURCE = TransferSource("ipc", "ipc:///nowhere", "none", 4096, 1, 0, 0)
+SOURCE = IpcSource(
+    endpoint="ipc:///nowhere", path="none", host=platform.node(), bucket_bytes=4096, num_receivers=1, epoch=0
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, init_info, update_info
-from asyncrl.types import TransferSource
+from asyncrl.types import VllmNcclSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender
@@ -89,7 +89,8 @@ def test_other_engines_cannot_receive_it():
 
 
 def source_of(num_receivers, receiver=0):
-    return TransferSource("vllm_nccl", "tcp://h:1", "10.0.0.7", BUCKET_BYTES, num_receivers, receiver, 5)
+    common = {"bucket_bytes": BUCKET_BYTES, "num_receivers": num_receivers, "receiver": receiver, "epoch": 5}
+    return VllmNcclSource(endpoint="tcp://h:1", host="10.0.0.7", **common)
 
 
 WRONG = {

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.types import Manifest, TransferSource
+from asyncrl.types import Manifest, VllmNcclSource
 from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel
 from asyncrl.weights.transports.vllm_nccl import (
@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
 
-def init_info(source: TransferSource, port: int, worker_rank: int) -> dict[str, Any]:
+def init_info(source: VllmNcclSource, port: int, worker_rank: int) -> dict[str, Any]:
     """The fields of vLLM's NCCLWeightTransferInitInfo.
 
     Args:
@@ -50,7 +50,7 @@ def init_info(source: TransferSource, port: int, worker_rank: int) -> dict[str, 
         worker_rank: this worker's rank within its replica, which vLLM adds to the offset.
     """
     return {
-        "master_address": source.segment,
+        "master_address": source.host,
         "master_port": port,
         "rank_offset": source.receiver + 1 - worker_rank,
         "world_size": source.num_receivers + 1,
@@ -85,7 +85,7 @@ class FedModel:
 class NativeReceiver:
     """Rank `source.receiver + 1` of the group. All calls from one thread."""
 
-    def __init__(self, source: TransferSource, expected: ExpectedTensors, worker_rank: int, backend: Backend) -> None:
+    def __init__(self, source: VllmNcclSource, expected: ExpectedTensors, worker_rank: int, backend: Backend) -> None:
         """`source`, `worker_rank`: as `init_info`."""
         self._source = source
         self._expected = expected
@@ -105,7 +105,7 @@ class NativeReceiver:
             DeadlineExceeded: sender or NCCL are late.
         """
         if self._channel is None:
-            self._channel = ReceiverChannel(self._source.address, self._source.receiver, self._source.key)
+            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
         channel, deadline = self._channel, Deadline(timeout_s)
         try:
             channel.join(manifest, self._port)
@@ -155,7 +155,7 @@ class NativeReceiver:
             require_nccl(engine.model_update_group)
             return engine
 
-        what = f"join vLLM's NCCL group at {self._source.segment}:{port}"
+        what = f"join vLLM's NCCL group at {self._source.host}:{port}"
         joining = self._calls.submit(join)
         try:
             self._engine = wait_for(joining, deadline, what, lambda: channel.check(what))

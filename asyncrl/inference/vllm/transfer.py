@@ -6,7 +6,6 @@ import asyncio
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from asyncrl import errors
@@ -53,7 +52,7 @@ class Transfer:
         try:
             if source != self._source:
                 self._source = None
-                await llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(source)))
+                await llm.init_weight_transfer_engine(WeightTransferInitRequest({"source": pickle.dumps(source)}))
             await llm.start_weight_update()
             update = {"manifest": pickle.dumps(manifest), "timeout_s": max(0.0, deadline - time.monotonic())}
             await llm.update_weights(WeightTransferUpdateRequest(update))

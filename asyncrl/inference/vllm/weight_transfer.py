@@ -10,7 +10,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,10 @@ from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed
 from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.types import Digest, DigestKind, Manifest, TransferSource
+from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
-from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +39,9 @@ _GRACE_S = 5.0
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The fields of `TransferSource`; `receiver` is the number of the worker with tensor-parallel rank 0."""
+    """`source`: a pickled TransferSource; its `receiver` is the number of the worker with tensor-parallel rank 0."""
 
-    transport: str
-    address: str
-    segment: str
-    bucket_bytes: int
-    num_receivers: int
-    receiver: int
-    epoch: int
-    digest: DigestKind
-    key: str
+    source: bytes
 
 
 @dataclass
@@ -85,7 +76,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._digest: Digest | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        source = TransferSource(**asdict(init_info))
+        source: TransferSource = pickle.loads(init_info.source)  # from the process that started this one
         source = replace(source, receiver=source.receiver + get_tensor_model_parallel_rank())
         if source != self._source:
             self._source = None
@@ -181,7 +172,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _join(self) -> WeightReceiver | NativeReceiver:
         assert self._source is not None, "update before init"
-        if self._source.transport != VLLM_NCCL:
+        if not isinstance(self._source, VllmNcclSource):
             return build_receiver(self._source, device=self.device)
         parallel = self.parallel_config
         worker_rank = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM's engine counts

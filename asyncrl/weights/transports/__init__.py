@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import TransferSource
+from asyncrl.types import CollectiveSource, DiskSource, IpcSource, TransferSource, VllmNcclSource
 from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
@@ -41,7 +41,6 @@ def build_sender(
     Raises:
         ConfigError: unknown transport, or one that cannot serve the device.
     """
-    _require_known(transport)
     sender: WeightSender
     if transport == "collective":
         sender = CollectiveSender(bucket_bytes, num_receivers, device=device, host=host)
@@ -49,28 +48,28 @@ def build_sender(
         sender = DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
     elif transport == VLLM_NCCL:
         sender = VllmNcclSender(bucket_bytes, num_receivers, device=device, host=host)
-    else:
+    elif transport == "ipc":
         sender = IpcSender(bucket_bytes, num_receivers, device=device)
+    else:
+        raise _unknown(transport)
     return GuardedSender(sender)
 
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
     """The receiver that joins `source`. `device`: where the sink's tensors live; for `collective` of the sender's kind.
     Raises ConfigError: unknown transport, or one that only vLLM's workers receive."""
-    _require_known(source.transport)
-    if source.transport == VLLM_NCCL:
+    if isinstance(source, VllmNcclSource):
         do = "set rollout.engine=vllm, or weights.transport to ipc, collective or disk"
         raise ConfigError(explain(f"weights.transport={VLLM_NCCL}", "an engine other than vLLM as receiver", do))
-    if source.transport == "collective":
+    if isinstance(source, CollectiveSource):
         return CollectiveReceiver(source, device=device)
-    if source.transport == "disk":
+    if isinstance(source, DiskSource):
         return DiskReceiver(source)
-    return IpcReceiver(source, device=device)
+    if isinstance(source, IpcSource):
+        return IpcReceiver(source, device=device)
+    raise _unknown(type(source).__name__)
 
 
-def _require_known(transport: str) -> None:
-    known = (*TRANSPORTS, VLLM_NCCL)
-    if transport not in known:
-        raise ConfigError(
-            explain(f"weights.transport={transport}", "no such transport", f"use one of {', '.join(known)}")
-        )
+def _unknown(transport: str) -> ConfigError:
+    do = f"use one of {', '.join((*TRANSPORTS, VLLM_NCCL))}"
+    return ConfigError(explain(f"weights.transport={transport}", "no such transport", do))

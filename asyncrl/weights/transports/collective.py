@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Bucket, Digest, Manifest, TransferSource
+from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate
 from asyncrl.weights.transport import WeightSink
@@ -52,18 +52,16 @@ class CollectiveSender:
         self._channel: SenderChannel | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
 
-    def open(self) -> TransferSource:
+    def open(self) -> CollectiveSource:
         self.close()
         self._store = host_store(self._host)
         self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
         self._buffers = _buffers(self._bucket_bytes, self._device)
-        return TransferSource(
-            transport="collective",
-            address=f"{self._host}:{self._store.port}",
-            segment=self._channel.endpoint,
+        return CollectiveSource(
+            endpoint=self._channel.endpoint,
+            store=f"{self._host}:{self._store.port}",
             bucket_bytes=self._bucket_bytes,
             num_receivers=self._num_receivers,
-            receiver=0,
             epoch=secrets.randbits(63),
             key=self._channel.key,
             digest=digest_for(self._device),
@@ -103,7 +101,7 @@ class CollectiveSender:
         return digest
 
     def interrupt(self) -> None:
-        """As `guard.Interruptible.interrupt`; ends waits on the channel, not those on the group."""
+        """As `Interruptible.interrupt`; ends waits on the channel, not those on the group."""
         if (channel := self._channel) is not None:
             channel.interrupt()
 
@@ -142,7 +140,7 @@ class CollectiveSender:
 class CollectiveReceiver:
     """Implements `WeightReceiver`; rank `source.receiver + 1`."""
 
-    def __init__(self, source: TransferSource, *, device: str | torch.device = "cpu") -> None:
+    def __init__(self, source: CollectiveSource, *, device: str | torch.device = "cpu") -> None:
         self._source = source
         self._device = _checked(device)
         self._store: dist.TCPStore | None = None
@@ -152,7 +150,7 @@ class CollectiveReceiver:
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
         if self._channel is None:
-            self._channel = ReceiverChannel(self._source.segment, self._source.receiver, self._source.key)
+            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
             self._buffers = _buffers(self._source.bucket_bytes, self._device)
         channel, deadline = self._channel, Deadline(timeout_s)
         unpacker = Unpacker(manifest, sink, self._source.digest)
@@ -202,7 +200,7 @@ class CollectiveReceiver:
         if self._group is None or self._group.generation != generation:
             self._drop_group()
             if self._store is None:
-                self._store = join_store(self._source.address, deadline)
+                self._store = join_store(self._source.store, deadline)
             rank, world_size = self._source.receiver + 1, self._source.num_receivers + 1
             self._group = BroadcastGroup(self._store, generation, rank, world_size, self._device)
             self._group.form(deadline)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.types import Digest, DiskSource, Manifest
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import WeightSink
@@ -113,7 +113,7 @@ class DiskSender:
         self._channel: SenderChannel | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def open(self) -> TransferSource:
+    def open(self) -> DiskSource:
         """As `WeightSender.open`. Raises ConfigError: the directory cannot be used."""
         self.close()
         try:
@@ -123,13 +123,11 @@ class DiskSender:
         except BaseException:
             self.close()
             raise
-        return TransferSource(
-            transport="disk",
-            address=self._channel.endpoint,
-            segment=str(self._directory.path),
+        return DiskSource(
+            endpoint=self._channel.endpoint,
+            directory=str(self._directory.path),
             bucket_bytes=self._bucket_bytes,
             num_receivers=self._num_receivers,
-            receiver=0,
             epoch=secrets.randbits(63),
             key=self._channel.key,
             digest=_DIGEST,
@@ -203,14 +201,14 @@ class DiskSender:
 class DiskReceiver:
     """Implements `WeightReceiver`."""
 
-    def __init__(self, source: TransferSource) -> None:
+    def __init__(self, source: DiskSource) -> None:
         self._source = source
         self._channel: ReceiverChannel | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
         if self._channel is None:
-            self._channel = ReceiverChannel(self._source.address, self._source.receiver, self._source.key)
+            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
             self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
         channel, deadline = self._channel, Deadline(timeout_s)
         reader = None
@@ -241,7 +239,7 @@ class DiskReceiver:
 
     def _directory(self, manifest: Manifest) -> Path:
         """Where the publish will be. Raises WeightTransferError: this process does not see the sender's directory."""
-        directory = Path(self._source.segment)
+        directory = Path(self._source.directory)
         if not directory.is_dir():
             do = "set weights.disk_directory to a directory that the trainer and all replicas see under one path"
             found = f"no such directory on {socket.gethostname()}"

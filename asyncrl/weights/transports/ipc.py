@@ -10,18 +10,16 @@ publish uses that one if every receiver says that it has mapped it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.types import Digest, IpcSource, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, check_fits
 from asyncrl.weights.transport import WeightSink
@@ -44,28 +42,6 @@ _SHARED, _DEVICE = 0, 1
 """Values of READY, the best medium that a receiver can read, and of BEGIN, the medium that the publish uses."""
 
 MakeMedium = Callable[[int], Medium]
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The content of `TransferSource.segment`: the ring in shared memory and, if there is one, the ring in device
-    memory.
-
-    `proof`: hexadecimal digits of the bytes at the end of the device's ring, by which a receiver checks that it has
-    mapped the right memory. `host`: of the sender.
-    """
-
-    path: str
-    device: str = ""
-    proof: str = ""
-    host: str = ""
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(text: str) -> Offer:
-        return Offer(**json.loads(text))
 
 
 class IpcSender:
@@ -102,24 +78,25 @@ class IpcSender:
         self._channel: SenderChannel | None = None
         self._warned = False
 
-    def open(self) -> TransferSource:
+    def open(self) -> IpcSource:
         """As `WeightSender.open`. Raises ConfigError: there is not enough shared memory."""
         self.close()
         try:
             self._segment = Segment()
-            offer = self._offer(self._segment)
+            proof = self._make_ring(self._segment)
             self._channel = SenderChannel(f"ipc://{self._segment.socket_path}", self._num_receivers)
             os.chmod(self._segment.socket_path, 0o600)
         except BaseException:
             self.close()
             raise
-        return TransferSource(
-            transport="ipc",
-            address=self._channel.endpoint,
-            segment=offer.encode(),
+        return IpcSource(
+            endpoint=self._channel.endpoint,
+            path=str(self._segment.path),
+            host=platform.node(),
+            device_memory="" if self._medium is None else self._medium.describe(),
+            proof=proof,
             bucket_bytes=self._bucket_bytes,
             num_receivers=self._num_receivers,
-            receiver=0,
             epoch=secrets.randbits(63),
             key=self._channel.key,
             digest=digest_for(self._device),
@@ -165,20 +142,21 @@ class IpcSender:
             self._segment.close()
             self._segment = None
 
-    def _offer(self, segment: Segment) -> Offer:
-        """Makes the rings. Shared memory beside a device's is taken only once a publish needs it."""
-        path, proof = str(segment.path), secrets.token_bytes(_PROOF_BYTES)
+    def _make_ring(self, segment: Segment) -> bytes:
+        """Makes the ring in device memory and returns its proof, or that in shared memory and returns b"". Shared
+        memory beside a device's is taken only once a publish needs it."""
         if self._make_medium is not None:
             try:
                 self._medium = self._make_medium(self._ring_bytes + _PROOF_BYTES)
             except WeightTransferError as error:
                 self._warn(str(error))
             else:
+                proof = secrets.token_bytes(_PROOF_BYTES)
                 self._medium.data[self._ring_bytes :].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
                 self._medium.synchronize()
-                return Offer(path, self._medium.describe(), proof.hex(), platform.node())
+                return proof
         segment.reserve(self._ring_bytes)
-        return Offer(path, host=platform.node())
+        return b""
 
     def _choose(self, values: tuple[int, ...], notes: dict[int, str], segment: Segment) -> tuple[int, Mapping]:
         """Device memory if all receivers have mapped it, else shared memory for all."""
@@ -200,14 +178,13 @@ class IpcReceiver:
 
     def __init__(
         self,
-        source: TransferSource,
+        source: IpcSource,
         *,
         device: str | torch.device = "cpu",
         open_medium: OpenMedium = open_device_memory,
     ) -> None:
         """`device`: where the sink's tensors live. `open_medium`: maps the device memory that a sender offers."""
         self._source = source
-        self._offer = Offer.decode(source.segment)
         self._device = torch.device(device)
         self._open_medium = open_medium
         self._channel: ReceiverChannel | None = None
@@ -253,26 +230,26 @@ class IpcReceiver:
         """Joins the sender, once. Raises TransferEnded: it is gone. WeightTransferError: it is on another machine."""
         if self._channel is None:
             try:
-                self._shared = HostMapping(attach(self._offer.path))
+                self._shared = HostMapping(attach(self._source.path))
             except TransferEnded as error:
-                if self._offer.host in ("", platform.node()):
+                if self._source.host == platform.node():
                     raise
-                found = f"the trainer is on {self._offer.host}, this replica on {platform.node()}"
+                found = f"the trainer is on {self._source.host}, this replica on {platform.node()}"
                 do = "set weights.transport=collective: ipc serves one machine"
                 raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
-            if self._offer.device:
+            if self._source.device_memory:
                 try:
                     self._mapped, self._note = self._map_device(), ""
                 except WeightTransferError as error:
                     self._note = " ".join(str(error).split())
-            self._channel = ReceiverChannel(self._source.address, self._source.receiver, self._source.key)
+            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
         return self._channel
 
     def _map_device(self) -> Mapping:
         """Raises WeightTransferError: it cannot be mapped from here."""
-        mapping = self._open_medium(self._offer.device, self._device)
+        mapping = self._open_medium(self._source.device_memory, self._device)
         proof = mapping.data[-_PROOF_BYTES:].cpu().numpy().tobytes()
-        if proof.hex() != self._offer.proof:
+        if proof != self._source.proof:
             mapping.close()
             do = "nothing: shared memory serves instead"
             raise WeightTransferError(explain("map the sender's device memory", "other memory", do))
@@ -284,7 +261,7 @@ class IpcReceiver:
             return self._mapped
         assert self._shared is not None, "a receiver attaches before it joins"
         if not self._shared.data.numel():
-            self._shared = HostMapping(attach(self._offer.path))
+            self._shared = HostMapping(attach(self._source.path))
         return self._shared
 
 

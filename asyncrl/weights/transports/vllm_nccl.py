@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.types import Digest, Manifest, VllmNcclSource
 from asyncrl.weights.packing import dtype_name
 from asyncrl.weights.transports.blocking import BlockingCalls, HandOver, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, SenderChannel
@@ -94,16 +94,14 @@ class VllmNcclSender:
         self._port = 0
         self._pinged = 0.0
 
-    def open(self) -> TransferSource:
+    def open(self) -> VllmNcclSource:
         self.close()
         self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
-        return TransferSource(
-            transport=VLLM_NCCL,
-            address=self._channel.endpoint,
-            segment=self._host,
+        return VllmNcclSource(
+            endpoint=self._channel.endpoint,
+            host=self._host,
             bucket_bytes=self._bucket_bytes,
             num_receivers=self._num_receivers,
-            receiver=0,
             epoch=secrets.randbits(63),
             key=self._channel.key,
         )
@@ -126,7 +124,7 @@ class VllmNcclSender:
         return None
 
     def interrupt(self) -> None:
-        """As `guard.Interruptible.interrupt`."""
+        """As `Interruptible.interrupt`."""
         if (channel := self._channel) is not None:
             channel.interrupt()
 
