@@ -26,8 +26,7 @@ import pytest_asyncio
 
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.rollout.generation import Generation
-from asyncrl.types import PauseMode, SamplingParams
+from asyncrl.types import Generation, PauseMode, SamplingParams
 from asyncrl_testing.engine_client import Client, make_request, settle, within
 from asyncrl_testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
 from asyncrl_testing.publishing import Publisher

@@ -41,10 +41,10 @@ from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import spawn_replica
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
-from asyncrl.rollout.generation import Generation, GenerationClient
+from asyncrl.rollout.generation import GenerationClient
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GenerationRequest, PublishReport, ReplicaState, SamplingParams, TokenChunk
+from asyncrl.types import Generation, GenerationRequest, PublishReport, ReplicaState, SamplingParams, TokenChunk
 from asyncrl_testing.local import Rows
 from asyncrl_testing.random_model import write_random_qwen3
 

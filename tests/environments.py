@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.model import ModelConfig
 from asyncrl.environments import Chat
 from asyncrl.rewards import RewardResult
-from asyncrl.rollout.draft import Generation
-from asyncrl.types import Segment
+from asyncrl.types import Generation, Segment
 
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -97,7 +96,7 @@ class ScriptedSession:
         half = len(ids) // 2
         cuts = [(0, half), (half, len(ids))] if half else [(0, len(ids))]
         segments = tuple(Segment(a, b, len(self.prompts) + i, i) for i, (a, b) in enumerate(cuts))
-        self.made.append(Generation(ids, -np.ones(len(ids), np.float32), segments, reason, 0))
+        self.made.append(Generation(self.prompts[-1], ids, -np.ones(len(ids), np.float32), segments, reason))
         return self.made[-1]
 
     def decode(self, token_ids):

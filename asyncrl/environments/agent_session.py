@@ -14,8 +14,8 @@ from asyncrl.environments.environment import Session
 from asyncrl.environments.limits import TrajectoryLimits
 from asyncrl.environments.tool_calls import PARSERS, ParserName, described
 from asyncrl.errors import DataError, GenerationError
-from asyncrl.rollout.generation import Generation
 from asyncrl.serving.errors import ApiError
+from asyncrl.types import Generation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

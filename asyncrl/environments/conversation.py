@@ -7,8 +7,7 @@ import time
 import numpy as np
 
 from asyncrl.rewards import RewardResult
-from asyncrl.rollout.generation import Generation
-from asyncrl.types import FinishReason, Segment, Trajectory
+from asyncrl.types import FinishReason, Generation, Segment, Trajectory
 
 
 class Conversation:

@@ -11,8 +11,7 @@ import numpy as np
 from asyncrl.data.rows import PromptRow
 from asyncrl.environments.chat import Chat
 from asyncrl.rewards import RewardResult
-from asyncrl.rollout.generation import Generation
-from asyncrl.types import Trajectory
+from asyncrl.types import Generation, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,9 +13,9 @@ import numpy as np
 from asyncrl.json_records import from_plain
 from asyncrl.types import (
     FinishReason,
+    Generation,
     PartialGroup,
     PartialTrajectory,
-    RecordedCall,
     Segment,
     Ticket,
     Trajectory,
@@ -50,6 +50,7 @@ class _DescribedCall:
     num_tokens: int
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None
+    """None stands for abort in older files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class _Writer:
         self._dtypes = dtypes
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
 
-    def add(self, source: Trajectory | RecordedCall) -> None:
+    def add(self, source: Trajectory | Generation) -> None:
         for name, parts in self._parts.items():
             parts.append(getattr(source, name))
 
@@ -182,15 +183,15 @@ def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
     ).validate()
 
 
-def _describe_call(call: RecordedCall, arrays: _Writer) -> _DescribedCall:
+def _describe_call(call: Generation, arrays: _Writer) -> _DescribedCall:
     arrays.add(call)
     return _DescribedCall(len(call.prompt_ids), len(call.token_ids), call.segments, call.finish_reason)
 
 
-def _call(entry: _DescribedCall, arrays: _Reader) -> RecordedCall:
+def _call(entry: _DescribedCall, arrays: _Reader) -> Generation:
     counts = {"prompt_ids": entry.num_prompt, "token_ids": entry.num_tokens, "logprobs": entry.num_tokens}
-    return RecordedCall(
+    return Generation(
         **{name: arrays.take(name, count) for name, count in counts.items()},
         segments=entry.segments,
-        finish_reason=entry.finish_reason,
+        finish_reason=entry.finish_reason or "abort",
     )

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from asyncrl.types import FinishReason, RecordedCall, SamplingParams, Segment, TokenChunk
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """One response. `token_ids` [T] int32, `logprobs` [T] float32, `segments` tile `[0, T)`; `interruptions` counts
-    the times it was aborted by a publish or lost its replica, and resumed. `cached_tokens`: of the prompt, those that
-    the first replica to finish an attempt found in its KV cache."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    segments: tuple[Segment, ...]
-    finish_reason: FinishReason
-    interruptions: int
-    cached_tokens: int = 0
+from asyncrl.types import FinishReason, Generation, SamplingParams, Segment, TokenChunk
 
 
 class Draft:
@@ -32,7 +16,7 @@ class Draft:
 
     __slots__ = ("_cached_tokens", "_chunks", "num_tokens")
 
-    def __init__(self, prior: RecordedCall | None = None) -> None:
+    def __init__(self, prior: Generation | None = None) -> None:
         self._chunks: list[tuple[TokenChunk, int]] = []
         self._cached_tokens: int | None = None
         self.num_tokens = 0
@@ -86,9 +70,7 @@ class Draft:
             return "stop"
         return "length" if self.num_tokens >= sampling.max_tokens else None
 
-    def generation(self, reason: FinishReason, interruptions: int) -> Generation:
-        return Generation(self.token_ids, self.logprobs, self.segments, reason, interruptions, self._cached_tokens or 0)
-
-    def record(self, prompt_ids: np.ndarray) -> RecordedCall:
-        """A copy of the response so far to `prompt_ids` ([P] int32); the draft itself continues."""
-        return RecordedCall(prompt_ids, self.token_ids, self.logprobs, self.segments)
+    def generation(self, prompt_ids: np.ndarray, reason: FinishReason = "abort", interruptions: int = 0) -> Generation:
+        """A copy of the response so far to `prompt_ids` ([P] int32). `reason`: abort while the draft continues."""
+        made = self.token_ids, self.logprobs, self.segments
+        return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0)

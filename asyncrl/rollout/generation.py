@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.rollout.draft import Draft, Generation
+from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import Router
 from asyncrl.types import (
     FinishReason,
+    Generation,
     GenerationRequest,
     ReplicaRow,
     ReplicaState,
@@ -24,7 +25,7 @@ from asyncrl.types import (
     TokenChunk,
 )
 
-__all__ = ["Draft", "Generation", "GenerationClient", "OnChunk", "ReplicaChannel"]
+__all__ = ["Draft", "GenerationClient", "OnChunk", "ReplicaChannel"]
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class GenerationClient:
             raise
         except TimeoutError as e:
             raise GenerationError(f"a response was not finished within {self._request_timeout_s} s") from e
-        return draft.generation(complete, interruptions)
+        return draft.generation(prompt_ids, complete, interruptions)
 
     @property
     def in_flight(self) -> int:

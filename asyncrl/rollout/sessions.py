@@ -12,9 +12,9 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.environments.chat import Chat
 from asyncrl.errors import GenerationError
 from asyncrl.rewards import RewardResult
-from asyncrl.rollout.draft import Draft, Generation
+from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.types import PartialGroup, PartialTrajectory, RecordedCall, SamplingParams, Ticket, Trajectory
+from asyncrl.types import Generation, PartialGroup, PartialTrajectory, SamplingParams, Ticket, Trajectory
 
 REFUSED_S = 1.0
 """Delay before a closed session refuses a call, so that an environment that retries forever does not block others."""
@@ -50,14 +50,14 @@ class RolloutSession:
         sampling: SamplingParams,
         session_id: str,
         seed: int,
-        recorded: Sequence[RecordedCall] = (),
+        recorded: Sequence[Generation] = (),
     ) -> None:
         self._tools = tools
         self._sampling = sampling
         self._session_id = session_id
         self._seed = seed
         self._replay = tuple(recorded)
-        self._calls: list[RecordedCall | _OpenCall] = []
+        self._calls: list[Generation | _OpenCall] = []
         self._closed = False
 
     @property
@@ -74,20 +74,19 @@ class RolloutSession:
         number = len(self._calls)
         prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may go on writing to its own
         prior = self._recorded(number, prompt_ids)
-        if prior is not None and prior.finish_reason is not None:
+        if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
-            return Generation(prior.token_ids, prior.logprobs, prior.segments, prior.finish_reason, 0)
+            return prior
         draft = Draft(prior)
         self._calls.append(_OpenCall(prompt_ids, draft))
         limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
-        made = await self._tools.client.generate(
+        self._calls[number] = made = await self._tools.client.generate(
             prompt_ids,
             replace(self._sampling, max_tokens=limit),
             session_id=self._session_id,
             seed=self._seed + number,  # each call draws from a stream of its own
             draft=draft,
         )
-        self._calls[number] = RecordedCall(prompt_ids, made.token_ids, made.logprobs, made.segments, made.finish_reason)
         return made
 
     def decode(self, token_ids: np.ndarray) -> str:
@@ -99,9 +98,9 @@ class RolloutSession:
         return await self._tools.score(response, row)
 
     @property
-    def calls(self) -> tuple[RecordedCall, ...]:
+    def calls(self) -> tuple[Generation, ...]:
         """Every call with the tokens that it has, then the recorded calls that were not replayed yet."""
-        made = (c.draft.record(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
+        made = (c.draft.generation(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
         return (*made, *self._replay[len(self._calls) :])
 
     async def _require_open(self) -> None:
@@ -109,7 +108,7 @@ class RolloutSession:
             await asyncio.sleep(REFUSED_S)
             raise GenerationError("this attempt has ended: it failed, was too slow, or was given up")
 
-    def _recorded(self, number: int, prompt_ids: np.ndarray) -> RecordedCall | None:
+    def _recorded(self, number: int, prompt_ids: np.ndarray) -> Generation | None:
         if number >= len(self._replay):
             return None
         if not np.array_equal(self._replay[number].prompt_ids, prompt_ids):

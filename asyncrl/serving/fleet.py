@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import GenerationError
-from asyncrl.rollout.generation import Generation, GenerationClient, OnChunk
+from asyncrl.rollout.generation import GenerationClient, OnChunk
 from asyncrl.rollout.router import prefix_blocks
-from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
+from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
 
 
 class Replicas(Protocol):

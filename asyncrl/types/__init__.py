@@ -6,6 +6,7 @@ Runs in: everywhere.
 from asyncrl.types.evaluation import EvalResult
 from asyncrl.types.generation import (
     EngineHealth,
+    Generation,
     GenerationRequest,
     PauseMode,
     ReplicaStats,
@@ -22,7 +23,6 @@ from asyncrl.types.groups import (
     Lengths,
     PartialGroup,
     PartialTrajectory,
-    RecordedCall,
     RolloutStats,
     Ticket,
 )
@@ -58,6 +58,7 @@ __all__ = [
     "EngineHealth",
     "EvalResult",
     "FinishReason",
+    "Generation",
     "GenerationRequest",
     "GroupSummary",
     "IpcSource",
@@ -73,7 +74,6 @@ __all__ = [
     "PauseMode",
     "PublishReport",
     "RankPlan",
-    "RecordedCall",
     "ReplicaRow",
     "ReplicaState",
     "ReplicaStats",

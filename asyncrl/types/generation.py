@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.types.trajectories import FinishReason, packed
+from asyncrl.types.trajectories import FinishReason, Segment, packed
 
 PauseMode = Literal["abort", "keep", "drain"]
 
@@ -86,6 +86,32 @@ class TokenChunk:
 
 def _unpack_chunk(request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...]) -> TokenChunk:
     return TokenChunk(request_id, np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), *rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """The policy's response to one prompt, over all attempts of the request.
+
+    Attributes:
+        prompt_ids: [P] int32, what was asked.
+        token_ids: [T] int32, what was sampled.
+        logprobs: [T] float32.
+        segments: they tile `[0, T)`.
+        finish_reason: abort while the response is to be resumed from these tokens. What a client or a session returns
+            has ended.
+        interruptions: times that it was aborted by a publish or lost its replica, and was resumed.
+        cached_tokens: of the prompt, those that the first replica to finish an attempt found in its KV cache.
+
+    A checkpoint keeps neither of the last two.
+    """
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    interruptions: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from asyncrl.types.generation import Generation
 from asyncrl.types.ranges import Whole
-from asyncrl.types.trajectories import FinishReason, Segment, Trajectory
+from asyncrl.types.trajectories import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +19,11 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordedCall:
-    """One call of an environment to the policy, as far as it had come.
-
-    `prompt_ids` [P] int32, what was asked; `token_ids` [T] int32, `logprobs` [T] float32 and `segments`, which tile
-    `[0, T)`, what had been sampled. `finish_reason` is None while the response goes on.
-    """
-
-    prompt_ids: np.ndarray
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    segments: tuple[Segment, ...]
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PartialTrajectory:
     """A trajectory that was being generated: `done` when it was complete, else its calls in order, the last one perhaps
     unfinished. Replaying them to the environment brings it to the state that it had."""
 
-    calls: tuple[RecordedCall, ...] = ()
+    calls: tuple[Generation, ...] = ()
     done: Trajectory | None = None
 
 

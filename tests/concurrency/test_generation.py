@@ -8,7 +8,7 @@ import pytest
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import Draft, GenerationClient
-from asyncrl.types import Manifest, RecordedCall, SamplingParams, Segment
+from asyncrl.types import Generation, Manifest, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, Rows, publish
 
@@ -363,7 +363,7 @@ async def test_a_response_goes_on_from_tokens_of_another_process_and_draws_none_
         await fleet.publish(3)
         sampling = SamplingParams(max_tokens=20)
         whole = await fleet.client.generate(PROMPT, sampling)
-        first = RecordedCall(PROMPT, whole.token_ids[:8], whole.logprobs[:8], (Segment(0, 8, 3, 5),))
+        first = Generation(PROMPT, whole.token_ids[:8], whole.logprobs[:8], (Segment(0, 8, 3, 5),), "abort")
         await fleet.publish(4)
         before = fleet.engines[0].health().generated_tokens
         draft = Draft(first)
@@ -378,7 +378,8 @@ async def test_a_response_goes_on_from_tokens_of_another_process_and_draws_none_
 async def test_a_response_whose_prior_is_complete_asks_no_replica():
     async with Fleet(1) as fleet:
         await fleet.publish(0)
-        whole = RecordedCall(PROMPT, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), (Segment(0, 4, 0, 0),))
+        ids, segments = np.arange(4, dtype=np.int32), (Segment(0, 4, 0, 0),)
+        whole = Generation(PROMPT, ids, np.zeros(4, np.float32), segments, "abort")
         made = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4), draft=Draft(whole))
         assert (made.token_ids.tolist(), made.finish_reason) == ([0, 1, 2, 3], "length")
         assert fleet.engines[0].health().generated_tokens == 0
@@ -392,7 +393,7 @@ async def test_a_draft_shows_the_tokens_while_they_arrive_over_a_publish():
         async with asyncio.timeout(20):
             while draft.num_tokens < 10:
                 await asyncio.sleep(0.001)
-        cut = draft.record(PROMPT)
+        cut = draft.generation(PROMPT)
         await fleet.publish(1)
         made = await running
         assert made.token_ids[: len(cut.token_ids)].tolist() == cut.token_ids.tolist()

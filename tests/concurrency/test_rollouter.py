@@ -23,9 +23,9 @@ from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sessions import RolloutSession, SessionTools
 from asyncrl.types import (
     Admission,
+    Generation,
     PartialGroup,
     PartialTrajectory,
-    RecordedCall,
     SamplingParams,
     Segment,
     Ticket,
@@ -202,7 +202,7 @@ async def test_a_group_that_was_cut_off_in_its_second_turn_goes_on_token_by_toke
     assert partial.ticket == Ticket(3, 0, 4)
     for trajectory in partial.trajectories:
         first, second = trajectory.calls
-        assert (first.finish_reason, second.finish_reason) == ("length", None)
+        assert (first.finish_reason, second.finish_reason) == ("length", "abort")
         assert 0 < len(second.token_ids) < 20
     rig, queue = Rig(tmp_path, tokenizer), Queue()
     ticket = Ticket(3, 1, 4)
@@ -267,10 +267,10 @@ async def test_a_session_drops_its_record_from_the_first_other_prompt_on(tmp_pat
 
     def call(*prompt, reason="stop"):
         prompt_ids, ids = np.array(prompt, np.int32), np.array([50, 51], np.int32)
-        return RecordedCall(prompt_ids, ids, np.zeros(2, np.float32), (Segment(0, 2, 3, 9),), reason)
+        return Generation(prompt_ids, ids, np.zeros(2, np.float32), (Segment(0, 2, 3, 9),), reason)
 
     async with rig.start(queue, version=4) as rollouter:
-        recorded = (call(1, 2), call(1, 2, 3), call(1, 2, 3, 4, reason=None))
+        recorded = (call(1, 2), call(1, 2, 3), call(1, 2, 3, 4, reason="abort"))
         tools = SessionTools(rollouter.client, rollouter._tools.chat, rollouter._rewards.score)
         session = RolloutSession(tools, SamplingParams(max_tokens=5), "", 0, recorded)
         assert session.calls == recorded

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.environments import build_environment
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.sessions import RolloutSession, SessionTools
-from asyncrl.types import RecordedCall, SamplingParams
+from asyncrl.types import SamplingParams
 from tests.contract.test_agent_endpoint import calls_a_tool
 from tests.contract.test_tool_use import recipe_with
 from tests.environments import ScriptedSession, call_text, chat_with, task_of
@@ -49,17 +49,14 @@ async def test_a_replay_comes_to_the_same_tokens(environment):
         task = task_of(chat.encode("<|im_start|>user\n2+3?<|im_end|>\n"))
         session = ScriptedSession(chat, *replies)
         first = await made.run(task, session)
-        record = [
-            RecordedCall(prompt, m.token_ids, m.logprobs, m.segments, m.finish_reason)
-            for prompt, m in zip(session.prompts, session.made, strict=True)
-        ]
+        record = list(session.made)
         cut = record[-1].segments[0]
         record[-1] = replace(
             record[-1],
             token_ids=record[-1].token_ids[: cut.stop],
             logprobs=record[-1].logprobs[: cut.stop],
             segments=(cut,),
-            finish_reason=None,
+            finish_reason="abort",
         )
         client = Client(session.made[-1])
         sampling = SamplingParams(max_tokens=400, temperature=0.7)

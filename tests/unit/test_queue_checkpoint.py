@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import LedgerError
 from asyncrl.queue.group_files import CALL_ARRAYS, load_partials, save_partials
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, LeaseWait, PartialGroup, PartialTrajectory, RecordedCall, Segment, Ticket
+from asyncrl.types import Generation, LeaseManifest, LeaseWait, PartialGroup, PartialTrajectory, Segment, Ticket
 from tests.make import group, trajectory
 
 pytestmark = pytest.mark.unit
@@ -29,13 +29,13 @@ def spec(tmp_path):
     )
 
 
-def call(*versions, seed=0, finish_reason=None):
+def call(*versions, seed=0, finish_reason="abort"):
     """Two tokens of each version."""
     rng = np.random.default_rng(seed)
     segments = tuple(Segment(2 * i, 2 * i + 2, version, i) for i, version in enumerate(versions))
     tokens = rng.integers(0, 100, 2 * len(versions)).astype(np.int32)
     logprobs = -rng.random(2 * len(versions)).astype(np.float32)
-    return RecordedCall(rng.integers(0, 100, 5).astype(np.int32), tokens, logprobs, segments, finish_reason)
+    return Generation(rng.integers(0, 100, 5).astype(np.int32), tokens, logprobs, segments, finish_reason)
 
 
 def partial(ticket, *versions):
@@ -67,6 +67,15 @@ def test_partial_groups_survive_a_round_trip(tmp_path, count):
     assert len(loaded) == count
     for before, after in zip(partials, loaded, strict=True):
         same(before, after)
+
+
+def test_files_in_which_null_stands_for_abort_are_read(tmp_path):
+    before = partial(Ticket(0, 0, 2), 2, 3)
+    save_partials(tmp_path, [before])
+    described = tmp_path / "partials.json"
+    assert '"abort"' in described.read_text()
+    described.write_text(described.read_text().replace('"abort"', "null"))
+    same(before, load_partials(tmp_path)[0])
 
 
 def test_arrays_that_do_not_belong_to_their_description_are_refused(tmp_path):
