@@ -11,14 +11,14 @@ from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import IpcSource
 from asyncrl.weights.transports.ipc import IpcReceiver
 from asyncrl.weights.transports.media import HostMapping, Mapping
-from asyncrl.weights.transports.segment import Segment, attach
+from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 
 class SecondMemory:
     """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: those that map other memory."""
 
     def __init__(self, nbytes: int, *, unreachable: tuple[int, ...] = (), mistaken: tuple[int, ...] = ()) -> None:
-        self._segment = Segment(nbytes)
+        self._segment = SharedSegment(nbytes)
         self.data = self._segment.data
         self._unreachable = unreachable
         self._mistaken = mistaken

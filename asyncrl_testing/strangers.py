@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.types import Manifest, TransferSource
-from asyncrl.weights.transports.control_channel import Kind, Message, layout_of
+from asyncrl.weights.transports.control_channel import ControlMessage, Kind, layout_of
 from asyncrl_testing.transport_rig import (
     TIMEOUT_S,
     Hold,
@@ -57,7 +57,7 @@ def stranger(source: TransferSource, manifest: Manifest, *, speaks_curve: bool) 
     try:
         socket.connect(source.endpoint)
         for kind in (Kind.READY, Kind.ACK, Kind.ERROR):
-            socket.send(Message(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode())
+            socket.send(ControlMessage(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode())
         assert monitor.poll(int(1000 * TIMEOUT_S)), "neither let in nor refused"
         event = recv_monitor_message(monitor)["event"]
         assert event in _REFUSED, f"a stranger was let in: {event}"

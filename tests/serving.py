@@ -24,7 +24,7 @@ from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
 from asyncrl.serving.app import Api, ServedModel
-from asyncrl.serving.connection_guard import Guard, Limits, connections_that_fit
+from asyncrl.serving.connection_guard import ConnectionGuard, ConnectionLimits, connections_that_fit
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
@@ -217,8 +217,8 @@ async def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    limits = limits or Limits(max_connections=1000, response_timeout_s=timeout_s + 5)
-    server = Server(api.app(), Guard(limits, metrics.refusals), grace_s=1)
+    limits = limits or ConnectionLimits(max_connections=1000, response_timeout_s=timeout_s + 5)
+    server = Server(api.app(), ConnectionGuard(limits, metrics.refusals), grace_s=1)
     served = Served(replicas, engines, channels, client, fleet, metrics)
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve([listener]))
@@ -257,7 +257,7 @@ async def _program() -> None:
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.descriptors, arguments.descriptors))
     connections = arguments.max_connections or connections_that_fit(10_000)
-    limits = Limits(max_connections=connections, response_timeout_s=20, head_timeout_s=600)
+    limits = ConnectionLimits(max_connections=connections, response_timeout_s=20, head_timeout_s=600)
     async with serving(limits=limits) as served:
         sys.stdout.write(f"{served.url}\n")
         sys.stdout.flush()

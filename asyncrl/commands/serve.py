@@ -201,7 +201,12 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
     from asyncrl.serving.app import Api, ServedModel
-    from asyncrl.serving.connection_guard import SPARE_CONNECTIONS, Guard, Limits, connections_that_fit
+    from asyncrl.serving.connection_guard import (
+        SPARE_CONNECTIONS,
+        ConnectionGuard,
+        ConnectionLimits,
+        connections_that_fit,
+    )
     from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
     from asyncrl.serving.fleet import Fleet
     from asyncrl.serving.metrics import ServingMetrics
@@ -240,11 +245,11 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         max_requests=config.max_requests,
         local_only=service.is_local and config.api_key is None,
     )
-    limits = Limits(
+    limits = ConnectionLimits(
         max_connections=connections_that_fit(config.max_requests + SPARE_CONNECTIONS),
         response_timeout_s=config.request_timeout_s + LAST_WORD_S,
     )
-    server = Server(api.app(), Guard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s))
+    server = Server(api.app(), ConnectionGuard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s))
     try:
         await fleet.refresh()
         watching = asyncio.create_task(fleet.watch(), name="fleet")

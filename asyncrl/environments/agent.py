@@ -66,10 +66,12 @@ class AgentEnvironment:
     async def start(self) -> None:
         """Starts the endpoint. Raises DeadlineExceeded, ProcessDied."""
         from asyncrl.environments.agent_server import AgentServer
-        from asyncrl.serving.connection_guard import Limits, connections_that_fit
+        from asyncrl.serving.connection_guard import ConnectionLimits, connections_that_fit
 
         connections = connections_that_fit(MAX_CONNECTIONS)
-        self._server = AgentServer(Limits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s))
+        self._server = AgentServer(
+            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s)
+        )
         await self._server.start()
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from asyncrl.environments.agent_requests import AgentReply, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.serving.connection_guard import Guard, Limits
+from asyncrl.serving.connection_guard import ConnectionGuard, ConnectionLimits
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.http import (
     ClientLeft,
@@ -47,9 +47,9 @@ class AgentServer:
         limits: of its connections, whoever opens them.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.url = ""
-        self.guard = Guard(limits)
+        self.guard = ConnectionGuard(limits)
         self._sessions: dict[str, AgentSession] = {}
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None

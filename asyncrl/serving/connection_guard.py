@@ -51,7 +51,7 @@ REASONS: dict[Reason, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ConnectionLimits:
     """Args:
     max_connections: open at the same time.
     response_timeout_s: from a request's head to the last byte of its answer that the client takes.
@@ -65,7 +65,7 @@ class Limits:
     stall_timeout_s: float = 60.0
 
 
-class Guard:
+class ConnectionGuard:
     """Counts what was refused, tells the log of it at most once a minute for each reason, and knows who waits.
 
     Args:
@@ -73,7 +73,11 @@ class Guard:
     """
 
     def __init__(
-        self, limits: Limits, counts: Counter[Reason] | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: ConnectionLimits,
+        counts: Counter[Reason] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.counts: Counter[Reason] = Counter() if counts is None else counts
@@ -110,7 +114,7 @@ class Guard:
 
 
 class GuardedConfig(uvicorn.Config):
-    def __init__(self, app: Any, guard: Guard, *, grace_s: int) -> None:
+    def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
         super().__init__(
             app,
             http=GuardedProtocol,

@@ -10,23 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from asyncrl.errors import GenerationError
+from asyncrl.inference.replica_pool import ReplicaPool
 from asyncrl.rollout.generation import GenerationClient, OnChunk
 from asyncrl.rollout.router import prefix_blocks
-from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
-
-
-class Replicas(Protocol):
-    """The replicas, as `inference.replica_pool.ReplicaPool` holds them."""
-
-    @property
-    def table(self) -> ReplicaTable: ...
-    async def stats(self) -> list[ReplicaStats]: ...
-    async def watch(self) -> None: ...
+from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class Fleet:
     def __init__(
         self,
         client: GenerationClient,
-        replicas: Replicas,
+        replicas: ReplicaPool,
         *,
         refresh_s: float = 2.0,
         on_refresh: Callable[[], None] | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from asyncrl.errors import RunFailed, explain
-from asyncrl.serving.connection_guard import Guard, GuardedConfig
+from asyncrl.serving.connection_guard import ConnectionGuard, GuardedConfig
 
 logger = logging.getLogger("asyncrl.commands.serve")
 
@@ -23,7 +23,7 @@ END_TIMEOUT_S = 3.0
 class Server(uvicorn.Server):
     """Serves `app` under the limits of `guard`. Leaves signals to the program that it serves in."""
 
-    def __init__(self, app: Any, guard: Guard, *, grace_s: int) -> None:
+    def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
         super().__init__(GuardedConfig(app, guard, grace_s=grace_s))
         self._guard = guard
 

@@ -1,8 +1,8 @@
 """Ends worker processes and what they had started when the process that owns them is killed.
 
-`Guard` is the owner's side. The other side is this file run by its path: it imports nothing but the standard library,
-is no child of its owner (who may take its children along when it ends), and waits for the end of a pipe that the owner
-alone holds. Then it kills every process group that it was told to watch, and ends.
+`OrphanReaper` is the owner's side. The other side is this file run by its path: it imports nothing but the standard
+library, is no child of its owner (who may take its children along when it ends), and waits for the end of a pipe that
+the owner alone holds. Then it kills every process group that it was told to watch, and ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 _LEAVE_S = 2.0
 
 
-class Guard:
+class OrphanReaper:
     """Kills the groups it watches when this process ends in whatever way."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.workers.messages import Raised, WorkerSpec, packed
-from asyncrl.workers.orphan_reaper import Guard
+from asyncrl.workers.orphan_reaper import OrphanReaper
 from asyncrl.workers.worker_process import WorkerProcess, error_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class WorkerPool:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._processes: set[WorkerProcess] = set()
         self._seats: set[asyncio.Task[None]] = set()
-        self._guard: Guard | None = None
+        self._reaper: OrphanReaper | None = None
         self._closed = False
         self._refusal: str | None = f"the {spec.name}es have not been started"
         self._cause: BaseException | None = None
@@ -68,7 +68,7 @@ class WorkerPool:
             ConfigError: what they should run cannot be built there.
             ProcessDied, DeadlineExceeded: a worker ended, or was not ready in time.
         """
-        self._guard = Guard()
+        self._reaper = OrphanReaper()
         starts = [asyncio.create_task(self._started()) for _ in range(self._spec.num_workers)]
         try:
             processes = await asyncio.gather(*starts)
@@ -116,8 +116,8 @@ class WorkerPool:
         await asyncio.gather(*self._seats, return_exceptions=True)
         await asyncio.gather(*(process.end(_GRACE_S) for process in self._processes))
         self._processes.clear()
-        if self._guard is not None:
-            self._guard.close()
+        if self._reaper is not None:
+            self._reaper.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -176,8 +176,8 @@ class WorkerPool:
         return None
 
     async def _started(self) -> WorkerProcess:
-        assert self._guard is not None
-        process = WorkerProcess(self._spec, self._guard)
+        assert self._reaper is not None
+        process = WorkerProcess(self._spec, self._reaper)
         self._processes.add(process)
         try:
             await process.start()

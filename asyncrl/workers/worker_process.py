@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.sandbox.process_tree import kill_group, kill_tree
 from asyncrl.workers.messages import LENGTH, Raised, Start, WorkerSpec, packed
-from asyncrl.workers.orphan_reaper import Guard
+from asyncrl.workers.orphan_reaper import OrphanReaper
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ class WorkerProcess:
     Ending it also ends what it has started, except a daemon (it left both its parent and its group).
     """
 
-    def __init__(self, spec: WorkerSpec, guard: Guard) -> None:
+    def __init__(self, spec: WorkerSpec, reaper: OrphanReaper) -> None:
         """Raises ProcessDied: the system gives no process."""
         self._spec = spec
-        self._guard = guard
+        self._reaper = reaper
         self._answers = _Answers()
         self._writer: asyncio.WriteTransport | None = None
         self._reader: asyncio.ReadTransport | None = None
@@ -51,7 +51,7 @@ class WorkerProcess:
         except OSError as error:
             do = "free memory, processes or file descriptors"
             raise ProcessDied(explain(f"a process for {spec.asked}", str(error), do)).of(Process(spec.name)) from error
-        guard.watch(self.pid)
+        reaper.watch(self.pid)
 
     async def start(self) -> None:
         """Returns when the process is ready to be asked.
@@ -130,7 +130,7 @@ class WorkerProcess:
         reader = self._reader or self._process.stdout
         if reader is not None:
             reader.close()
-        self._guard.forget(self.pid)
+        self._reaper.forget(self.pid)
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()

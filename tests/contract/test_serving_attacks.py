@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from asyncrl.environments.agent_server import AgentServer
-from asyncrl.serving.connection_guard import Limits
+from asyncrl.serving.connection_guard import ConnectionLimits
 from tests.serving import ASK, serving, until
 
 pytestmark = pytest.mark.contract
@@ -30,7 +30,7 @@ SMALL = {"chunk_tokens": 100, "send_buffer_bytes": 4096}
 
 
 def limits(**given):
-    return Limits(**{"max_connections": 1000, "response_timeout_s": 20.0, **given})
+    return ConnectionLimits(**{"max_connections": 1000, "response_timeout_s": 20.0, **given})
 
 
 @asynccontextmanager

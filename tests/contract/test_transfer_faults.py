@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver
-from asyncrl.weights.transports.segment import SHARED_MEMORY, attach
+from asyncrl.weights.transports.shared_segment import SHARED_MEMORY, attach
 from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
     PROMPT_S,

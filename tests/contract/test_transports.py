@@ -14,7 +14,7 @@ from asyncrl.weights.packing import byte_view
 from asyncrl.weights.transports import build_receiver, build_sender
 from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
-from asyncrl.weights.transports.segment import SHARED_MEMORY
+from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.fake_transport import FakeNetwork
 from asyncrl_testing.second_memory import SecondMemory, build_second_memory_receiver
 from asyncrl_testing.strangers import StrangerSuite

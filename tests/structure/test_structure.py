@@ -166,6 +166,16 @@ def test_no_room_is_too_large():
     assert not offenders
 
 
+def test_a_public_class_name_is_defined_once():
+    """A reader who meets a name in a signature or a log needs no import to know which class it is."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_the_wheel_holds_no_test_code():
     """What is installed knows neither the suites and fakes of `asyncrl_testing` nor pytest."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]

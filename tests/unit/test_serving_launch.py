@@ -15,7 +15,7 @@ import uvicorn
 from asyncrl.commands import serve
 from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
-from asyncrl.serving.connection_guard import REASONS, Guard, Limits
+from asyncrl.serving.connection_guard import REASONS, ConnectionGuard, ConnectionLimits
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaReport
 from asyncrl.serving.server import serve_until
@@ -94,7 +94,7 @@ def test_the_log_is_a_new_file_that_only_its_owner_reads(tmp_path, monkeypatch):
 
 def test_each_reason_is_counted_always_and_told_once_a_minute(caplog):
     now = [0.0]
-    guard = Guard(Limits(max_connections=1, response_timeout_s=1), clock=lambda: now[0])
+    guard = ConnectionGuard(ConnectionLimits(max_connections=1, response_timeout_s=1), clock=lambda: now[0])
     for now[0] in (0.0, 0.1, 59.0, 60.0, 60.1, 130.0):
         for reason in REASONS:
             guard.count(reason)

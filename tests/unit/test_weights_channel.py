@@ -8,9 +8,9 @@ import zmq
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.weights.plan import make_manifest, make_spec
 from asyncrl.weights.transports.control_channel import (
+    ControlMessage,
     Deadline,
     Kind,
-    Message,
     ReceiverChannel,
     SenderChannel,
     layout_of,
@@ -52,16 +52,18 @@ def peer(channel):
 
 
 def join(channel, peer):
-    peer.send(Message(Kind.READY, 7, ATTEMPT, 3, layout_of(MANIFEST)).encode())
+    peer.send(ControlMessage(Kind.READY, 7, ATTEMPT, 3, layout_of(MANIFEST)).encode())
     assert channel.gather(MANIFEST, Deadline(10)) == (3,)
 
 
 def test_messages_survive_their_encoding():
-    message = Message(Kind.ERROR, -1, 2**64 - 1, -5, "größer\nthan")
-    assert Message.decode(message.encode()) == message
+    message = ControlMessage(Kind.ERROR, -1, 2**64 - 1, -5, "größer\nthan")
+    assert ControlMessage.decode(message.encode()) == message
 
 
-@pytest.mark.parametrize("frame", [b"", b"x" * 24, b"\x63" + b"\0" * 24, Message(Kind.READY, 7, 1).encode() + b"\xff"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"x" * 24, b"\x63" + b"\0" * 24, ControlMessage(Kind.READY, 7, 1).encode() + b"\xff"]
+)
 def test_foreign_messages_are_dropped(channel, peer, frame):
     peer.send(frame)
     join(channel, peer)
@@ -69,7 +71,7 @@ def test_foreign_messages_are_dropped(channel, peer, frame):
 
 def test_a_receiver_with_a_number_out_of_range_is_ignored(channel, peer):
     with raw_peer(channel, b"1", channel.key) as stranger:
-        stranger.send(Message(Kind.READY, 7, 1, 0, layout_of(MANIFEST)).encode())
+        stranger.send(ControlMessage(Kind.READY, 7, 1, 0, layout_of(MANIFEST)).encode())
         with pytest.raises(DeadlineExceeded, match="receiver 0 did not"):
             channel.gather(MANIFEST, Deadline(0.2))
 
@@ -89,33 +91,33 @@ def test_a_sender_that_does_not_have_the_key_cannot_pass_for_one(tmp_path):
 @pytest.mark.parametrize("kind", [Kind.ACK, Kind.ERROR])
 def test_what_another_attempt_said_does_not_count(channel, peer, kind):
     join(channel, peer)
-    peer.send(Message(kind, 7, ATTEMPT - 1, 0, "old").encode())
+    peer.send(ControlMessage(kind, 7, ATTEMPT - 1, 0, "old").encode())
     with pytest.raises(DeadlineExceeded, match="take bucket 0"):
         channel.wait_acked(0, Deadline(0.2))
-    peer.send(Message(Kind.ACK, 7, ATTEMPT, 0).encode())
+    peer.send(ControlMessage(Kind.ACK, 7, ATTEMPT, 0).encode())
     channel.wait_acked(0, Deadline(10))
 
 
 def test_a_receiver_that_begins_anew_in_the_middle_ends_the_transfer(channel, peer):
     join(channel, peer)
-    peer.send(Message(Kind.READY, 7, ATTEMPT + 1, 0, layout_of(MANIFEST)).encode())
+    peer.send(ControlMessage(Kind.READY, 7, ATTEMPT + 1, 0, layout_of(MANIFEST)).encode())
     with pytest.raises(WeightTransferError, match="receiver 0 began anew"):
         channel.wait_acked(0, Deadline(10))
     channel.abort("over")
-    assert Message.decode(peer.recv()).text == "over"
+    assert ControlMessage.decode(peer.recv()).text == "over"
 
 
 def test_a_receiver_for_a_publish_that_is_over_hears_so(channel, peer):
-    peer.send(Message(Kind.READY, 6, ATTEMPT, 0, "").encode())
+    peer.send(ControlMessage(Kind.READY, 6, ATTEMPT, 0, "").encode())
     with pytest.raises(DeadlineExceeded, match="join publish 7"):
         channel.gather(MANIFEST, Deadline(0.3))
-    answer = Message.decode(peer.recv())
+    answer = ControlMessage.decode(peer.recv())
     assert (answer.kind, answer.publish_id, answer.attempt) == (Kind.ERROR, 6, ATTEMPT)
     assert "publish 7" in answer.text
 
 
 def test_a_receiver_that_only_waited_in_vain_is_no_culprit(channel, peer):
     join(channel, peer)
-    peer.send(Message(Kind.ERROR, 7, ATTEMPT, 1, "DeadlineExceeded: no bucket").encode())
+    peer.send(ControlMessage(Kind.ERROR, 7, ATTEMPT, 1, "DeadlineExceeded: no bucket").encode())
     with pytest.raises(DeadlineExceeded, match="no bucket"):
         channel.wait_acked(0, Deadline(10))

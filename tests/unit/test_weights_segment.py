@@ -13,14 +13,14 @@ from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.types import TransferSource
 from asyncrl.weights.lock_files import remove_stale_segments
 from asyncrl.weights.transports import TRANSPORTS, build_receiver, build_sender
-from asyncrl.weights.transports.segment import Segment, attach
+from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
 def segment():
-    segment = Segment(8192)
+    segment = SharedSegment(8192)
     yield segment
     segment.close()
 
@@ -53,8 +53,8 @@ def test_only_the_user_may_read_weights(segment):
 
 def test_what_a_killed_owner_left_is_removed_by_the_next():
     code = (
-        "import sys, time; from asyncrl.weights.transports.segment import Segment\n"
-        "s = Segment(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
+        "import sys, time; from asyncrl.weights.transports.shared_segment import SharedSegment\n"
+        "s = SharedSegment(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -65,7 +65,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next():
     owner.stdout.close()
     assert path.exists()
     assert path.with_suffix(".sock").exists()
-    Segment(4096).close()
+    SharedSegment(4096).close()
     assert not path.exists()
     assert not path.with_suffix(".sock").exists()
 
@@ -73,12 +73,12 @@ def test_what_a_killed_owner_left_is_removed_by_the_next():
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing():
     before = set(Path("/dev/shm").glob(f"*-{os.getpid()}-*"))
     with pytest.raises(ConfigError, match="lower weights"):
-        Segment(1 << 50)
+        SharedSegment(1 << 50)
     assert set(Path("/dev/shm").glob(f"*-{os.getpid()}-*")) == before
 
 
 def test_memory_can_be_taken_later():
-    segment = Segment()
+    segment = SharedSegment()
     assert attach(str(segment.path)).numel() == 0
     segment.reserve(4096)
     segment.reserve(4096)

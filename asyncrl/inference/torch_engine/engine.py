@@ -18,9 +18,9 @@ from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
-from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, LoopReport, Pause, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
-from asyncrl.inference.torch_engine.transfer import Transfer
+from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
 from asyncrl.weights.experts import unfused
 
@@ -55,7 +55,7 @@ class TorchEngine:
         self._started: asyncio.Future[None] | None = None
         self._runner: ModelRunner | None = None
         self._decode: DecodeLoop | None = None
-        self._transfer: Transfer | None = None
+        self._transfer: TorchTransfer | None = None
         self._streams: dict[str, asyncio.Queue[TokenChunk | GenerationError]] = {}
         self._tickets = itertools.count()
         self._answers: dict[int, asyncio.Future[None]] = {}
@@ -238,12 +238,12 @@ class TorchEngine:
         self._runner, self._decode = runner, decode
         whole = runner.model.state_dict().items()
         targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
-        self._transfer = Transfer(targets, self._device, self._config)
+        self._transfer = TorchTransfer(targets, self._device, self._config)
         assert self._started is not None
         if not self._started.done():
             self._started.set_result(None)
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: LoopReport) -> None:
         for chunk in report.chunks:
             if chunk.finish_reason is None:
                 stream = self._streams.get(chunk.request_id)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import GenerationError, explain
-from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, Pause, Report, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, LoopReport, Pause, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
 from asyncrl.inference.torch_engine.sampling import sample
 from asyncrl.inference.torch_engine.slots import SlotTable
@@ -57,7 +57,7 @@ class DecodeLoop:
         self,
         runner: ModelRunner,
         commands: queue.SimpleQueue[Command],
-        report: Callable[[Report], None],
+        report: Callable[[LoopReport], None],
         *,
         num_slots: int,
         chunk_tokens: int,
@@ -115,7 +115,8 @@ class DecodeLoop:
                 if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
                     return False
             except queue.Empty:
-                self._report(Report())  # finds out whether the owner's event loop is closed, and then queues a `Stop`
+                # finds out whether the owner's event loop is closed, and then queues a `Stop`
+                self._report(LoopReport())
                 return True
         while not self._commands.empty():
             if not self._serve(self._commands.get_nowait()):
@@ -288,6 +289,6 @@ class DecodeLoop:
 
     def _flush_report(self) -> None:
         if self._chunks or self._tickets:
-            self._report(Report(tuple(self._chunks), tuple(self._tickets)))
+            self._report(LoopReport(tuple(self._chunks), tuple(self._tickets)))
             self._chunks.clear()
             self._tickets.clear()

@@ -47,7 +47,7 @@ Command = Submit | Abort | Pause | Resume | Commit | Stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Report:
+class LoopReport:
     """The results since the last report: chunks in the order sampled, then the tickets of finished commands."""
 
     chunks: tuple[TokenChunk, ...] = ()

@@ -19,7 +19,7 @@ from asyncrl.weights.transports import build_receiver
 logger = logging.getLogger(__name__)
 
 
-class Transfer:
+class TorchTransfer:
     """Applies publishes to `targets`, one after the other. Owns the receiver and the thread that uses it: sockets must
     stay in one thread.
 

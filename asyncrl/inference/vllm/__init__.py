@@ -1,6 +1,6 @@
 """vLLM as an inference engine.
 
-    engine.py (protocol)  --> shared/admission.py (who runs, who waits) --> AsyncLLM (launch.py) --> EngineCore, workers
+    engine.py (protocol)  --> shared/engine_queue.py (who runs, waits) --> AsyncLLM (launch.py) --> EngineCore, workers
       streams.py: outputs of vLLM -> TokenChunks    sampling_params.py: GenerationRequest -> vLLM's SamplingParams
       transfer.py: a publish through vLLM's four calls
         --> weight_transfer.py, in each worker: weights/encodings -> shared/tensor_feed.py -> layerwise_reload.py

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError, explain
-from asyncrl.inference.shared.admission import Admission
+from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.sampling_params import sampling_params
-from asyncrl.inference.vllm.streams import Stream, empty_chunk
-from asyncrl.inference.vllm.transfer import Transfer
+from asyncrl.inference.vllm.streams import RequestStream, empty_chunk
+from asyncrl.inference.vllm.transfer import VllmTransfer
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,13 @@ class VllmEngine:
         self._settings = settings
         self._real_weights = load_real_weights
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
-        self._admission = Admission(settings.max_num_seqs, self._send, time.monotonic)
-        self._streams: dict[str, Stream] = {}
+        self._queue = EngineQueue(settings.max_num_seqs, self._send, time.monotonic)
+        self._streams: dict[str, RequestStream] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._drains: set[asyncio.Future[None]] = set()
         self._frozen = asyncio.Lock()
         self._llm: Any = None
-        self._transfer: Transfer | None = None
+        self._transfer: VllmTransfer | None = None
         self._ended: asyncio.Future[str] | None = None
         """Set with the reason when the engine dies or is stopped."""
         self._closed = False
@@ -83,7 +83,7 @@ class VllmEngine:
             asked = f"start vLLM for {self._model.path}"
             do = "the log of vLLM's processes says more; rollout.vllm has the settings"
             raise GenerationError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
-        self._transfer = Transfer(self._llm)
+        self._transfer = VllmTransfer(self._llm)
         self._spawn(self._watch(), "vllm-watch")
         if self._real_weights:
             await self.commit(0)
@@ -91,8 +91,8 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self._require_alive()
         self._check(request)
-        stream = self._streams[request.request_id] = Stream(request)
-        self._admission.enter(stream)
+        stream = self._streams[request.request_id] = RequestStream(request)
+        self._queue.enter(stream)
         try:
             while True:
                 item = await stream.chunks.get()  # its end is owed by `_end` if by nothing else
@@ -119,13 +119,13 @@ class VllmEngine:
         first = not self._closed
         self._closed = True
         self._set_gate()
-        if mode == "drain" and not self._paused and self._admission.running:
+        if mode == "drain" and not self._paused and self._queue.running:
             drained = asyncio.get_running_loop().create_future()
             self._drains.add(drained)
             await drained
         elif mode == "abort":
             # A repeated pause must not end what was queued behind the first one.
-            await self.abort(None if first else [s.request.request_id for s in self._admission.running])
+            await self.abort(None if first else [s.request.request_id for s in self._queue.running])
         await self._freeze()
 
     async def resume(self) -> None:
@@ -168,8 +168,8 @@ class VllmEngine:
 
     def health(self) -> EngineHealth:
         alive = self._llm is not None and self._failure is None
-        running, waiting = len(self._admission.running), len(self._admission.waiting)
-        busy_s, detail = self._admission.busy_s, self._failure or ""
+        running, waiting = len(self._queue.running), len(self._queue.waiting)
+        busy_s, detail = self._queue.busy_s, self._failure or ""
         return EngineHealth(alive, running, waiting, self._version, busy_s, self._generated, detail)
 
     async def stop(self) -> None:
@@ -197,11 +197,11 @@ class VllmEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def _send(self, stream: Stream) -> None:
+    def _send(self, stream: RequestStream) -> None:
         """Called by the admission: the stream has a place."""
         self._spawn(self._serve(stream), f"vllm {stream.request.request_id}")
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: RequestStream) -> None:
         """Moves what vLLM samples for one request into its stream."""
         request, llm = stream.request, self._llm
         from vllm.inputs import tokens_input
@@ -225,13 +225,13 @@ class VllmEngine:
             logger.exception("request %s failed", request.request_id)
             self._finish(stream, self._failed(f"generate {request.request_id!r}", f"{type(error).__name__}: {error}"))
 
-    def _hand_over(self, stream: Stream, output: Any) -> None:
+    def _hand_over(self, stream: RequestStream, output: Any) -> None:
         before = stream.num_tokens
         chunks = stream.take(output, self._version)
         self._generated += stream.num_tokens - before
         if output.finished and stream.fate == "requeue" and stream.num_tokens == 0:
             stream.leave()
-            self._admission.requeue(stream)
+            self._queue.requeue(stream)
             return
         for chunk in chunks:
             if chunk.finish_reason is None:
@@ -239,20 +239,20 @@ class VllmEngine:
             else:
                 self._finish(stream, chunk)
 
-    def _finish(self, stream: Stream, last: TokenChunk | GenerationError) -> None:
+    def _finish(self, stream: RequestStream, last: TokenChunk | GenerationError) -> None:
         """Books first: whoever sees the last chunk finds the place free."""
         if self._streams.get(stream.request.request_id) is stream:
             del self._streams[stream.request.request_id]
-        self._admission.leave(stream)
+        self._queue.leave(stream)
         stream.end(last)
-        if not self._admission.running:
+        if not self._queue.running:
             self._end_drains(None)
 
-    def _take_out(self, streams: Iterable[Stream]) -> None:
+    def _take_out(self, streams: Iterable[RequestStream]) -> None:
         """Ends these streams with what they have: those that wait at once, the others when vLLM has answered."""
-        running: list[Stream] = []
+        running: list[RequestStream] = []
         for stream in streams:
-            if stream in self._admission.running:
+            if stream in self._queue.running:
                 stream.fate = "abort"
                 running.append(stream)
             else:
@@ -261,26 +261,26 @@ class VllmEngine:
         if inside:
             self._spawn(self._abort_in_vllm(inside), "vllm-abort")
 
-    async def _abort_in_vllm(self, streams: list[Stream]) -> None:
+    async def _abort_in_vllm(self, streams: list[RequestStream]) -> None:
         """vLLM answers each with a final output, at once."""
         await self._llm.abort([stream.internal_id for stream in streams], internal=True)
 
     # -- pausing -------------------------------------------------------------------------------------------------
 
     def _set_gate(self) -> None:
-        self._admission.set_open(not self._closed and self._version is not None and self._failure is None)
+        self._queue.set_open(not self._closed and self._version is not None and self._failure is None)
 
     async def _freeze(self) -> None:
         """Returns when vLLM samples nothing and everything that it had sampled lies in the streams."""
         async with self._frozen:
             self._require_alive()
-            for stream in list(self._admission.running):
+            for stream in list(self._queue.running):
                 await stream.entered.wait()  # else it would enter behind the pause
             if not self._paused:
                 self._paused = True  # a resume too many is harmless, one too few is not
                 await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
             await self._settle()
-            unborn = [s for s in self._admission.running if s.num_tokens == 0 and s.fate is None]
+            unborn = [s for s in self._queue.running if s.num_tokens == 0 and s.fate is None]
             for stream in unborn:  # they begin anew with the weights that come
                 stream.fate = "requeue"
             if unborn:
@@ -296,7 +296,7 @@ class VllmEngine:
         quiet = 0
         while quiet < 4 + self._settings.max_num_seqs // 64:
             under_way = not self._llm.engine_core.outputs_queue.empty()
-            leaving = any(s.behind or s.fate is not None for s in self._admission.running)
+            leaving = any(s.behind or s.fate is not None for s in self._queue.running)
             quiet = 0 if under_way or leaving else quiet + 1
             self._require_alive()
             await asyncio.sleep(0)
@@ -322,8 +322,8 @@ class VllmEngine:
         if self._ended.done():
             return
         self._ended.set_result(reason)
-        self._admission.set_open(False)
-        for stream in list(self._streams.values()) + list(self._admission.running):
+        self._queue.set_open(False)
+        for stream in list(self._streams.values()) + list(self._queue.running):
             self._finish(stream, self._failed("generate", reason))
         self._end_drains(self._failed("pause(drain)", reason))
         for task in self._tasks:
@@ -368,7 +368,7 @@ class VllmEngine:
         self._require_alive()
         if not self._settings.enable_sleep_mode:
             raise GenerationError(explain(asked, "sleep mode is off", "set rollout.vllm.enable_sleep_mode, on a GPU"))
-        if not self._paused or self._admission.running:
+        if not self._paused or self._queue.running:
             raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
     def _check(self, request: GenerationRequest) -> None:

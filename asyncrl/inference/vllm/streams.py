@@ -39,7 +39,7 @@ class Mailbox:
         return self._items.popleft()
 
 
-class Stream:
+class RequestStream:
     """What the adapter knows of one request.
 
     `entered` is set once vLLM has it (or could not take it), `ended` once its last chunk lies in `chunks`.

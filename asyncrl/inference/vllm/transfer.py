@@ -16,7 +16,7 @@ _GRACE_S = 2.0
 """What vLLM may take beyond the deadline that its workers keep, so that their own error arrives."""
 
 
-class Transfer:
+class VllmTransfer:
     """Applies publishes to the workers of `llm`, one after the other."""
 
     def __init__(self, llm: Any) -> None:

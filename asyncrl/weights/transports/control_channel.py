@@ -54,7 +54,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ControlMessage:
     kind: Kind
     publish_id: int
     attempt: int
@@ -65,12 +65,12 @@ class Message:
         return _HEADER.pack(self.kind, self.publish_id, self.attempt, self.value) + self.text.encode()
 
     @staticmethod
-    def decode(frame: bytes) -> Message:
+    def decode(frame: bytes) -> ControlMessage:
         """Raises ValueError: not a message of this protocol."""
         if len(frame) < _HEADER.size:
             raise ValueError(f"{len(frame)} bytes, a message has at least {_HEADER.size}")
         kind, publish_id, attempt, value = _HEADER.unpack_from(frame)
-        return Message(Kind(kind), publish_id, attempt, value, frame[_HEADER.size :].decode())
+        return ControlMessage(Kind(kind), publish_id, attempt, value, frame[_HEADER.size :].decode())
 
 
 class Deadline:
@@ -110,8 +110,8 @@ class SenderChannel:
         self.key = public.decode()
         """For receivers alone."""
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._ready: dict[int, Message] = {}
-        self._joined: dict[int, Message] = {}
+        self._ready: dict[int, ControlMessage] = {}
+        self._joined: dict[int, ControlMessage] = {}
         self._acked: dict[int, int] = {}
         self._left: dict[int, str] = {}
         self._publish_id = 0
@@ -214,14 +214,14 @@ class SenderChannel:
                 del self._ready[receiver]
                 self._dismiss(receiver, message, text)
 
-    def _dismiss(self, receiver: int, joined: Message, text: str) -> None:
+    def _dismiss(self, receiver: int, joined: ControlMessage, text: str) -> None:
         try:
             self._send(receiver, joined, Kind.ERROR, text=text)
         except WeightTransferError:
             logger.warning("receiver %d is gone and did not hear: %s", receiver, text)
 
-    def _send(self, receiver: int, joined: Message, kind: Kind, value: int = 0, text: str = "") -> None:
-        message = Message(kind, joined.publish_id, joined.attempt, value, text)
+    def _send(self, receiver: int, joined: ControlMessage, kind: Kind, value: int = 0, text: str = "") -> None:
+        message = ControlMessage(kind, joined.publish_id, joined.attempt, value, text)
         try:
             self._socket.send_multipart((b"%d" % receiver, message.encode()))
         except zmq.ZMQError as error:
@@ -238,14 +238,14 @@ class SenderChannel:
             except zmq.Again:
                 return
             try:
-                receiver, message = int(identity), Message.decode(rest[0])
+                receiver, message = int(identity), ControlMessage.decode(rest[0])
             except (ValueError, IndexError) as error:
                 logger.warning("dropped a foreign message on %s: %s", self.endpoint, error)
                 continue
             if 0 <= receiver < self._num_receivers:
                 self._handle(receiver, message)
 
-    def _handle(self, receiver: int, message: Message) -> None:
+    def _handle(self, receiver: int, message: ControlMessage) -> None:
         joined = self._joined.get(receiver)
         current = joined is not None and joined.attempt == message.attempt
         if message.kind is Kind.READY:
@@ -303,7 +303,7 @@ class ReceiverChannel:
         self._publish_id = manifest.publish_id
         self._send(Kind.READY, value, f"{layout_of(manifest)}\n{note}" if note else layout_of(manifest))
 
-    def next(self, deadline: Deadline, what: str) -> Message:
+    def next(self, deadline: Deadline, what: str) -> ControlMessage:
         """The next message of this attempt, never a PING.
 
         Raises:
@@ -321,7 +321,7 @@ class ReceiverChannel:
             raise self._unexpected(message, "nothing", what)
         self._watch(what)
 
-    def expect(self, kind: Kind, value: int | None, deadline: Deadline, what: str) -> Message:
+    def expect(self, kind: Kind, value: int | None, deadline: Deadline, what: str) -> ControlMessage:
         """The next message, which must be of this kind and, unless None, of this value. Raises as `next`."""
         message = self.next(deadline, what)
         if message.kind is not kind or value not in (None, message.value):
@@ -350,13 +350,13 @@ class ReceiverChannel:
         self._context.term()
 
     def _send(self, kind: Kind, value: int = 0, text: str = "") -> None:
-        self._socket.send(Message(kind, self._publish_id, self._attempt, value, text).encode())
+        self._socket.send(ControlMessage(kind, self._publish_id, self._attempt, value, text).encode())
 
-    def _take(self, what: str) -> Message | None:
+    def _take(self, what: str) -> ControlMessage | None:
         """A message of this attempt that has already arrived, never a PING; None without one. Raises as `next`."""
         while True:
             try:
-                message = Message.decode(self._socket.recv(zmq.NOBLOCK))
+                message = ControlMessage.decode(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return None
             if message.publish_id != self._publish_id or message.attempt != self._attempt or message.kind is Kind.PING:
@@ -383,7 +383,7 @@ class ReceiverChannel:
         if self._lost:
             raise self.lost(what)
 
-    def _unexpected(self, message: Message, expected: str, what: str) -> WeightTransferError:
+    def _unexpected(self, message: ControlMessage, expected: str, what: str) -> WeightTransferError:
         found = f"{message.kind.name} {message.value}, not {expected}"
         return WeightTransferError(explain(f"{self._name} to {what}", found, "publish again and report this defect"))
 

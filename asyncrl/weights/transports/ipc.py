@@ -32,7 +32,7 @@ from asyncrl.weights.transports.media import (
     OpenMedium,
     open_device_memory,
 )
-from asyncrl.weights.transports.segment import Segment, attach
+from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class IpcSender:
         self._make_medium = make_medium
         if make_medium is None and self._device.type == "cuda":
             self._make_medium = lambda nbytes: CudaMedium(nbytes, self._device)
-        self._segment: Segment | None = None
+        self._segment: SharedSegment | None = None
         self._medium: Medium | None = None
         self._channel: SenderChannel | None = None
         self._warned = False
@@ -82,7 +82,7 @@ class IpcSender:
         """As `WeightSender.open`. Raises ConfigError: there is not enough shared memory."""
         self.close()
         try:
-            self._segment = Segment()
+            self._segment = SharedSegment()
             proof = self._make_ring(self._segment)
             self._channel = SenderChannel(f"ipc://{self._segment.socket_path}", self._num_receivers)
             os.chmod(self._segment.socket_path, 0o600)
@@ -142,7 +142,7 @@ class IpcSender:
             self._segment.close()
             self._segment = None
 
-    def _make_ring(self, segment: Segment) -> bytes:
+    def _make_ring(self, segment: SharedSegment) -> bytes:
         """Makes the ring in device memory and returns its proof, or that in shared memory and returns b"". Shared
         memory beside a device's is taken only once a publish needs it."""
         if self._make_medium is not None:
@@ -158,7 +158,7 @@ class IpcSender:
         segment.reserve(self._ring_bytes)
         return b""
 
-    def _choose(self, values: tuple[int, ...], notes: dict[int, str], segment: Segment) -> tuple[int, Mapping]:
+    def _choose(self, values: tuple[int, ...], notes: dict[int, str], segment: SharedSegment) -> tuple[int, Mapping]:
         """Device memory if all receivers have mapped it, else shared memory for all."""
         if self._medium is not None and all(value == _DEVICE for value in values):
             return _DEVICE, self._medium

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, TransferEnded, explain
 from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY, create_locked, remove_stale_segments
 
 
-class Segment:
+class SharedSegment:
     """The owner's side: a file in shared memory, mapped, and the path of a socket that shares its name and fate."""
 
     def __init__(self, nbytes: int = 0) -> None:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 Stream = TypeVar("Stream")
 
 
-class Admission(Generic[Stream]):
+class EngineQueue(Generic[Stream]):
     """A queue before `limit` places, and a gate that begins closed.
 
     Args:
