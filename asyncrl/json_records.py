@@ -8,13 +8,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncrl.ranges import in_range, range_in_words
+
 Reader = Callable[[Any, str], Any]
 """Takes a value and its place, which messages name."""
 
 
 def from_plain(kind: Any, value: Any, at: str = "") -> Any:
     """`value` as a `kind`: a dataclass, tuple, mapping of texts, `Literal`, optional, int, float, str or bool; numbers
-    may be `Annotated` with the ranges that must contain them.
+    may be `Annotated` with bounds (`asyncrl/ranges.py`).
 
     Args:
         at: the place of `value`, for messages.
@@ -31,7 +33,7 @@ def _reader(kind: Any) -> Reader:
     if is_dataclass(kind):
         return _record(kind)
     if origin is Annotated:
-        return _in_ranges(_reader(inner[0]), inner[1:])
+        return _in_range(_reader(inner[0]), inner[1:])
     if origin in (Union, UnionType):
         of = _reader(next(each for each in inner if each is not NoneType))
         return lambda value, at: None if value is None else of(value, at)
@@ -51,12 +53,11 @@ def _plain(kinds: tuple[type, ...]) -> Reader:
     return read
 
 
-def _in_ranges(number: Reader, ranges: tuple[Any, ...]) -> Reader:
+def _in_range(number: Reader, bounds: tuple[Any, ...]) -> Reader:
     def read(value: Any, at: str) -> Any:
         value = number(value, at)
-        for each in ranges:
-            if value not in each:
-                raise ValueError(f"{at or 'it'} is {value!r:.60}, not in {each}")
+        if not in_range(value, bounds):
+            raise ValueError(f"{at or 'it'} is {value!r:.60}, not finite and {range_in_words(bounds)}")
         return value
 
     return read

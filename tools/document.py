@@ -22,9 +22,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from asyncrl.config.checks import bounds_of, range_in_words
 from asyncrl.config.recipe import Recipe
 from asyncrl.inference.membership import TRANSITIONS
+from asyncrl.ranges import bounds_of, range_in_words
 from asyncrl.types import ReplicaState
 from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import Metric

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.json_records import from_plain
+from asyncrl.ranges import is_finite
 from asyncrl.types.events import ENVELOPE, EVENTS, Event
-from asyncrl.types.ranges import Range
-
-FINITE = Range(-Range(0).high)
 
 
 def read_event(line: Mapping[str, Any]) -> Event | str:
@@ -21,7 +19,7 @@ def read_event(line: Mapping[str, Any]) -> Event | str:
         return f"malformed: there is no event {json.dumps(kind)[:80]}"
     try:
         for time in ("time_s", "monotonic_s"):
-            if type(line.get(time)) not in (int, float) or line[time] not in FINITE:
+            if type(line.get(time)) not in (int, float) or not is_finite(line[time]):
                 raise ValueError(f"{time} is no time")
         return from_plain(record, {name: value for name, value in line.items() if name not in ENVELOPE})
     except ValueError as error:

@@ -13,8 +13,8 @@ import xxhash
 
 from asyncrl.audit.replay_state import GroupNow
 from asyncrl.json_records import from_plain
+from asyncrl.ranges import Whole
 from asyncrl.types import LedgerCounts
-from asyncrl.types.ranges import Whole
 
 _NAME = re.compile(r"(abandoned_)?step_\d+(\.replaced)?")
 _STATE, _LEDGER = "state.json", "queue/ledger.json"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge
 
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
-from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, Share, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 if TYPE_CHECKING:
     AdvantageName = LossName = CorrectionName = str

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.config.checks import PositiveInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges
+from asyncrl.config.checks import check_ranges
+from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,33 +1,17 @@
 """The checks that config sections share; each raises ConfigError in the three-part form.
 
-A range stands at its field, as an annotation, and `check_ranges` holds a section to those of its fields.
+A range stands at its field, as an annotation (`asyncrl/ranges.py`), and `check_ranges` holds a section to those of its
+fields.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 import re
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import Any, get_type_hints
 
 from asyncrl.errors import ConfigError, explain
-
-PositiveInt = Annotated[int, Ge(1)]
-NonNegativeInt = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-PositiveShare = Annotated[float, Gt(0), Le(1)]
-
-_BOUNDS = {
-    Ge: ("ge", operator.ge, "at least"),
-    Gt: ("gt", operator.gt, "above"),
-    Le: ("le", operator.le, "at most"),
-    Lt: ("lt", operator.lt, "below"),
-}
+from asyncrl.ranges import bounds_of, in_range, is_finite, range_in_words
 
 
 def require(condition: bool, *, asked: str, found: str, do: str) -> None:
@@ -43,29 +27,12 @@ def check_ranges(prefix: str, section: Any) -> None:
     """
     for name, bounds in _bounded_fields(type(section)).items():
         value = getattr(section, name)
-        if value is not None and not (math.isfinite(value) and all(_holds(value, bound) for bound in bounds)):
+        if value is not None and not in_range(value, bounds):
             key = prefix + (name.replace("_", "-") if prefix == "--" else name)
             words = range_in_words(bounds)
             do = f"set {key} to a finite number that is {words}"
-            found = f"{key} must be {words if math.isfinite(value) else 'finite'}"
+            found = f"{key} must be {words if is_finite(value) else 'finite'}"
             raise ConfigError(explain(f"{key}={value}", found, do))
-
-
-def range_in_words(bounds: tuple[Any, ...]) -> str:
-    """For people: at least 0 and below 1."""
-    return " and ".join(f"{_BOUNDS[type(b)][2]} {getattr(b, _BOUNDS[type(b)][0])}" for b in bounds)
-
-
-def bounds_of(kind: Any) -> tuple[Any, ...]:
-    """The bounds in a type, be it optional."""
-    if get_origin(kind) is Annotated:
-        return tuple(bound for bound in kind.__metadata__ if type(bound) in _BOUNDS)
-    return next((found for part in get_args(kind) if get_origin(part) is Annotated and (found := bounds_of(part))), ())
-
-
-def _holds(value: float, bound: Any) -> bool:
-    name, compare, _ = _BOUNDS[type(bound)]
-    return compare(value, getattr(bound, name))
 
 
 @cache

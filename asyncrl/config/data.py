@@ -3,7 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

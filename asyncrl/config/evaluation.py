@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges, require, require_temperature
+from asyncrl.config.checks import check_ranges, require, require_temperature
+from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

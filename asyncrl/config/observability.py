@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.config.checks import NonNegativeInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import NonNegativeInt
 
 SINKS = ("wandb", "tensorboard")
 

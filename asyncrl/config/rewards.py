@@ -6,7 +6,8 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import NonNegative, NonNegativeInt, Positive, PositiveInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
 """What it may take to end a program that is out of time."""

@@ -5,17 +5,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import (
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    PositiveShare,
-    Share,
-    check_ranges,
-    require_device,
-    require_temperature,
-)
+from asyncrl.config.checks import check_ranges, require_device, require_temperature
 from asyncrl.config.environments import AgentConfig, ToolUseConfig
+from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

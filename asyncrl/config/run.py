@@ -3,7 +3,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import Positive, PositiveInt, check_ranges, require
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.ranges import Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

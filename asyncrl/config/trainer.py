@@ -5,17 +5,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import (
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Share,
-    check_ranges,
-    require,
-    require_device,
-)
+from asyncrl.config.checks import check_ranges, require, require_device
 from asyncrl.config.layout import Layout
+from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import NonNegativeInt, Positive, PositiveInt, check_ranges
+from asyncrl.config.checks import check_ranges
+from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

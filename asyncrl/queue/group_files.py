@@ -190,8 +190,5 @@ def _describe_call(call: Generation, arrays: _Writer) -> _DescribedCall:
 
 def _call(entry: _DescribedCall, arrays: _Reader) -> Generation:
     counts = {"prompt_ids": entry.num_prompt, "token_ids": entry.num_tokens, "logprobs": entry.num_tokens}
-    return Generation(
-        **{name: arrays.take(name, count) for name, count in counts.items()},
-        segments=entry.segments,
-        finish_reason=entry.finish_reason or "abort",
-    )
+    prompt_ids, token_ids, logprobs = (arrays.take(name, count) for name, count in counts.items())
+    return Generation(prompt_ids, token_ids, logprobs, entry.segments, entry.finish_reason or "abort")

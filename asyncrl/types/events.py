@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, dataclass_transform
 
+from asyncrl.ranges import NonNegative, Share, Whole
 from asyncrl.types.groups import LedgerCounts
-from asyncrl.types.ranges import Seconds, Share, Whole
 
 Transition = Literal[
     "admitted", "reissued", "ready", "leased", "released", "requeued", "trained", "filtered", "expired", "failed"
@@ -113,9 +113,9 @@ class WeightsPublished(Event, kind="publish"):
     """`replicas` of the replicas serve `version` from now on. `attempts` counts transfers of `bytes` bytes each."""
 
     version: Whole
-    publish_s: Seconds
-    pause_s: Seconds
-    transfer_s: Seconds
+    publish_s: NonNegative
+    pause_s: NonNegative
+    transfer_s: NonNegative
     bytes: Whole
     verified: bool
     attempts: Whole
@@ -165,7 +165,7 @@ class RollouterFailed(Event, kind="rollouter_failed"):
 class RollouterRestarted(Event, kind="rollouter_restarted"):
     """Another rollouter works; `groups` were requeued, and it took `seconds`."""
 
-    seconds: Seconds
+    seconds: NonNegative
     groups: Whole
 
 
@@ -181,7 +181,7 @@ class TrainingRestarted(Event, kind="training_restarted"):
     """The training side goes back to `checkpoint` (null: to the start); it took `seconds`."""
 
     process: str
-    seconds: Seconds
+    seconds: NonNegative
     checkpoint: str | None
 
 
@@ -190,8 +190,8 @@ class CheckpointSaved(Event, kind="checkpoint"):
 
     step: Whole
     path: str
-    save_s: Seconds
-    capture_s: Seconds
+    save_s: NonNegative
+    capture_s: NonNegative
 
 
 class CheckpointFailed(Event, kind="checkpoint_failed"):

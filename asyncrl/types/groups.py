@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.ranges import Whole
 from asyncrl.types.generation import Generation
-from asyncrl.types.ranges import Whole
 from asyncrl.types.trajectories import Trajectory
 
 

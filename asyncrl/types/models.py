@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOGIT_TRANSFORMS = (
+_LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_soft_cap",
     "logit_scale",
@@ -73,7 +73,7 @@ class ModelFacts:
             model_type=config.get("model_type"),
             layer_kinds=kinds,
             sliding_window=window if "sliding_attention" in kinds else None,
-            changed_logits=tuple(f"{k}={v}" for k in LOGIT_TRANSFORMS if (v := text.get(k)) not in (None, 1)),
+            changed_logits=tuple(f"{k}={v}" for k in _LOGIT_TRANSFORMS if (v := text.get(k)) not in (None, 1)),
             changed_attention=(f"attn_logit_softcapping={capping}",) * bool(capping)
             + ("attention sinks",) * (text.get("model_type") == "gpt_oss"),
             other_inputs=tuple(key for key in _OTHER_INPUTS if config.get(key)),

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.json_records import from_plain
 from asyncrl.queue.group_records import LedgerSnapshot
-from asyncrl.types.ranges import Range, Seconds, Share
+from asyncrl.ranges import NonNegative, Share
 
 pytestmark = pytest.mark.unit
 
@@ -29,8 +30,8 @@ class Outer:
     flag: bool
     pairs: tuple[tuple[str, float], ...] = ()
     inner: Inner | None = None
-    digit: Annotated[int, Range(0, 9)] = 0
-    seconds: Seconds = 0.0
+    digit: Annotated[int, Ge(0), Le(9)] = 0
+    seconds: NonNegative = 0.0
     shares: Mapping[str, Share] = field(default_factory=dict)
 
 
@@ -63,13 +64,13 @@ def test_what_was_written_comes_back(value):
         ({"inner": {}}, "inner.kind is missing"),
         ({"inner": 3}, "inner is a int where object is due"),
         ({"more": 3}, "more is unknown"),
-        ({"digit": 10}, "digit is 10, not in Range(low=0, high=9)"),
+        ({"digit": 10}, "digit is 10, not finite and at least 0 and at most 9"),
         ({"digit": 1.0}, "digit is a float where int is due"),
-        ({"seconds": math.inf}, "seconds is inf, not in Range"),
-        ({"seconds": math.nan}, "seconds is nan, not in Range"),
+        ({"seconds": math.inf}, "seconds is inf, not finite"),
+        ({"seconds": math.nan}, "seconds is nan, not finite"),
         ({"seconds": 10**400}, "seconds is 1000"),
         ({"shares": [1]}, "shares is a list where object is due"),
-        ({"shares": {"a": 1, "b": -0.1}}, "shares.b is -0.1, not in Range"),
+        ({"shares": {"a": 1, "b": -0.1}}, "shares.b is -0.1, not finite and at least 0 and at most 1"),
     ],
 )
 def test_the_place_is_named(change, message):

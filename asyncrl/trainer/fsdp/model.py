@@ -20,13 +20,12 @@ from asyncrl.config.places import check_place
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.supports import unsupported
 from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES, is_fused
 
 FLASH_ATTENTION = "flash_attention_2"
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config keys of models that change logits after the output layer (Gemma 2, Cohere, Granite, Falcon-H1)."""
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_model(
@@ -129,12 +128,10 @@ def choose_attention(fsdp: FsdpConfig, device: torch.device) -> str:
 
 
 def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
-    """Raises ConfigError where the result would be wrong without a sign: layers that mix the sequences of a packed row
-    (recurrent, linear attention), logits that are transformed after the output layer, and experts of
-    which it is not known how they lie in one tensor."""
+    """Raises ConfigError where the result would be wrong without a sign: what `unsupported` finds in the config of the
+    loaded model, and what only the model shows."""
     config = causal_lm.config
-    problems = [f"{key}={v}" for key in LOGIT_TRANSFORMS if (v := getattr(config, key, None)) not in (None, 1, 1.0)]
-    problems += sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
+    problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
     fused = any(is_fused(name) for name, _ in causal_lm.named_parameters())
     problems += ["fused experts"] if fused and config.model_type not in MODEL_TYPES else []
     if not isinstance(getattr(causal_lm.base_model, "layers", None), nn.ModuleList):

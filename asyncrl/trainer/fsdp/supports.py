@@ -1,6 +1,6 @@
 """What of a model the backend can train, asked before any process starts. Pure; imports no torch.
 
-`model.check_supported` asks the loaded model the same, and what only the model knows.
+`model.check_supported` asks it of the loaded model's config again, and what only the model shows.
 """
 
 from __future__ import annotations
