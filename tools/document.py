@@ -48,7 +48,7 @@ LOOPS = (
     ("Generation client", "rollouter", "rollout/generation.py", "GenerationClient"),
     ("Request task", "replica, one per request", "inference/replica.py", "Replica._serve"),
     ("Decode thread", "replica", "inference/torch_engine/loop.py", "DecodeLoop.run"),
-    ("Transfer thread", "replica", "inference/torch_engine/transfer.py", "Transfer"),
+    ("Transfer thread", "replica", "inference/torch_engine/transfer.py", "TorchTransfer"),
     ("Trainer rank", "trainer rank", "trainer/trainer_worker.py", "TrainerWorker"),
 )
 """Name, process, module, and the function or class whose docstring has the contract."""

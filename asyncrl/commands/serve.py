@@ -200,13 +200,8 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     """Serves until `stop` is done. Raises what ended the replicas or the HTTP server before."""
     from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
+    from asyncrl.serving import connection_guard as guard
     from asyncrl.serving.app import Api, ServedModel
-    from asyncrl.serving.connection_guard import (
-        SPARE_CONNECTIONS,
-        ConnectionGuard,
-        ConnectionLimits,
-        connections_that_fit,
-    )
     from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
     from asyncrl.serving.fleet import Fleet
     from asyncrl.serving.metrics import ServingMetrics
@@ -245,11 +240,13 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         max_requests=config.max_requests,
         local_only=service.is_local and config.api_key is None,
     )
-    limits = ConnectionLimits(
-        max_connections=connections_that_fit(config.max_requests + SPARE_CONNECTIONS),
+    limits = guard.ConnectionLimits(
+        max_connections=guard.connections_that_fit(config.max_requests + guard.SPARE_CONNECTIONS),
         response_timeout_s=config.request_timeout_s + LAST_WORD_S,
     )
-    server = Server(api.app(), ConnectionGuard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s))
+    server = Server(
+        api.app(), guard.ConnectionGuard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s)
+    )
     try:
         await fleet.refresh()
         watching = asyncio.create_task(fleet.watch(), name="fleet")
