@@ -167,7 +167,7 @@ async def test_forgetting_a_client_forgets_its_evaluations():
     await until(lambda: engine.health().generated_tokens, "at work")
     await served.forget_client("rollouter-1")
     await until(lambda: not engine.health().running, "idle")
-    with pytest.raises(GenerationError, match="forgotten"):
+    with pytest.raises(GenerationError, match="counts as dead"):
         await served.collect("rollouter-1/evaluation-1", 0.1)
     await served.collect("rollouter-10/evaluation-0", 0.01)
     running.cancel()
