@@ -33,14 +33,14 @@ class GaeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
     path: str | None = None
-    """Directory or hub name that the critic starts from, with a new value head and of the policy's vocabulary; None
-    takes model.path."""
+    """Directory or hub name of the model that the critic starts from, which must have the policy's vocabulary; its
+    value head is new. None takes model.path."""
     lr: Positive = 1e-5
-    """Peak learning rate of the critic; it has the trainer's schedule."""
+    """Peak learning rate of the critic, which follows the trainer's schedule."""
     warmup_steps: NonNegativeInt = 0
     """Steps at the start that train the critic only; the policy's learning rate warms up after them."""
     clip: NonNegative = 0.2
-    """Values move at most this far from those before the update; 0 lets them."""
+    """Values move at most this far from those before the update; 0: no limit."""
     max_grad_norm: NonNegative = 1.0
     """Gradients of the critic are scaled down to this global norm; 0 switches clipping off."""
 
@@ -62,10 +62,10 @@ class SapoConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DppoConfig:
     divergence: Literal["tv", "kl"] = "tv"
-    """Between the policy and the one that sampled, of a coin that shows the sampled token or any other. tv: difference
-    of its probabilities. kl: Kullback-Leibler, nats."""
+    """Divergence between the policy and the one that sampled, over two outcomes: the sampled token, or any other. tv:
+    difference of the probabilities. kl: Kullback-Leibler, nats."""
     low: NonNegative | None = None
-    """A token of negative advantage whose probability has fallen is not trained beyond this divergence. None: 0.15 for
+    """Beyond this divergence a token of negative advantage whose probability has fallen is not trained. None: 0.15 for
     tv, 0.05 for kl."""
     high: NonNegative | None = None
     """The same for positive advantage and a probability that has risen. None: as for low."""
@@ -77,7 +77,7 @@ class DppoConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high, those of the paper where nothing is set."""
+        """low and high; the paper's values where nothing is set."""
         usual = 0.15 if self.divergence == "tv" else 0.05
         return (usual if self.low is None else self.low), (usual if self.high is None else self.high)
 
@@ -88,16 +88,16 @@ class CorrectionConfig:
     """truncated_is, sequence_truncated_is: weight min(ratio, high) per token or trajectory. masked_is: tokens with a
     ratio over high are dropped; icepop: those outside [low, high]; with ratio=proximal both weigh the rest by it.
     geometric_rejection: trajectories whose geometric mean ratio lies outside [low, high]. off_policy_mask: trajectories
-    of negative advantage that the policy has left by more than high nats per token. m2po: the tokens with the largest
-    squared log-ratios, until the mean of the rest is at most high."""
+    of negative advantage are dropped when their mean log-ratio exceeds high nats per token. m2po: drops the tokens with
+    the largest squared log-ratios, until the mean of the rest is at most high."""
     low: float | None = None
     """Lower bound of the ratio; only icepop (None: 0.5) and geometric_rejection (0.99) have one."""
     high: float | None = None
     """Upper bound. None: 5 for icepop, 1.01 for geometric_rejection, 0.5 nats for off_policy_mask, 0.04 squared nats
     for m2po, else 2."""
     normalize: bool = False
-    """Of those that weigh by the ratio, with ratio=proximal: weights are divided by their mean over the update (with
-    sequence_truncated_is over its trajectories). Costs a forward pass before the update."""
+    """For corrections that weigh by the ratio, with ratio=proximal: weights are divided by their mean over the update
+    (with sequence_truncated_is over its trajectories). Costs a forward pass before the update."""
 
     def __post_init__(self) -> None:
         spec, (low, high) = CORRECTIONS[self.name], self.bounds
@@ -126,30 +126,30 @@ class CorrectionConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high, the usual ones where nothing is set."""
+        """low and high; the usual values where nothing is set."""
         spec = CORRECTIONS[self.name]
         return (spec.low if self.low is None else self.low), (spec.high if self.high is None else self.high)
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it looks at the whole update before it."""
+        """True for a correction that is fitted over the whole update before the update begins."""
         return self.normalize or CORRECTIONS[self.name].is_fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
     coefficient: NonNegative = 0.0
-    """Weight of the divergence from the reference model, which is the model at the start; 0 loads no reference."""
+    """Weight of the divergence from the reference model; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated from one sample per token. k1 in the loss only with importance_weighted: its gradient is 0 on
-    average without."""
+    """How the divergence is estimated from one sample per token. With place=loss, k1 needs importance_weighted: without
+    it the gradient is 0 on average."""
     place: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss, with gradient. reward: taken from the reward before advantages."""
     importance_weighted: bool = False
     """With place=loss: the estimate is multiplied by the ratio of the policy to the one that sampled. Its gradient is
     then that of the divergence, also for tokens that lag (DeepSeek-V3.2)."""
     path: str | None = None
-    """Another reference model, of the same vocabulary; None takes model.path."""
+    """Directory or hub name of the reference model, which must have the policy's vocabulary; None takes model.path."""
 
     def __post_init__(self) -> None:
         check_ranges("algorithm.kl.", self)
@@ -184,14 +184,14 @@ class KlConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongConfig:
     mask_truncated: bool = False
-    """Trajectories that were cut off at their token limit count in the group's rewards and are not trained."""
+    """Trajectories that were cut off at their token limit count in the group's rewards but are not trained."""
     buffer_tokens: NonNegativeInt | None = 0
     """Soft penalty: it rises from 0 to `penalty` over the last buffer_tokens tokens before the longest response that a
     trajectory may have (turns and tool results together; a custom environment: rollout.sampling.max_response_tokens);
     0 switches it off, None takes a fifth of that longest response, as DAPO does."""
     penalty: NonNegative = 0.5
-    """What a response of full length loses, in units of the reward. DAPO takes half of what lies between a right and a
-    wrong response: 0.5 where they earn 1 and 0, 1 where they earn 1 and -1."""
+    """Reward that a response of full length loses. DAPO takes half the difference between the rewards of a right and a
+    wrong response: 0.5 where these are 1 and 0, 1 where they are 1 and -1."""
 
     def __post_init__(self) -> None:
         check_ranges("algorithm.overlong.", self)
@@ -200,22 +200,23 @@ class OverlongConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     preset: str | None = None
-    """Name of a file in configs/algorithms (dapo, grpo, dr_grpo, gspo, cispo, ppo, ...): the recipe's own keys stand
-    above it."""
+    """Name of a file in configs/algorithms (dapo, grpo, dr_grpo, gspo, cispo, ppo, ...); keys that the recipe sets
+    override it."""
     advantage: AdvantageName = "grpo"
     """grpo: reward minus the group's mean over its spread. dr_grpo: without the spread. rloo: minus the mean of the
     others. maxrl: over the group's mean. reinforce_plus_plus: discounted return, whitened over the batch;
     _baseline: minus the group's mean first. gae: with a critic."""
     group_std: Literal["population", "sample"] = "population"
-    """What advantage grpo divides by. population: root mean square of what rewards differ from their mean by. sample:
-    divided by G - 1 in place of G, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
+    """The standard deviation by which advantage grpo divides. population: divides the squared deviations by G. sample:
+    by G - 1, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
     loss: LossName = "clipped_surrogate"
-    """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, no token without
+    """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, every token keeps a
     gradient. sapo: a soft gate instead of a bound. dppo: bounds on the divergence in place of the ratio."""
     clip_low: Share = 0.2
-    """The ratio is held above 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 0.28
-    """The ratio is held below 1 + clip_high. Loss gspo wants some 1e-4 for both, and is refused with these two."""
+    """The ratio is clipped above at 1 + clip_high. Loss gspo needs values around 1e-4 for both bounds, and is refused
+    with the two defaults."""
     dual_clip: float = 0.0
     """clipped_surrogate: with negative advantage a token's loss is at most this times the advantage; 0: no bound."""
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -223,16 +224,16 @@ class AlgorithmConfig:
     dppo: DppoConfig = field(default_factory=DppoConfig)
     """Settings of loss dppo."""
     ratio: Literal["behavior", "proximal"] = "behavior"
-    """What the loss divides by. behavior: the probability that the replica reported. proximal: that of the trainer's
-    policy before the update (decoupled PPO); corrections then weigh proximal against behavior."""
+    """Denominator of the ratio in the loss. behavior: the probability that the replica reported. proximal: that of the
+    trainer's policy before the update (decoupled PPO); corrections then weigh proximal against behavior."""
     proximal: Literal["recompute", "log_linear"] = "recompute"
-    """Where ratio is proximal. recompute: a forward pass before the update. log_linear: interpolated between behavior
-    and policy by the token's lag, without a pass."""
+    """With ratio=proximal, how the proximal policy is computed. recompute: a forward pass before the update.
+    log_linear: interpolated between behavior and policy by the token's lag, without a pass."""
     corrections: list[CorrectionConfig] = field(default_factory=list)
-    """Against the mismatch of engine and trainer, and lag; applied in order."""
+    """Corrections for lag and for the mismatch of engine and trainer; applied in order."""
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
-    """token_mean: every trained token of the update counts alike. sequence_mean: every trajectory does.
-    fixed: tokens are summed and divided by all trajectories of the update times fixed_tokens."""
+    """token_mean: every trained token of the update has the same weight. sequence_mean: every trajectory has the same
+    weight. fixed: the sum over tokens is divided by the number of trajectories of the update times fixed_tokens."""
     fixed_tokens: PositiveInt | None = None
     """The divisor of aggregation fixed; None takes the longest response that a trajectory may have (as for
     overlong.buffer_tokens)."""
@@ -241,21 +242,21 @@ class AlgorithmConfig:
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
     router_aux_coefficient: NonNegative = 0.0
-    """Mixtures of experts: weight of the load-balancing loss, over all tokens of an update; 0 is no such loss, whatever
+    """Mixtures of experts: weight of the load-balancing loss over all tokens of an update. 0: no such loss, whatever
     router_aux_loss_coef of the model's config says (Qwen3-30B-A3B: 0.001). Costs a forward pass."""
     gae: GaeConfig = field(default_factory=GaeConfig)
     """Settings of advantages gae and reinforce_plus_plus."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model of advantage gae."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    """What becomes of responses that are too long."""
+    """Treatment of responses that are too long."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
     max_filtered_fraction: Share = 0.99
-    """With dynamic_sampling: share of the last filtered_window ended groups that may be `filtered` before the run
-    stops, since its data has nothing left to learn. 1 never stops it."""
+    """With dynamic_sampling: share of the last filtered_window ended groups that may be `filtered`. Above it the run
+    stops, because its data has nothing left to learn. 1 never stops it."""
     filtered_window: PositiveInt = 256
-    """Ended groups that max_filtered_fraction looks at."""
+    """Number of last ended groups over which the fraction is computed."""
 
     def __post_init__(self) -> None:
         check_ranges("algorithm.", self)
@@ -301,7 +302,7 @@ class AlgorithmConfig:
         self._check_ratio()
 
     def _check_ratio(self) -> None:
-        """What is divided by what must be said once."""
+        """Checks that the settings define the importance ratio exactly once."""
         require(
             self.proximal == "recompute" or self.ratio == "proximal",
             asked=f"algorithm.proximal={self.proximal} with algorithm.ratio={self.ratio}",

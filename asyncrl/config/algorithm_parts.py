@@ -1,8 +1,8 @@
-"""The advantages, losses and corrections that a recipe can name, and what each of them is.
+"""The advantages, losses and corrections that a recipe can name, each with its properties.
 
-A new one is a file in `asyncrl/algorithms` and an entry here: the recipe's choices, its checks, the planner and the
-training step read these entries, and no other module lists names. An implementation stands as `package.module:Name`
-and is imported where it is built, so that reading an entry imports neither torch nor numpy.
+A new one needs a file in `asyncrl/algorithms` and an entry here. The recipe's choices, its checks, the planner and the
+training step read these entries; no other module lists names. An entry names its implementation as
+`package.module:Name`, which is imported when it is built, so that reading an entry imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Literal
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSpec:
     of_group: str
-    """`Advantage`: what the planner makes of the rewards of one group."""
+    """`Advantage`: computes the advantages of one group from its rewards, in the planner."""
     of_tokens: str | None = None
-    """`TokenAdvantage`: what the trainer makes of that for each token. None: every token has its trajectory's."""
+    """`TokenAdvantage`: computes the advantage of each token, in the trainer. None: tokens have their trajectory's."""
     is_relative: bool = True
-    """Compares the trajectories of a group: one trajectory, or several that are alike, teach nothing."""
+    """Compares the trajectories of a group: a single trajectory, or equal rewards, teach nothing."""
     needs_critic: bool = False
     whitens: bool = False
     """With algorithm.gae.whiten it is shifted and scaled by mean and spread over the tokens of an update."""
     takes_negative: bool = True
-    """Whether it has a meaning for negative rewards."""
+    """Is defined for negative rewards."""
     has_group_std: bool = False
-    """Divides by the spread of the group, by that of a sample when it is called with `sample=True`."""
+    """Divides by the standard deviation of the group, or with `sample=True` by that of a sample."""
 
     @property
     def scope(self) -> Literal["group", "token"]:
-        """token: the trainer makes it, and takes a divergence in the reward from each token. group: the planner does,
-        from the rewards alone."""
+        """token: the trainer computes it, and subtracts a divergence in the reward from each token. group: the planner
+        computes it, from the rewards alone."""
         return "group" if self.of_tokens is None else "token"
 
 
@@ -39,9 +39,9 @@ class LossSpec:
     of: str
     """Class of the `Loss`, whose `of` builds it from the algorithm's section."""
     scope: Literal["token", "trajectory"] = "token"
-    """What the ratio is of, and what clip_low and clip_high bound."""
+    """The unit that has a ratio, which clip_low and clip_high bound."""
     takes_proximal: bool = True
-    """Whether it has a meaning with algorithm.ratio=proximal."""
+    """Is defined with algorithm.ratio=proximal."""
     has_dual_clip: bool = False
     """Reads algorithm.dual_clip."""
 
@@ -51,21 +51,21 @@ class CorrectionSpec:
     of: str
     """Class of the `Correction`, whose `of` builds it from its own section and the algorithm's."""
     high: float
-    """The upper bound where the recipe says nothing."""
+    """Default of the upper bound."""
     low: float = 0.0
-    """The lower bound where the recipe says nothing. 0: it has no lower bound."""
+    """Default of the lower bound. 0: it has no lower bound."""
     measure: str | None = None
-    """What `high` bounds, for messages; None: a ratio, which is 1 where the policies agree."""
+    """The quantity that `high` bounds, for messages; None: a ratio, which is 1 where the policies agree."""
     usual: str = ""
     """Usual values of `high`, for messages about a `measure`."""
     scope: Literal["token", "trajectory"] = "token"
-    """What gets one factor."""
+    """The unit that gets one factor."""
     weighs: bool = False
     """Weighs what it keeps by the ratio, with algorithm.ratio=proximal."""
     drops: bool = True
     """Drops what is beyond its bounds."""
     is_fitted: bool = False
-    """A `FittedCorrection`: it looks at all tokens of an update before it."""
+    """A `FittedCorrection`: it is fitted over all tokens of an update before the update begins."""
 
 
 ADVANTAGES = {

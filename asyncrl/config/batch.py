@@ -13,9 +13,9 @@ class BatchConfig:
     group_size: PositiveInt = 8
     """Trajectories per prompt group."""
     num_minibatches: int = 1
-    """Optimizer updates that one step takes, each over its share of the groups. global_steps counts steps."""
+    """Optimizer updates per epoch of a step, each over its share of the groups. global_steps counts steps."""
     num_epochs: PositiveInt = 1
-    """Times that a step goes over its groups."""
+    """Passes of a step over its groups."""
 
     def __post_init__(self) -> None:
         check_ranges("batch.", self)

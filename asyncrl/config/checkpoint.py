@@ -11,13 +11,13 @@ class CheckpointConfig:
     every_steps: NonNegativeInt = 20
     """Optimizer steps between checkpoints; one is always written at the end. 0 writes only that one."""
     keep: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     background: bool = True
-    """Write while training goes on, from a copy of the trainer's state in host memory; else training waits."""
+    """Write while training continues, from a copy of the trainer's state in host memory. False: training waits."""
     timeout_s: Positive = 1800.0
-    """Longest that writing one may take."""
+    """Longest time for writing one checkpoint."""
     max_failures: NonNegativeInt = 2
-    """Checkpoints in a row that may fail to be written (no space, say) before the run stops."""
+    """Failed checkpoints in a row (full disk, for example) that the run tolerates; one more stops it."""
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)

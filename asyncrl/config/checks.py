@@ -1,7 +1,6 @@
-"""The checks that config sections share; each raises ConfigError in the three-part form.
+"""The checks that config sections share; each raises ConfigError with a message of `explain`.
 
-A range stands at its field, as an annotation (`asyncrl/ranges.py`), and `check_ranges` holds a section to those of its
-fields.
+The range of a field is an annotation of the field (`asyncrl/ranges.py`). `check_ranges` checks all fields of a section.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def require(condition: bool, *, asked: str, found: str, do: str) -> None:
 
 
 def check_ranges(prefix: str, section: Any) -> None:
-    """Holds the numbers of a section to the ranges that its fields declare, and to finite ones. None passes.
+    """Checks that the numbers of a section are finite and within the ranges that its fields declare. None passes.
 
     Args:
         prefix: stands before the name of a field in messages: "trainer.", or "--" for options of a command.

@@ -21,16 +21,16 @@ class SourceConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumConfig:
     key: str = ""
-    """Number in the rows' extra_info that says how easy they are, such as pass_rate (`asyncrl-eval --rows` writes it);
-    empty: no curriculum."""
+    """Number in the rows' extra_info that says how easy a row is, such as pass_rate (`asyncrl-eval --rows` writes it).
+    Empty: no curriculum."""
     epochs: NonNegativeInt = 1
     """Passes over the data that go from easy to hard; later ones are shuffled."""
     jitter: NonNegative = 0.1
-    """Spread of the noise on it, so that the order is not the same in every epoch."""
+    """Spread of the noise on the number, so that the order differs between epochs."""
     min: float = 0.0
-    """Rows below it are left out, and counted."""
+    """Rows with a smaller number are dropped and counted."""
     max: float = 1.0
-    """Rows above it are left out, and counted."""
+    """Rows with a larger number are dropped and counted."""
 
     def __post_init__(self) -> None:
         check_ranges("data.curriculum.", self)
@@ -55,18 +55,18 @@ class DataConfig:
     system_prompt: str | None = None
     """Put before every prompt that has no system message of its own."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """From easy rows to hard ones."""
+    """Order from easy rows to hard ones."""
     eval: dict[str, str] = field(default_factory=dict)
     """Held-out sets: name -> file or hub name."""
     drop_duplicates: bool = True
-    """Train rows that ask the same and are judged alike once: same messages, ground truth, data source and extra_info
-    but for its `index`. They are counted. A mixture looks at each source by itself; held-out sets keep theirs."""
+    """Train duplicate rows once, and count them. Duplicates have the same messages, ground truth, data source and
+    extra_info (except its `index`). A mixture compares rows within each source; held-out sets keep duplicates."""
     shuffle: bool = True
     """Each epoch is a permutation drawn from (run.seed, epoch); False keeps the order of the file."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after the chat template, in tokens."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """A longer prompt stops the run before it starts, or is left out and counted."""
+    """A longer prompt: error stops the run before it starts; drop leaves the row out and counts it."""
 
     def __post_init__(self) -> None:
         check_ranges("data.", self)

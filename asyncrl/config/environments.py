@@ -17,18 +17,19 @@ class ToolUseConfig:
     max_turns: PositiveInt = 4
     """Responses of the policy in one trajectory."""
     max_trajectory_tokens: PositiveInt | None = None
-    """Tokens of all responses and tool results together; None takes rollout.sampling.max_response_tokens times
-    max_turns, as far as the model's length allows."""
+    """Limit on the tokens of all responses and tool results together. None takes
+    rollout.sampling.max_response_tokens times max_turns, as far as the model's length allows."""
     max_result_tokens: PositiveInt = 256
     """A longer tool result is cut, with a note."""
     tool_timeout_s: Positive = 10.0
-    """Longest that one call may take; then the policy reads that it took too long."""
+    """Longest time for one call; after it the policy reads that the call took too long."""
     tool_workers: PositiveInt = 2
     """Processes that run tools."""
     corpus: str | None = None
     """JSONL file of {"title", "text"} that the tool search looks in; each worker holds its index."""
     allow_basic_sandbox: bool = False
-    """The tool python also where the machine confines it by less than Landlock and seccomp (docs/rewards.md)."""
+    """Run the tool python even where the machine offers less confinement than Landlock and seccomp
+    (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.tool_use.", self)
@@ -49,10 +50,10 @@ class ToolUseConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     function: str = ""
-    """Of environment agent: `package.module:function`, async, given the address of an OpenAI endpoint, the key of its
-    trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens hold for agents too."""
+    """For environment agent: `package.module:function`, async, called with the address of an OpenAI endpoint, the key
+    of its trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens apply to agents too."""
     max_turns: PositiveInt = 8
-    """Requests that one agent may make for one trajectory; further ones are refused."""
+    """Requests that an agent may make in one trajectory; further ones are refused."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.agent.", self)

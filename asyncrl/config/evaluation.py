@@ -11,18 +11,18 @@ class EvalConfig:
     every_steps: NonNegativeInt = 0
     """Optimizer steps between held-out evaluations; also before the first step and after the last. 0: none."""
     max_prompts: PositiveInt = 256
-    """At most this many rows of each held-out set, the first ones."""
+    """Number of rows to evaluate from the start of each held-out set."""
     temperature: float = 0.0
     """0 is greedy."""
     samples: PositiveInt = 1
     """Responses to every prompt."""
     pass_at: list[int] = field(default_factory=list)
-    """The k of every pass@k that is reported, each at most samples."""
+    """The values of k for which pass@k is reported, each at most samples."""
     leased_replicas: NonNegativeInt = 0
-    """Replicas that an evaluation takes for itself, pinned to the version that it began with, while training goes on
-    with the others. 0: all of them evaluate, and training waits."""
+    """Number of replicas that an evaluation leases. They keep the version that it began with, and training continues
+    with the others. 0: all replicas evaluate, and training waits."""
     timeout_s: Positive = 1800.0
-    """Longest that the evaluation of one held-out set may take."""
+    """Longest time for the evaluation of one held-out set."""
 
     def __post_init__(self) -> None:
         check_ranges("eval.", self)

@@ -1,4 +1,4 @@
-"""What a recipe takes from the environment, often a secret, and what stands for it in everything that is written."""
+"""Replaces values that a recipe takes from the environment, often secrets, by their interpolations in all output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, as the environment of a process sees it. For launch code."""
+"""Finds out whether the Hugging Face hub can be reached. For launch code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-"""Longest that the hub may take to answer at all."""
+"""Longest wait for any answer of the hub."""
 
 
 def use_cache_if_unreachable(names: Iterable[str]) -> None:
-    """Tells Hugging Face's libraries to look in their cache alone, where `names` are to be looked up and nobody answers
-    at the hub: they would retry every file for half a minute. Sets HF_HUB_OFFLINE for this process and those that it
-    starts, so it comes before those libraries are imported; does nothing when it is set."""
+    """Makes Hugging Face's libraries use only their cache when `names` are given and the hub does not answer: otherwise
+    they would retry every file for half a minute. Sets HF_HUB_OFFLINE for this process and its children, so call it
+    before those libraries are imported. Does nothing when the variable is set."""
     wanted = sorted(set(names))
     if not wanted or os.environ.get("HF_HUB_OFFLINE"):
         return
@@ -31,7 +31,7 @@ def use_cache_if_unreachable(names: Iterable[str]) -> None:
 
 
 def _answers(address: str) -> bool:
-    """In a thread: a resolver keeps to no timeout."""
+    """Probes in a thread, because name resolution ignores timeouts."""
     found: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threading.Thread(target=lambda: found.put(_probe(address)), name="hub probe", daemon=True).start()
     try:

@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def num_plans(self) -> int:
-        """Data-parallel size: how many plans a step has."""
+        """Data-parallel size: the number of plans per step."""
         return self.num_ranks // (self.tensor * self.context * self.pipeline)
 
     def plan_of(self, rank: int) -> int:
@@ -42,7 +42,7 @@ class Layout:
         return rank // (self.tensor * self.context) % self.num_plans
 
     def by_rank(self, plans: Sequence[T]) -> list[T]:
-        """The plan of each rank. Raises ValueError: as many plans as the step must have are not there."""
+        """The plan of each rank. Raises ValueError: the number of plans is not `num_plans`."""
         if len(plans) != self.num_plans:
             raise ValueError(f"{len(plans)} plans for {self.num_plans} data-parallel indices of trainer ranks")
         return [plans[self.plan_of(rank)] for rank in range(self.num_ranks)]

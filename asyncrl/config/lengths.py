@@ -1,4 +1,4 @@
-"""Lengths that a recipe leaves out, derived from the limits of prompt and response: `with_lengths`. Pure."""
+"""Derives the lengths that a recipe leaves out from the limits of prompt and response: `with_lengths`. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.trainer import TrainerConfig
 
 MICROBATCH_TOKENS = 8192
-"""What a micro-batch holds where no trajectory is longer."""
+"""Default token budget of a micro-batch, unless a trajectory is longer."""
 OVERLONG_SHARE = 5
 """The soft penalty begins this share of the longest response before its end, as DAPO's does (4096 of 20480)."""
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens of the longest response of one trajectory, all turns and tool results together, as far as the recipe says.
-    A custom environment has limits of its own, which nobody here knows: for it this is the limit of one turn."""
+    """Tokens of the longest response of one trajectory, all turns and tool results together. The limits of a custom
+    environment are unknown here: for it this is the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
     turns = {"tool_use": rollout.tool_use.max_turns, "agent": rollout.agent.max_turns}.get(rollout.environment)
     if turns is None:

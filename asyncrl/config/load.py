@@ -21,9 +21,9 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 
 _UNREADABLE = OmegaConfBaseException, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError
-"""What OmegaConf raises of its own, and what escapes it where a value has another shape than its section."""
+"""OmegaConf's own errors, and those that escape it where a value has another shape than its section."""
 _LARGEST = 2**53
-"""Of integers that are exact as floats, and far more than any size in bytes."""
+"""The largest allowed integer: exact as a float, and far above any size in bytes."""
 _WITHOUT_END = "data.curriculum.min", "data.curriculum.max"
 _MAX_BASES = 100
 _TOLD_CHARS = 300
@@ -31,8 +31,8 @@ _TOLD_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`written`: the recipe by sections, as others may read it: where the environment had a part in a text, the
-    interpolation stands instead. `hide` does the same in other texts."""
+    """`written`: the recipe by sections in the form that others may read: values from the environment are replaced by
+    their interpolations. `hide` does the same for other texts."""
 
     recipe: Recipe
     written: dict[str, Any]
@@ -45,11 +45,11 @@ def hidden_by(raw: Any) -> Hidden:
 
 
 def load(path: Path, overrides: list[str]) -> Loaded:
-    """The recipe in `path` over its bases, with `key=value` overrides on top, and what of it came from the environment.
+    """The recipe in `path` over its bases, with `key=value` overrides on top, and its values from the environment.
 
     Relative paths inside a recipe are relative to the working directory; those under `base:` to the file.
-    Raises ConfigError: unknown or misspelt key, impossible value, missing file, broken YAML. It does not tell what came
-    from the environment either.
+    Raises ConfigError: unknown or misspelt key, impossible value, missing file, broken YAML. The message also hides
+    values from the environment.
     """
     with _readable(path):
         layers = [(layer, str(path)) for layer in _layers(path, ())]
@@ -115,8 +115,8 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(value: Any, hint: Any, key: str = "") -> None:
-    """What OmegaConf lets through. Raises ConfigError: a list or a section in place of one item of a list or mapping, a
-    number that is none, or one that no unit of ours has."""
+    """Checks what OmegaConf lets through. Raises ConfigError: a list or a section in place of one item of a list or
+    mapping, a number that is NaN or infinite, or one that is too large for any unit."""
     if is_dataclass(value):
         for name, inner in _hints(type(value)).items():
             _check_values(getattr(value, name), inner, f"{key}.{name}" if key else name)
@@ -160,7 +160,7 @@ def environment_defaults() -> dict[str, str]:
 
 
 def serving_api_key() -> str | None:
-    """ASYNCRL_API_KEY: the key of `asyncrl-serve` where the command line, which others can read, has none."""
+    """ASYNCRL_API_KEY: the key of `asyncrl-serve` when the command line, which other users can read, has none."""
     return os.environ.get("ASYNCRL_API_KEY")
 
 

@@ -13,7 +13,7 @@ class ObservabilityConfig:
     sinks: list[str] = field(default_factory=list)
     """Metric sinks besides metrics.jsonl: wandb, tensorboard."""
     wandb_project: str = "asyncrl"
-    """W&B project; the run is recorded offline when no login is found."""
+    """W&B project. Without a login the run is recorded offline."""
     samples_per_step: NonNegativeInt = 2
     """Trajectories per admission version that are written to samples.jsonl."""
     progress: bool = True

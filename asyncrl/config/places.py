@@ -1,5 +1,5 @@
-"""What a name in a recipe means: a place on this machine, or something on the hub; and which command makes a place that
-is not there."""
+"""Decides whether a name in a recipe is a path on this machine or a name on the hub, and which command makes a missing
+path."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ MADE_BY = {
     "data/code_train.jsonl": _CODE,
     "data/code_test.jsonl": _CODE,
 }
-"""Place, from the root of the checkout -> what makes it there."""
+"""Path below the root of the checkout -> the command that makes it."""
 FOLDERS = ("runs", "data", "models", "datasets", "checkpoints", "outputs", "exports")
-"""A name that begins with one of them is a place here, whoever has that name on the hub: the first two are where
-commands of this project write, the others where people keep what they do not want to be replaced by a stranger's."""
+"""A name that begins with one of these folders is a path on this machine, even if the hub has an organisation of that
+name. Commands of this project write to the first two; in the others people keep files of their own, which a stranger's
+upload must not replace."""
 SUFFIXES = (".jsonl", ".parquet", ".json")
 
 
@@ -50,13 +51,13 @@ def _path(name: str) -> Path:
 
 
 def is_hub_model(path: str) -> bool:
-    """True when `path` may be asked of the hub. Of more than two parts no model there has a name."""
+    """True when `path` may be looked up on the hub, where names of models have at most two parts."""
     return not is_place(path) and path.count("/") <= 1
 
 
 def check_place(path: str, key: str = "model.path") -> None:
-    """Raises ConfigError: `path` is meant as a directory here, and there is none. So it is never asked of the hub, on
-    whatever machine it is read."""
+    """Raises ConfigError: `path` means a directory on this machine, and there is none. Such a name is never looked up
+    on the hub."""
     if is_hub_model(path) or _path(path).exists():
         return
     do, command = "name an existing directory, or a hub name", how_to_make(path)
@@ -64,7 +65,7 @@ def check_place(path: str, key: str = "model.path") -> None:
 
 
 def how_to_make(name: str) -> str | None:
-    """The command that makes the place `name`; None where no tool of this project does."""
+    """The command that makes the path `name`; None when no tool of this project does."""
     path = Path(name).expanduser()
     if path.is_absolute():
         path = Path(os.path.relpath(path))

@@ -32,7 +32,8 @@ class Recipe:
     mode: Mode = "fully_async"
     """sync, one_step_off and fully_async are presets of lag limit and publish behaviour over the same machinery."""
     resume: str = "never"
-    """never refuses a directory that holds a run; auto goes on from its last checkpoint; a path names a checkpoint."""
+    """never: refuse a directory that holds a run. auto: resume from its newest intact checkpoint. A path names a
+    checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy: what is trained and served."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -58,7 +59,7 @@ class Recipe:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """How often processes may fail, and how long nothing may happen, before the run stops."""
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
-    """What is written besides metrics.jsonl and events.jsonl."""
+    """Output besides metrics.jsonl and events.jsonl."""
     run: RunSection = field(default_factory=RunSection)
     """Name, place, length and seed of the run."""
     ray: RayConfig = field(default_factory=RayConfig)
@@ -135,7 +136,7 @@ class Recipe:
         self._check_weights()
 
     def _resolve_lengths(self) -> None:
-        """Every length that is not set; the frozen recipe has them from here on."""
+        """Sets every length that the recipe leaves out."""
         rollout, trainer = with_lengths(self.rollout, self.trainer, self.data.max_prompt_tokens)
         object.__setattr__(self, "rollout", rollout)
         object.__setattr__(self, "trainer", trainer)
@@ -144,7 +145,7 @@ class Recipe:
             object.__setattr__(self, "algorithm", replace(self.algorithm, overlong=overlong))
 
     def _check_algorithm(self) -> None:
-        """What the algorithm needs of batch and rollout."""
+        """Checks what the algorithm requires of batch and rollout."""
         algorithm, group_size = self.algorithm, self.batch.group_size
         relative = ADVANTAGES[algorithm.advantage].is_relative
         require(
@@ -184,7 +185,7 @@ class Recipe:
         )
 
     def _check_schedule(self) -> None:
-        """What must happen before the run ends."""
+        """Checks that warm-up and decay end before the run does."""
         trainer, critic, steps = self.trainer, self.algorithm.critic, self.run.max_steps
         require(
             not self.algorithm.needs_critic or critic.warmup_steps < steps,
@@ -200,7 +201,7 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """What vLLM's own weight transfer needs of the other parts; its engine is asked in the preflight."""
+        """Checks what vLLM's own weight transfer requires of the other parts; the preflight checks its engine."""
         if self.weights.transport != "vllm_nccl":
             return
         require(
@@ -254,5 +255,5 @@ class Recipe:
 
     @property
     def interrupt(self) -> Interrupt:
-        """What a publish does to generations in flight, as the mode resolves it."""
+        """How a publish treats generations in flight, as the mode resolves it."""
         return self.rollout.interrupt if self.mode == "fully_async" else "drain"

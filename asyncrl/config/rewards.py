@@ -10,15 +10,16 @@ from asyncrl.config.checks import check_ranges, require
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
-"""What it may take to end a program that is out of time."""
+"""Time that it may take to kill a program after its timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRewardConfig:
-    """Limits of one run of the policy's program. It has no network and no way to the files of others."""
+    """Limits of one run of the policy's program. It has no network and no access to other files."""
 
     timeout_s: Positive = 6.0
-    """Wall time of all tests of one response together; at least 3 s below reward.timeout_s, to end the program in."""
+    """Wall time of all tests of one response together; at least 3 s below reward.timeout_s, to leave time to kill the
+    program."""
     cpu_s: PositiveInt = 5
     """CPU seconds of one process."""
     memory_bytes: Annotated[int, Ge(1 << 26)] = 536870912
@@ -28,7 +29,7 @@ class CodeRewardConfig:
     max_processes: PositiveInt = 16
     """Processes and threads that it may have at once."""
     allow_basic_sandbox: bool = False
-    """Run programs also where the machine confines them by less than Landlock and seccomp (docs/rewards.md)."""
+    """Run programs even where the machine offers less confinement than Landlock and seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
         check_ranges("reward.code.", self)
@@ -36,16 +37,16 @@ class CodeRewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRewardConfig:
-    """A reward model behind HTTP: it is sent one JSON object with the response and its row, and answers with one."""
+    """A reward model behind HTTP: it gets one JSON object with the response and its row, and answers with one."""
 
     url: str = ""
-    """Where requests are posted."""
+    """URL to which requests are posted."""
     timeout_s: Positive = 20.0
-    """Longest that one request may take."""
+    """Longest time for one request."""
     retries: NonNegativeInt = 3
-    """Times that a request is sent again after a failed connection, a timeout or an answer of 429 or 5xx."""
+    """Retries of a request after a failed connection, a timeout or an answer of 429 or 5xx."""
     backoff_s: Positive = 0.5
-    """Pause before the first of them; it doubles each time."""
+    """Pause before the first retry; it doubles each time."""
 
     def __post_init__(self) -> None:
         check_ranges("reward.remote.", self)
@@ -62,15 +63,16 @@ class RewardConfig:
     function: str = "math"
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Several rewards: name -> weight, of which the weighted sum is trained on; they stand in place of function."""
+    """Several rewards in place of function: name -> weight. The reward is their weighted sum."""
     timeout_s: Positive = 30.0
-    """Longest that one reward may take; then its process is killed and the attempt fails."""
+    """Longest time for one reward; after it the process is killed and the attempt at the group fails."""
     workers: PositiveInt = 2
     """Processes that compute rewards."""
     pattern: str = ""
-    """Of reward regex: a Python regular expression that the response must contain; {truth} stands for the answer."""
+    """For reward regex: a Python regular expression that must match in the response; {truth} stands for the ground
+    truth."""
     tolerance: NonNegative = 1e-6
-    """Of reward numeric: largest relative error of a right number."""
+    """For reward numeric: largest relative error of a correct number."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     """Settings of reward code."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
@@ -113,7 +115,7 @@ class RewardConfig:
 
     @property
     def asked(self) -> str:
-        """The keys that choose it, for messages."""
+        """The keys that choose the reward, for messages."""
         return f"reward.parts={dict(self.parts)}" if self.parts else f"reward.function={self.function}"
 
     @property

@@ -15,10 +15,11 @@ class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: PositiveShare = 1.0
-    """Draw from the likeliest tokens that hold this much probability; 1 keeps all. The trainer does not filter: below 1
-    the ratio compares two different distributions."""
+    """Sample from the likeliest tokens that together have this probability; 1 keeps all. The trainer does not filter,
+    so below 1 the ratio compares two different distributions."""
     top_k: NonNegativeInt = 0
-    """Draw from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not filter."""
+    """Sample from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not
+    filter."""
     max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
@@ -35,11 +36,11 @@ class TorchEngineConfig:
     """Requests that one replica decodes at once; more wait in its queue."""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """Longest prompt plus response, in tokens. None takes data.max_prompt_tokens plus the longest response of a
-    trajectory (all turns together), and for agents and custom environments, which write prompts of their own, at least
-    512."""
+    trajectory (all turns together). For agents and custom environments, which write their own prompts, it takes at
+    least 512."""
     chunk_tokens: PositiveInt = 16
-    """Tokens that are streamed together. Of each request a dying replica loses the chunk that it was filling, and those
-    that were not collected yet."""
+    """Tokens that are streamed together. When a replica dies, each of its requests loses the chunk in progress and the
+    chunks that were not collected yet."""
     device: str = "auto"
     """auto takes cuda where there is one."""
 
@@ -63,7 +64,7 @@ class VllmEngineConfig:
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
     max_model_len: Annotated[int, Ge(2)] | None = None
-    """As rollout.torch.max_model_len; at least 4096 in place of 512."""
+    """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512."""
     max_num_seqs: PositiveInt = 256
     """Requests that one replica decodes at once."""
     max_num_batched_tokens: PositiveInt | None = None
@@ -73,11 +74,11 @@ class VllmEngineConfig:
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
     enable_prefix_caching: bool = True
-    """Keep the KV cache of prompts for later requests that begin alike, within one set of weights."""
+    """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
-    """Let the engine give its GPU memory back while it is paused. Not on a CPU."""
+    """Let the engine release its GPU memory while it is paused. Not on a CPU."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
@@ -101,15 +102,16 @@ class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
     engine: Literal["torch", "vllm"] = "torch"
-    """torch: the embedded engine, anywhere and at once. vllm: for models of real size; needs the package vllm."""
+    """torch: the embedded engine, which runs anywhere without another package. vllm: for models of real size; needs the
+    package vllm."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
     """Settings of engine vllm."""
     interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
-    """What a publish does to generations in flight. sync and one_step_off drain whatever stands here."""
+    """How a publish treats generations in flight. Modes sync and one_step_off always drain."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How the tokens of a rollout are drawn."""
+    """How the tokens of a rollout are sampled."""
     environment: str = "single_turn"
     """A name from asyncrl.environments, or custom `package.module:Name`."""
     tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
@@ -117,17 +119,17 @@ class RolloutConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Settings of environment agent."""
     max_attempts: PositiveInt = 3
-    """Times that a group is tried whose generation, environment or reward raised, before it ends `failed`."""
+    """Attempts at a group whose generation, environment or reward raises, before it ends `failed`."""
     max_failed_fraction: Share = 0.1
-    """Share of the last failed_window ended groups that may be `failed` before the run stops."""
+    """Share of the last failed_window ended groups that may be `failed`; above it the run stops."""
     failed_window: PositiveInt = 256
-    """Ended groups that max_failed_fraction looks at; it is checked from 32 of them on."""
+    """Number of last ended groups over which the fraction is computed; it is checked from 32 groups on."""
     gate_timeout_s: Positive = 300.0
-    """Longest that a request waits for a replica's first committed version, or for the end of a publish."""
+    """Longest wait of a request for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: Positive = 1800.0
-    """Longest that one response may take over all its attempts."""
+    """Longest time for one response over all its attempts."""
     trajectory_timeout_s: Positive = 3600.0
-    """Longest that the environment of one trajectory may take, generation included; then the attempt fails."""
+    """Longest time for the environment of one trajectory, generation included; after it the attempt fails."""
     poll_interval_s: Positive = 0.05
     """Shortest time between two collections of streamed tokens from a replica."""
 
@@ -136,10 +138,10 @@ class RolloutConfig:
 
     @property
     def settings(self) -> EngineConfig:
-        """The section of the engine that is used."""
+        """The section of the chosen engine."""
         return getattr(self, self.engine)
 
     @property
     def max_model_len(self) -> int:
-        """Of the engine that is used, in tokens."""
+        """`max_model_len` of the chosen engine, in tokens."""
         return self.settings.context_tokens

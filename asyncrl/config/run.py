@@ -10,15 +10,15 @@ from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str | None = None
-    """Name of the run; the recipe's file name when it is left out."""
+    """Name of the run; None takes the recipe's file name."""
     dir: str | None = None
-    """Run directory; `runs/<name>` when it is left out."""
+    """Run directory; None takes `runs/<name>`."""
     max_steps: PositiveInt = 100
     """Optimizer steps of the whole run, over all restarts."""
     seed: NonNegativeInt = 0
-    """Of the prompt order, of sampling and of initialisation."""
+    """Seed of the prompt order, of sampling and of initialisation."""
     shutdown_timeout_s: Positive = 8.0
-    """Longest that an interrupted run waits for the step in progress before it gives that step up."""
+    """Longest time that an interrupted run waits for the step in progress before it abandons that step."""
 
     def __post_init__(self) -> None:
         check_ranges("run.", self)
@@ -33,14 +33,15 @@ class RunSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str | None = None
-    """auto or host:port joins a running cluster, as RAY_ADDRESS in the environment does; without either a local one is
-    started and ended with the run."""
+    """auto or host:port joins a running cluster, as RAY_ADDRESS in the environment does. Without either the run starts
+    a local cluster and ends it."""
     start_timeout_s: Positive = 300.0
-    """Longest that one part (all trainer ranks, a replica, the rollouter) may take to start."""
+    """Longest time for the start of one part (all trainer ranks, a replica, the rollouter)."""
     health_interval_s: Positive = 2.0
     """Seconds between two health checks of every actor."""
     health_timeout_s: Positive = 20.0
-    """A process that answers no health check for this long counts as dead."""
+    """A process that does not answer a health check for this long counts as late; docs/operations.md says what
+    follows."""
 
     def __post_init__(self) -> None:
         check_ranges("ray.", self)

@@ -12,30 +12,30 @@ from asyncrl.ranges import Positive, PositiveInt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Settings of `asyncrl-serve` that are not those of its replicas."""
+    """Settings of `asyncrl-serve`, apart from those of its replicas."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines in."""
     port: Annotated[int, Ge(0), Lt(2**16)] = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """Clients must send it as `Authorization: Bearer KEY`; None lets everybody in."""
+    """Clients must send it as `Authorization: Bearer KEY`; None requires no key."""
     model_name: str = ""
-    """What clients call the model; empty for the path or hub name that it was started with."""
+    """Name by which clients request the model; empty for the path or hub name that the server was started with."""
     discovery_file: Path | None = None
-    """JSON that says where the fleet is; removed when it stops."""
+    """JSON file with the address and state of the fleet; removed when the server stops."""
     log_file: Path | None = None
-    """Logs of all processes; None makes one in the directory for temporary files."""
+    """Logs of all processes; None makes a file in the directory for temporary files."""
     max_requests: PositiveInt = 1024
-    """Requests that are answered at the same time, until their clients have taken the answer; more get status 429."""
+    """Requests answered at the same time, until their clients have received the answer; more get status 429."""
     request_timeout_s: Positive = 600.0
-    """Longest that one request may take, from its head to the end of its answer."""
+    """Longest time for one request, from its head to the end of its answer."""
     stop_timeout_s: Positive = 10.0
     """How long requests may still run after SIGINT or SIGTERM before they are aborted."""
     start_timeout_s: Positive = 600.0
-    """Longest that a replica may take to load the model."""
+    """Longest time for a replica to load the model."""
     refresh_s: Positive = 2.0
-    """Time between two looks at every replica, and between two writes of the discovery file."""
+    """Seconds between two health checks of every replica, and between two writes of the discovery file."""
 
     def __post_init__(self) -> None:
         check_ranges("--", self)

@@ -16,8 +16,8 @@ class StalenessConfig:
     """Optimizer steps between publishes; at most max_lag + 1."""
     on_overdue: Literal["wait", "refill", "mask"] = "wait"
     """What a step does when a group that it must train is not ready although enough others are. wait: wait for it.
-    refill: give the group up as `expired` and generate its prompt again. mask: train it later, without the tokens that
-    are over the limit by then."""
+    refill: end the group as `expired` and generate its prompt again. mask: train the group in a later step, without the
+    tokens that are over the limit by then."""
     overdue_timeout_s: Positive = 600.0
     """Longest wait for the groups of one step, or for a drain before a publish; then the run ends with an error."""
 

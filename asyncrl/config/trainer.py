@@ -37,8 +37,8 @@ class LoraConfig:
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules that get an adapter, by the end of their name; all-linear takes every linear layer but the output. The
-    experts of a mixture, and the router before them, are no linear layers and get none."""
+    """Modules that get an adapter, by the end of their name; all-linear takes every linear layer except the output. The
+    experts of a mixture and their router are not linear layers and get none."""
 
     def __post_init__(self) -> None:
         check_ranges("trainer.lora.", self)
@@ -65,18 +65,18 @@ class TrainerConfig:
     warmup_steps: NonNegativeInt = 0
     """The learning rate rises linearly over these steps."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stays, or falls to min_lr_fraction of lr by step decay_steps."""
+    """After the warm-up the learning rate stays constant, or falls to min_lr_fraction of lr by step decay_steps."""
     decay_steps: int | None = None
-    """Step at which a falling learning rate reaches its end; None takes run.max_steps: a resumed run with another
-    run.max_steps then follows another curve, and the rate jumps (it is logged)."""
+    """Step at which a falling learning rate reaches its end. None takes run.max_steps: a resumed run with another
+    run.max_steps then follows another curve, and the rate jumps (the log says so)."""
     min_lr_fraction: Share = 0.0
-    """Where a falling learning rate ends, as a share of lr."""
+    """Final value of a falling learning rate, as a share of lr."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: NonNegative = 0.0
-    """On matrices only: norms and biases are not decayed."""
+    """Weight decay of matrices; norms and biases are not decayed."""
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Decay of the running mean of gradients."""
     adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
@@ -87,11 +87,12 @@ class TrainerConfig:
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Token budget (prompt and response) of one forward pass on one rank. None takes 8192, or the longest trajectory
-    where that is longer."""
+    if that is longer."""
     step_timeout_s: Positive = 3600.0
-    """Longest that one optimizer step may take, and reading the trainer's part of a checkpoint."""
+    """Longest time for one optimizer step, and for reading the trainer's part of a checkpoint."""
     collective_timeout_s: Positive = 600.0
-    """Longest that one torch.distributed operation may wait for a peer; at the start, for the one that reads models."""
+    """Longest wait of one torch.distributed operation for a peer. At the start, ranks wait this long for the rank that
+    reads the models."""
 
     @property
     def layout(self) -> Layout:

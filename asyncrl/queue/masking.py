@@ -20,7 +20,7 @@ class StoredGroup:
 
 
 def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
-    """`group` with the loss mask cleared for tokens of versions before `version`; `group` itself without such."""
+    """`group` with the loss mask cleared for versions before `version`; the same object without such tokens."""
     trajectories = tuple(_mask_older(t, version) for t in group.trajectories)
     if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
         return group

@@ -330,7 +330,7 @@ class Rollouter:
         row = self._row(ticket)
         try:
             group = await self._generate(running, row)
-        except Exception as e:  # noqa: BLE001 - task boundary: whatever the environment or reward raised fails the group
+        except Exception as e:  # noqa: BLE001 - task boundary: an error of the environment or reward fails the group
             logger.warning("group %d attempt %d failed: %s", ticket.ordinal, ticket.attempt, summary(e))
             reason = traceback.format_exc()[-MAX_REASON_CHARS:]
             again = await _unless_cancelled(self._queue.nack(ticket, reason))

@@ -1,5 +1,5 @@
-"""The protocols of a training backend: what trains (one instance per trainer rank, all ranks call the same method
-together), and what reads a checkpoint of it."""
+"""The protocols of a training backend: `TrainBackend` trains (one instance per trainer rank, all ranks call the same
+method together), `CheckpointReader` reads its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class TrainBackend(Protocol):
-    """What one rank does. A backend composes `step.TrainingStep` over its models for the first three methods, and adds
-    what hangs on how it shards: weights and state. Ranks that share a plan (`config.layout.Layout`) return the same."""
+    """One trainer rank. A backend composes `step.TrainingStep` over its models for the first three methods. It adds the
+    methods that depend on its sharding: weights and state. Ranks that share a plan (`config.layout.Layout`) return the
+    same values."""
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
         """One optimizer step over the micro-batches of all ranks' plans; collective. The same metrics on every rank."""
@@ -33,8 +34,8 @@ class TrainBackend(Protocol):
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, float]:
         """Divergence of the policy that sampled each trajectory of the plan from the reference model, by
-        `algorithm.kl.estimator`: summed over its trained tokens, nats; 0 without any. Collective over ranks; the step
-        of the same plan is to follow.
+        `algorithm.kl.estimator`: summed over its trained tokens, nats; 0 without any. Collective over ranks; the next
+        call must be the step of the same plan.
 
         Raises:
             ValueError: `algorithm.kl.coefficient` is 0, so there is no reference.
@@ -47,11 +48,11 @@ class TrainBackend(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors in HF naming and in the replicas' dtype, one at a time. Producing one is collective: every
-        rank must walk the whole iterator. A tied tensor comes once, under the name that HF keeps."""
+        rank must exhaust the iterator. A tied tensor comes once, under the name that HF keeps."""
         ...
 
     def capture(self) -> None:
-        """Copies model, optimizer and RNG state into host memory, in place of an earlier copy. Local to the rank."""
+        """Copies model, optimizer and RNG state into host memory and drops an earlier copy. Local to the rank."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -85,14 +86,14 @@ class StoredAdapter:
 
 
 class CheckpointReader(Protocol):
-    """What a backend's `save` wrote, read in one process and without a process group."""
+    """Reads what a backend's `save` wrote, in one process and without a process group."""
 
     def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Names in Hugging Face's naming and whole float32 tensors of the policy, one at a time, adapters merged,
         experts apart.
 
         Args:
-            base: where the base weights of adapters are now; None: where the checkpoint says.
+            base: the present location of the base weights of adapters; None: the location in the checkpoint.
             revision: of the base on the hub; None: its default branch.
 
         Raises:

@@ -27,10 +27,10 @@ class BackendSpec:
     reader: str
     """`package.module:Class` of the `CheckpointReader`; called with the trainer directory of a checkpoint."""
     unsupported: str
-    """`package.module:function`; called with ModelFacts; returns what of the model the backend would train wrongly. Its
-    module imports no torch."""
+    """`package.module:function`; called with ModelFacts; returns the features of the model that the backend would train
+    wrongly. Its module imports no torch."""
     works: str
-    """What to do about a model that it does not support."""
+    """Advice for a model that the backend does not support."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
@@ -61,8 +61,8 @@ def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader
     """Opens the trainer directory of a checkpoint.
 
     Args:
-        backend: `trainer.backend` as the run's recipe has it, which anybody may have written; None: it is not known,
-            and the default is taken.
+        backend: `trainer.backend` of the run's recipe, which is untrusted input; None: unknown, and the default is
+            used.
 
     Raises:
         ConfigError: no backend has that name, or there is no checkpoint that it wrote.

@@ -1,4 +1,5 @@
-"""Which data-parallel rank trains which trajectory, in which micro-batch. Pure: a lease always gives the same plans."""
+"""Decides which data-parallel rank trains which trajectory, in which micro-batch. Pure: a lease always gives the same
+plans."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSeq
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRules:
     """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
-    `num_minibatches` updates, which share the groups by chance, `num_epochs` times. `seed`: of the run. `fixed_tokens`:
-    divisor of aggregation fixed."""
+    `num_minibatches`: updates per epoch, among which the groups are distributed at random. `num_epochs`: passes over
+    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -45,8 +46,8 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
     """One plan per data-parallel index (a rank, here); in each epoch they together hold every trajectory of the lease
     exactly once.
 
-    Which groups an update trains is drawn for each epoch, from the seed of the run and the step: the lease is in the
-    order of deadlines, and cut as it is would give the oldest groups, often the longest, to the first update.
+    The groups of each update are drawn anew in every epoch, from the seed of the run and the step. The lease itself is
+    in the order of deadlines: cut as it is, the first update would get the oldest groups, which are often the longest.
 
     Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
     differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
@@ -57,9 +58,9 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
         advantages: one [G] array per group of the manifest, finite.
 
     Returns:
-        Plans in the order of the indices. The `token_weight` of the trained tokens of an update sums to 1, but with
-        aggregation fixed, where it is 1 / (trajectories * fixed_tokens), and where nothing is trained. Trajectories
-        without a trained token do not count, but with aggregation fixed, whose divisor depends on the recipe alone.
+        Plans in the order of the indices. The `token_weight` of the trained tokens of an update sums to 1, unless
+        nothing is trained. Trajectories without a trained token do not count. Aggregation fixed is the exception to
+        both: each weight is 1 / (trajectories * fixed_tokens), whose divisor depends on the recipe alone.
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
@@ -138,7 +139,7 @@ def packing_statistics(plans: Sequence[RankPlan]) -> PackingStatistics:
 
 
 def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> list[list[TrainSequence]]:
-    """Those of each group."""
+    """The sequences of each group."""
     if len(advantages) != len(manifest.groups):
         raise ValueError(f"{len(advantages)} advantage arrays for {len(manifest.groups)} groups")
     sequences = []
@@ -180,8 +181,8 @@ def _runs(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
 
 
 def _spread(runs: list[Microbatch], count: int) -> list[Microbatch]:
-    """Exactly `count` micro-batches: halves the one with most tokens (less memory at no cost, since the other ranks
-    are as long), and appends empty ones when every sequence stands alone."""
+    """Exactly `count` micro-batches: halves the one with the most tokens as long as that is possible, then appends
+    empty ones. Halving saves memory at no cost, since the other ranks run as many."""
     runs = list(runs)
     while len(runs) < count:
         widest = max(

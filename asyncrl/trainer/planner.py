@@ -1,4 +1,4 @@
-"""What one step trains: from the rewards of a lease to the plan of every data-parallel index. Pure."""
+"""Plans one step: from the rewards of a lease to the plan of every data-parallel index. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepPlanner:
         self._longest_response_tokens = recipe.longest_response_tokens
         kl, scope = algorithm.kl, ADVANTAGES[algorithm.advantage].scope
         self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and scope == "group"
-        """Whether `plan` wants the divergence of each trajectory."""
+        """True when `plan` needs the divergence of each trajectory."""
 
     def plan(
         self, manifest: LeaseManifest, divergence: Mapping[TrajectoryKey, float] | None = None

@@ -11,8 +11,11 @@ from asyncrl.config.trainer import TrainerConfig
 def scheduled_rate(
     config: TrainerConfig, step: int, total_steps: int, *, peak: float | None = None, start: int = 0
 ) -> float:
-    """`learning_rate` as `config` has it. `total_steps`: where it ends without `decay_steps`; `peak` None: `lr`;
-    `start`: the first step that trains, before which the rate is 0 and the warm-up waits."""
+    """`learning_rate` with the settings of `config`.
+
+    `total_steps`: end of the decay where `decay_steps` is not set. `peak` None: `lr`. `start`: the first step that
+    trains; before it the rate is 0, and the warm-up starts there.
+    """
     if 0 <= step < start:
         return 0.0
     return learning_rate(

@@ -1,11 +1,4 @@
-"""The trainer ranks as the coordinator sees them: one object, every wait with a deadline.
-
-Consumes: one plan per data-parallel index and step.   Produces: the metrics of the step; publishes; checkpoints.
-Waits for: all ranks together, at most the timeout of the call.
-Stops when: `stop` is called. After an error other than RunFailed from `train_step`, StorageError from `save`, or
-WeightTransferError and DeadlineExceeded from `send_weights`, ranks may stand in different collectives: stop the pool
-and start another.
-"""
+"""The trainer ranks as the coordinator sees them: one object, every wait with a deadline."""
 
 from __future__ import annotations
 
@@ -39,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
-"""When one rank fails, the others fail with it: how long to look for the one that died, and then for one that answers
-no ping."""
+"""When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
+not answer a ping."""
 STOP_TIMEOUT_S = 3.0
 CONTROL, SAVING = "control", "saving"
-"""Ray concurrency groups, each with a thread of its own: what must not wait for the method in progress, and the writing
-of a checkpoint beside it."""
+"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, and the
+writing of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueFetch:
-    """How a rank gets tokens: from the queue actor, past the coordinator."""
+    """Fetches tokens for a rank directly from the queue actor."""
 
     queue: Any
     timeout_s: float = FETCH_TIMEOUT_S
@@ -61,7 +54,7 @@ class QueueFetch:
 
 
 class TrainerActor:
-    """A TrainerWorker as a Ray actor. It names the worker only inside, so that the driver never imports torch."""
+    """A TrainerWorker as a Ray actor. It imports the worker inside its methods, so that the driver never imports torch."""
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
@@ -88,10 +81,16 @@ class TrainerActor:
 
 
 class TrainerPool:
-    """Build with `start`. One call at a time; `ping`, `interrupt_weights` and `save` may run beside any other.
+    """Owns the rank actors; built by `start`. One call at a time; `ping`, `interrupt_weights` and `save` may run beside
+    any other.
 
-    What a failed call raises names in `.process` the rank to blame, where one is: the rank that died, else one that
-    answers no ping (it is stopped, or its machine is gone). An error that a rank raised itself comes when all answer.
+    The error of a failed call names the rank to blame in `.process`: the rank that died, else a rank that does not
+    answer a ping (its process is stopped, or its machine is lost). When all ranks answer, the error is the one that a
+    rank raised itself.
+
+    The ranks remain usable after RunFailed from `train_step`, StorageError from `save`, and WeightTransferError and
+    DeadlineExceeded from `send_weights`. After any other error they may be in different collectives: stop the pool and
+    start another.
     """
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
@@ -176,10 +175,10 @@ class TrainerPool:
 
     async def save(self, path: Path, timeout_s: float) -> None:
         """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
-        publishes may be under way meanwhile.
+        publishes may run at the same time.
 
         Raises:
-            StorageError: a rank could not write. The ranks are whole.
+            StorageError: a rank could not write. The ranks remain usable.
             ProcessDied, DeadlineExceeded: naming the rank.
         """
         await self._together([actor.save.remote(path) for actor in self._actors], "save", timeout_s)
@@ -193,7 +192,7 @@ class TrainerPool:
         return sum(await asyncio.gather(*waits))
 
     async def stop(self) -> None:
-        """Ends every rank, with force after a few seconds. Idempotent; does not raise over ranks that are gone."""
+        """Stops every rank, and kills it after a few seconds. Idempotent; does not raise for ranks that have died."""
         await self.interrupt_weights(STOP_TIMEOUT_S)
         refs = [actor.call.remote("stop") for actor in self._actors]
         waits = [self._named(ref, "stop", rank, STOP_TIMEOUT_S) for rank, ref in enumerate(refs)]
@@ -210,7 +209,7 @@ class TrainerPool:
         self._actors = []
 
     async def ended(self, timeout_s: float) -> None:
-        """Returns when the ranks that were killed are gone, and their memory with them. Raises DeadlineExceeded."""
+        """Returns when the killed ranks have exited and their memory is free. Raises DeadlineExceeded."""
         await asyncio.gather(
             *(ended(a.ping.remote, timeout_s=timeout_s, process=trainer_rank(i)) for i, a in enumerate(self._killed))
         )
@@ -225,9 +224,9 @@ class TrainerPool:
         return await self._together([actor.call.remote(method, *args) for actor in self._actors], method, timeout_s)
 
     async def _together(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
-        """The answers of all ranks, or the error that explains the others: a rank that fails keeps its peers waiting or
-        fails them, so the first error is seldom the cause."""
-        actors = self._actors  # `kill` may forget them meanwhile
+        """The answers of all ranks. Raises the error that caused the others: a rank that fails makes its peers wait or
+        fail, so the first error is seldom the cause."""
+        actors = self._actors  # `kill` may clear the list during the wait
         tasks = [asyncio.ensure_future(self._named(ref, method, rank, timeout_s)) for rank, ref in enumerate(refs)]
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -266,7 +265,7 @@ class TrainerPool:
 
 
 def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseException) -> AsyncRLError:
-    """The error about `method` for a rank of which a ping found `lost`."""
+    """The error about `method` for a rank whose ping raised `lost`."""
     assert lost.process is not None, "pings name the rank"
     gone = isinstance(lost, ProcessDied)
     found = "the process is gone" if gone else f"it does not answer a ping within {BLAME_S:g} s either"
@@ -279,5 +278,5 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
 
 
 def _is_late(error: BaseException | None, rank: int) -> bool:
-    """Trainer rank `rank` did not answer in time. A missed deadline that it raised itself names another process."""
+    """True when this rank did not answer in time. A missed deadline that the rank raised itself names another process."""
     return isinstance(error, DeadlineExceeded) and error.process == trainer_rank(rank)

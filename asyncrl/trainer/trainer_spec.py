@@ -1,4 +1,4 @@
-"""What a trainer rank is built from; plain values, so that it can be sent to any process."""
+"""The settings of a trainer rank, as plain values that can be sent to any process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asyncrl.config.trainer import TrainerConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
-    divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, where a falling
-    learning rate ends if `trainer.decay_steps` says nothing.
+    divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
+    falling learning rate ends unless `trainer.decay_steps` is set.
     """
 
     model: ModelConfig

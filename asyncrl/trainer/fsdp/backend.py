@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 class FsdpBackend:
     """One rank. Needs torch.distributed's default group, whose timeout bounds every collective made here. Owns the
-    models with their optimizers, and the copy of their state that is being written; the step is `TrainingStep`'s."""
+    models, their optimizers, and the captured copy of their state; `TrainingStep` makes the step."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._rank, self._device = spec, rank, device
-        torch.manual_seed(spec.seed)  # what is drawn anew (adapters) is the same on any number of ranks
+        torch.manual_seed(spec.seed)  # random initial weights (adapters) are the same on any number of ranks
         self._models = Models(spec, init_device_mesh(device.type, (world_size,)))
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy = self._models.policy
         self._step = TrainingStep(spec, self._models.of_step(), peers=Peers(dist.group.WORLD), device=device)
         self._publication = Publication(self._policy.causal_lm, spec, device)
         self._captured: dict[str, torch.Tensor] | None = None
-        # Saving runs beside training in a thread of its own: without a group of its own the collectives of the two
-        # would meet each other. A rank waits in it while another one writes.
+        # Saving runs beside training in a thread of its own. It needs a group of its own, or the collectives of the two
+        # would be matched with each other. A rank waits in it while another one writes.
         timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
         saving = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
@@ -60,8 +60,8 @@ class FsdpBackend:
         return self._publication.specs()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors lie on the trainer's device; one may share memory with the master weights where
-        nothing had to be gathered or cast, so take it before the next step."""
+        """See `TrainBackend`. Tensors are on the trainer's device. A tensor that needed no gathering and no cast shares
+        memory with the master weights, so read it before the next step."""
         return self._publication.tensors()
 
     def capture(self) -> None:
@@ -101,6 +101,6 @@ class FsdpBackend:
         return found
 
     def _facts(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint says beside the state that is loaded."""
+        """The entries of a checkpoint that are checked rather than loaded."""
         total = torch.tensor(self._spec.total_steps, dtype=torch.int64)
         return self._models.lora_facts() | {sharded_state.TOTAL_STEPS: total}

@@ -1,4 +1,4 @@
-"""The CheckpointReader of FSDP2: weights and adapters of what `sharded_state.save` wrote."""
+"""The CheckpointReader of FSDP2: reads weights and adapters that `sharded_state.save` wrote."""
 
 from __future__ import annotations
 

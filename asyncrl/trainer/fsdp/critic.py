@@ -23,4 +23,4 @@ class Critic(nn.Module):
     def forward(self, tokens: PackedTokens) -> torch.Tensor:
         """[n] float32: the value of the text before each predicted token."""
         values = self.head(packed_forward(self.backbone, tokens)[0].float())
-        return values.squeeze(-1).clone()  # FSDP hangs its hooks on what is returned; a view may lose them
+        return values.squeeze(-1).clone()  # FSDP attaches hooks to the returned tensor, and a view may lose them

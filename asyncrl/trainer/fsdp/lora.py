@@ -30,7 +30,7 @@ SCALE, BASE = "lora.scale", "lora.base"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freezes `model` and puts adapters into it, in place; they change nothing until they are trained.
+    """Freezes `model` and adds adapters to it, in place. Untrained adapters do not change its output.
 
     Raises:
         ConfigError: no module has such a name, or one that cannot be adapted.
@@ -61,10 +61,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it got adapters, inside; for passes without gradient."""
+    """Inside, the model computes without its adapters; for passes without gradient."""
     layers = _layers(model)
-    # not peft's enable_adapters: it also takes requires_grad from the adapters, and FSDP keeps that of the parameters
-    # that it gathered meanwhile
+    # Not peft's enable_adapters: that also clears requires_grad of the adapters, and FSDP would keep the cleared flag
+    # on parameters that it gathers inside.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -90,11 +90,11 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-    """Whether adapters of a checkpoint that says `written` go on as they were in a run that says `facts`; a base that
-    lies elsewhere is logged.
+    """Checks that the adapters of a checkpoint with entries `written` mean the same in a run with entries `facts`. Logs
+    a warning when the base is in another directory.
 
     Raises:
-        ConfigError: they are scaled otherwise, or stand on another model of the hub.
+        ConfigError: their scale differs, or their base is another model of the hub.
     """
     if SCALE in facts and SCALE in written and float(facts[SCALE]) != float(written[SCALE]):
         raise ConfigError(
@@ -115,7 +115,8 @@ def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Te
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """peft's own all-linear would also take experts and routers, which are parameters and no layers."""
+    """The names of all linear layers. peft's own all-linear would include experts and routers, which are parameters and
+    not layers."""
     output = model.get_output_embeddings()
     return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
 

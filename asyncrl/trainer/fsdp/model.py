@@ -39,8 +39,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model of `model.path` on the CPU, unsharded; without `head` only what gives hidden states.
 
-    The first rank of the mesh reads the weights. The parameters of the others hold anything, in memory that is never
-    touched, until `shard` sends each rank its part: what a model takes of host memory it takes once, not once per rank.
+    The first rank of the mesh reads the weights. On the other ranks the parameters are uninitialised memory that is
+    never touched, until `shard` sends each rank its part. So the model occupies host memory once, not once per rank.
 
     Args:
         key: the key of the recipe that names the model, for errors.
@@ -128,8 +128,8 @@ def choose_attention(fsdp: FsdpConfig, device: torch.device) -> str:
 
 
 def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
-    """Raises ConfigError where the result would be wrong without a sign: what `unsupported` finds in the config of the
-    loaded model, and what only the model shows."""
+    """Raises ConfigError for models that would silently train wrongly: those that `unsupported` finds by the config of
+    the loaded model, and those that only the model itself shows."""
     config = causal_lm.config
     problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
     fused = any(is_fused(name) for name, _ in causal_lm.named_parameters())
@@ -174,7 +174,7 @@ def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: Fsd
     for top in module.children():
         if top is not model:
             fully_shard(top, mesh=mesh, offload_policy=offload)
-    # the rest (embedding, output layer) is read again at once by the backward pass: freeing it would gather it twice
+    # the backward pass needs the rest (embedding, output layer) at once: freeing it would gather it twice
     fully_shard(module, reshard_after_forward=False, **kind)
     if spreads:
         _spread(module, whole, mesh)
@@ -186,7 +186,7 @@ def _reads(mesh: DeviceMesh) -> bool:
 
 @torch.no_grad()
 def _spread(module: nn.Module, whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Every rank's shard of each parameter from `whole`, which the first rank has and which is empty afterwards; then
+    """Sends every rank its shard of each parameter in `whole`, which only the first rank has and which is emptied; then
     the buffers. One tensor at a time; collective."""
     device = mesh.device_type
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""The models that the algorithm asks for, sharded over the same ranks, with their optimizers."""
+"""The models that the algorithm needs, sharded over the same ranks, with their optimizers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Models:
 
     @contextmanager
     def _opened_reference(self) -> Iterator[Policy]:
-        """The reference model, inside; for passes without gradient."""
+        """Gives the reference model; for passes without gradient."""
         if self._reference is not None:
             yield self._reference
             return
@@ -63,7 +63,7 @@ class Models:
             yield self.policy
 
     def lora_facts(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of adapters says of the rest: their scale, and where the base weights are."""
+        """The entries of a checkpoint of adapters beside their tensors: scale, and location of the base weights."""
         if not self._spec.trainer.lora.rank:
             return {}
         path = self._spec.model.path
@@ -118,8 +118,8 @@ class Models:
         return model if path in (None, model.path) else replace(model, path=path, revision=None)
 
     def _check_vocabulary(self, model: PreTrainedModel, asked: str) -> None:
-        """Raises ConfigError: `model` cannot read the tokens that the policy writes. Models of one family may differ in
-        rows that no token uses; that the tokens mean the same is for `preflight` to see."""
+        """Raises ConfigError: the vocabulary of `model` is too small for the policy's tokens. Models of one family may
+        differ in unused rows. `preflight` checks that the tokens mean the same."""
         rows, own = (_embedding_rows(m) for m in (model, self.policy.causal_lm))
         if rows >= own:
             return

@@ -1,4 +1,4 @@
-"""AdamW over the sharded parameters of a module, and the update that it takes."""
+"""AdamW over the sharded parameters of a module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Update:
-    """The optimizer of `module`: clips its gradients, steps, and forgets them.
+    """The optimizer of `module`: clips its gradients, steps, and drops them.
 
-    With `host_state` the moments lie in host memory between steps; where the parameters do too, that changes nothing.
+    With `host_state` the moments are in host memory between steps. That has no effect where the parameters are there
+    too.
     """
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, max_grad_norm: float, host_state: bool) -> None:
@@ -48,7 +49,7 @@ class Update:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets the gradients."""
+        """Drops the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _move_state(self, device: torch.device | None) -> None:
@@ -61,8 +62,8 @@ class Update:
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: norms and biases, whatever their shape, are not decayed.
 
-    Its state is allocated here rather than at the first step, so that what does not fit fails before the first
-    rollout, and a checkpoint written before the first step restores to one.
+    Its state is allocated here rather than at the first step, so that too little memory fails before the first rollout,
+    and a checkpoint written before the first step already has it.
     """
     norms = {id(p) for name, m in model.named_modules() if "norm" in name.rsplit(".", 1)[-1] for p in m.parameters()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -1,8 +1,8 @@
-"""What a publish sends: the whole policy in the replicas' dtype, each expert by itself as in a checkpoint, or its
-adapters alone.
+"""The tensors of a publish: the whole policy in the replicas' dtype, with each expert apart as in a checkpoint, or only
+its adapters.
 
-Adapters go in float32, since they are small, and as W = W_0 + B A needs them: `lora_B` comes multiplied by alpha over
-rank, so that a replica has nothing else to know.
+Adapters are sent in float32, since they are small. `lora_B` is multiplied by alpha / rank beforehand, so that a replica
+computes W = W_0 + B A without knowing the scale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Publication:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank must walk all of it."""
+        """Collective: every rank must exhaust the iterator."""
         for name, tensor in sharded_state.published_tensors(self._model):
             # cast before gathering: half the bytes for 16-bit replicas
             whole = sharded_state.full(tensor.detach().to(self._dtype)).to(self._device)

@@ -1,4 +1,4 @@
-"""The sharded state of a rank: which tensors are published, and how a checkpoint is written and read.
+"""The sharded state of a rank: selects the published tensors, and writes and reads checkpoints.
 
 A checkpoint holds the weights and AdamW's state (two moments and a step count per tensor) under Hugging Face names, of
 the policy (of its adapters, where it has them) and of the critic, and the random state of each rank, in
@@ -78,15 +78,15 @@ def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.Process
     writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # 0: the copies lie on the host, no CUDA stream
     try:
         dcp.save(captured, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # no Exception: it must not leave this process as it is
+    except CheckpointException as error:  # not an Exception: it must not leave this process unconverted
         raise _unwritable(directory, error) from error
 
 
 def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> None:
     """Restores what `save` wrote into the tensors of `wanted` (`of_model`); collective.
 
-    A rank that the checkpoint does not know (there are more ranks now), or knows on another kind of device, keeps the
-    random state that it has.
+    A rank keeps its present random state when the checkpoint has none for it (there are more ranks now), or has one for
+    another kind of device.
 
     Raises:
         ConfigError: there is no checkpoint below `directory`, or it is of another model. Nothing was loaded.

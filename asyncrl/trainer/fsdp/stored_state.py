@@ -1,9 +1,9 @@
 """A directory that `sharded_state.save` wrote, read as data: nothing in it is executed.
 
-torch.distributed.checkpoint keeps names, shapes and places of the tensors in `.metadata`, a pickle, and a pickle calls
-what it names. Here its few classes become records without code, every field is checked, and what torch's reader gets is
-built from the checked values. Entries that are no tensors are refused too: torch unpickles those without restriction.
-The tensors themselves are read by `torch.load` with `weights_only`.
+torch.distributed.checkpoint keeps names, shapes and places of the tensors in `.metadata`, a pickle, and a pickle can
+call any function that it names. Here its few classes become records without code, every field is checked, and torch's
+reader gets values that are built from the checked ones. Entries that are not tensors are refused: torch unpickles those
+without restriction. `torch.load` reads the tensors themselves, with `weights_only`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _BROKEN = (
 
 
 class StoredState:
-    """The tensors of one trainer directory: what they are, and their content when it is asked for."""
+    """The tensors of one trainer directory: their names and shapes, and their content on request."""
 
     def __init__(self, directory: Path, asked: str) -> None:
         """`asked`: what it is opened for, for messages.
@@ -101,7 +101,7 @@ class StoredState:
         """
         try:
             dcp.load(wanted, storage_reader=_Reader(self._directory, self._metadata), no_dist=alone)
-        except CheckpointException as error:  # no Exception: it must not leave this process as it is
+        except CheckpointException as error:  # not an Exception: it must not leave this process unconverted
             raise self.unfit(by_rank(error)) from error
 
     def unfit(self, found: str) -> ConfigError:

@@ -38,13 +38,13 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTokens:
-    """What a model reads: the sequences of a micro-batch in one row of N tokens, n of which are predicted.
+    """The input of a model: the sequences of a micro-batch in one row of N tokens, n of which are predicted.
 
     Attributes:
         input_ids, position_ids: [1, N] int64; positions restart at 0 with every sequence.
         predictors: [n] int64, index in the row of the token before each predicted token.
         targets: [n] int64, the predicted tokens.
-        temperature: what logits are divided by.
+        temperature: divisor of the logits.
     """
 
     input_ids: torch.Tensor
@@ -74,7 +74,7 @@ class PackedBatch:
     num_tokens: int
 
     def inputs(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
-        """What losses and corrections read, [n] each."""
+        """The input of losses and corrections, [n] each."""
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=old_logprobs,

@@ -1,7 +1,7 @@
-"""The training step: prepare once, then update by update gradients, checks and the optimizers' steps.
+"""The training step: prepares once, then for each update computes gradients, checks them and steps the optimizers.
 
-Blind to how a model is sharded: it sees the micro-batches of its data-parallel index, `Model`s and sums over `Peers`.
-The loss of a token is weighed by its share of the update, so that the result is the same for every packing and every
+It does not know how a model is sharded: it sees the micro-batches of its data-parallel index, `Model`s and sums over
+`Peers`. Each token's loss is weighted by its share of the update, so the result is the same for every packing and every
 number of ranks.
 """
 
@@ -32,7 +32,7 @@ from asyncrl.types.metrics import Metric
 
 
 class TrainingStep:
-    """What `TrainBackend` promises of `train_step`, `logprobs` and `reference_kl`, over the models of any backend."""
+    """Implements `train_step`, `logprobs` and `reference_kl` of `TrainBackend`, over the models of any backend."""
 
     def __init__(self, spec: TrainerSpec, models: StepModels, *, peers: Peers, device: torch.device) -> None:
         """`device`: where the models read micro-batches."""
@@ -50,11 +50,11 @@ class TrainingStep:
         )
 
     def train_step(self, plan: RankPlan, trajectories: Trajectories) -> TrainMetrics:
-        """The updates of one step; see `TrainBackend`. One without a trained token on any rank is skipped: momentum and
-        weight decay would move the weights.
+        """The updates of one step; see `TrainBackend`. An update without a trained token on any rank is skipped:
+        momentum and weight decay would change the weights.
 
         Raises:
-            RunFailed: loss or gradient is not finite. The weights and the optimizers are as before that update.
+            RunFailed: loss or gradient is not finite. That update has changed neither weights nor optimizers.
             ValueError: a trajectory is missing or differs from its plan.
         """
         self._train(False)
@@ -92,12 +92,12 @@ class TrainingStep:
         outputs = self._models.policy.evaluate([batch.tokens for batch in batches])
         for microbatch, output in zip(plan.microbatches, outputs, strict=True):
             counts = [s.lengths.response for s in microbatch]
-            parts = output.logprobs[: sum(counts)].cpu().split(counts)  # nothing predicted still gives one placeholder
+            parts = output.logprobs[: sum(counts)].cpu().split(counts)  # without predictions there is one placeholder
             found.update(((s.ordinal, s.index), part) for s, part in zip(microbatch, parts, strict=True))
         return found
 
     def reference_kl(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, float]:
-        """See `TrainBackend`. The step that follows does not ask the reference again."""
+        """See `TrainBackend`. The next step reuses the reference's log-probabilities."""
         self._train(False)
         return self._preparer.reference_kl(plan, trajectories)
 
@@ -108,8 +108,8 @@ class TrainingStep:
     def _gradients(
         self, batches: Sequence[PackedBatch], ready: Sequence[Prepared], totals: StepTotals, *, learns: bool
     ) -> torch.Tensor:
-        """Forward and backward through one update; [] float64: what is minimised, this rank's part, the critic's
-        included. `learns`: whether the policy does, or the critic alone."""
+        """Forward and backward through one update; returns this rank's part of the minimised loss, the critic's
+        included, [] float64. `learns`: True trains the policy; False trains only the critic."""
         tokens = [batch.tokens for batch in batches]
         parts = self._models.policy.forward_backward(
             tokens, lambda at, output: self._policy_part(batches[at], ready[at], output), learns=learns
@@ -156,7 +156,7 @@ class TrainingStep:
         old = batch.behavior_logprobs
         if algorithm.ratio == "proximal" and algorithm.proximal == "log_linear":
             old = log_linear(logprobs, batch.behavior_logprobs, batch.lags)
-        elif algorithm.ratio == "proximal":  # the policy before a single update is the policy itself
+        elif algorithm.ratio == "proximal":  # in a step of one update the policy before the step is the policy itself
             old = logprobs.detach() if prepared.before_logprobs is None else prepared.before_logprobs
         return replace(
             batch.inputs(logprobs, old, output.entropy),
@@ -166,7 +166,8 @@ class TrainingStep:
         )
 
     def _agree(self, loss: torch.Tensor, update: Sequence[Microbatch], norms: Sequence[float], place: str) -> bool:
-        """Whether the update trains a token on any rank. All ranks see the same reduced numbers, so all of them raise.
+        """True when the update trains a token on any rank. All ranks see the same reduced numbers, so all of them
+        raise.
 
         Raises:
             RunFailed: loss or gradient is not finite; the gradients are dropped.

@@ -1,4 +1,4 @@
-"""What a training step asks of a backend: its models, and sums over data-parallel ranks."""
+"""What the training step needs from a backend: its models, and sums over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """What a policy or a reference says about one micro-batch.
+    """The output of a policy or a reference for one micro-batch.
 
     Attributes:
         logprobs: [n] float32, log-probabilities of the predicted tokens at the temperature of the batch.
         entropy: [n] float32, nats; a gradient flows through it where the loss asks for one.
-        chosen, given: [L, E] float32 each, what the routers of a mixture did with all tokens of the row; see
-            `routing_sums`. None without a load-balancing loss.
+        chosen, given: [L, E] float32 each, sums over the decisions of a mixture's routers for all tokens of the row;
+            see `routing_sums`. None without a load-balancing loss.
     """
 
     logprobs: torch.Tensor
@@ -34,8 +34,8 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a loss function makes of one micro-batch. `loss`: [] float32, the micro-batch's part of what the update
-    minimises; carries the gradient. `seen` carries none."""
+    """The result of a loss function for one micro-batch. `loss`: [] float32, the micro-batch's part of the minimised
+    loss; carries the gradient. `seen` carries none."""
 
     loss: torch.Tensor
     seen: LossStatistics
@@ -45,13 +45,13 @@ class Part:
 
 
 LossFunction = Callable[[int, Output], Part]
-"""(number of the micro-batch in the update, what the model says about it) -> its part of the loss."""
+"""(number of the micro-batch in the update, the model's output for it) -> its part of the loss."""
 
 
 class FrozenModel(Protocol[Output]):
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
-        """What the model says about each micro-batch, without gradient. The same on all ranks that share a plan;
-        collective over all ranks, which bring equally many micro-batches."""
+        """The model's output for each micro-batch, without gradient; the same on all ranks that share a plan.
+        Collective over all ranks, each with the same number of micro-batches."""
         ...
 
 
@@ -73,17 +73,17 @@ class Model(FrozenModel[Output], Protocol[Output]):
         does: all ranks that share a plan return the same.
 
         Args:
-            learns: False: no gradient is computed, and the parts are those of the weights as they are.
+            learns: False computes the parts without a gradient.
         """
         ...
 
     def clip_gradients(self) -> float:
-        """Scales the gradients to the largest norm that the recipe allows; returns their global norm before that, 0
-        without any."""
+        """Scales the gradients to at most the norm that the recipe allows; returns their global norm before, 0 without
+        gradients."""
         ...
 
     def update(self, rate: float) -> None:
-        """One optimizer step with this learning rate; then there are no gradients."""
+        """Makes one optimizer step with this learning rate, then drops the gradients."""
         ...
 
     def drop_gradients(self) -> None: ...
@@ -91,8 +91,8 @@ class Model(FrozenModel[Output], Protocol[Output]):
 
 @dataclass(frozen=True, slots=True)
 class StepModels:
-    """The models that the algorithm asks for: `needs_critic` and `needs_reference` of its section say which. A critic
-    says [n] float32, the value of the text before each predicted token."""
+    """The models that the algorithm needs, as `needs_critic` and `needs_reference` of its section say. A critic returns
+    the value of the text before each predicted token, [n] float32."""
 
     policy: Model[TokenOutputs]
     critic: Model[torch.Tensor] | None = None
@@ -107,11 +107,11 @@ class Peers:
     group: dist.ProcessGroup | None = None
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, now the sum over all peers. Collective."""
+        """Replaces `values` by their sum over all peers. Collective."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, now the largest of all peers, entry by entry. Collective."""
+        """Replaces each entry of `values` by the largest one of all peers. Collective."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:

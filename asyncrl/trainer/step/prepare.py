@@ -1,6 +1,6 @@
-"""What an update needs to know before it begins: passes without gradient, and the token advantages made from them.
+"""Prepares the updates of a step: passes without gradient, and the token advantages computed from them.
 
-One step may take several updates over the same groups; all that is prepared is of the weights before the first one.
+One step may make several updates over the same groups. Everything here is computed with the weights before the first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncrl.types.metrics import Metric
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Of one micro-batch; each tensor [n] float32, None where nothing asks for it.
+    """The prepared values of one micro-batch; each tensor is [n] float32, or None where it is not needed.
 
     Attributes:
-        before_logprobs: of the policy before the step.
-        advantages: what takes the place of the plan's.
-        returns: what the critic learns.
+        before_logprobs: log-probabilities under the policy before the step.
+        advantages: replace those of the plan.
+        returns: targets of the critic.
         token_share: [] float64, 1 / trained tokens of the update on all ranks.
-        fitted: what corrections have found for the update, see `LossInputs`.
+        fitted: values that corrections have fitted over the update, see `LossInputs`.
         routed: [L, E] float32. In the pass: how often each expert was chosen; then, for the update on all ranks, by
             how many of a token's experts.
         routed_tokens: [] float64, tokens of the update on all ranks, prompts included.
@@ -52,7 +52,7 @@ class Prepared:
 
 
 class Preparer:
-    """Makes `Prepared` for the micro-batches of a step. Owns what the reference said of the step to come."""
+    """Makes `Prepared` for the micro-batches of a step. Owns the reference's log-probabilities for the next step."""
 
     def __init__(
         self,
@@ -71,11 +71,12 @@ class Preparer:
         self._of_tokens = build_token_advantage(algorithm.advantage)
         self._fitted = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
         self._known: dict[TrajectoryKey, torch.Tensor] = {}
-        """Log-probabilities of the trained tokens under the reference, found by `reference_kl` for the step to come."""
+        """Log-probabilities of the trained tokens under the reference, which `reference_kl` computed for the next step.
+        """
 
     @torch.no_grad()
     def prepare(self, plan: RankPlan, trajectories: Trajectories) -> list[list[Prepared]]:
-        """One for each micro-batch of each update. Collective when anything is to be found out."""
+        """One for each micro-batch of each update. Collective when a pass is needed."""
         algorithm = self._algorithm
         recompute = algorithm.ratio == "proximal" and algorithm.proximal == "recompute" and len(plan.updates) > 1
         routes = algorithm.router_aux_coefficient > 0
@@ -120,14 +121,14 @@ class Preparer:
         return found
 
     def _divergence(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
-        """[n]: of the policy that sampled the token from the reference, as estimated from it."""
+        """[n]: divergence of the policy that sampled the token from the reference, estimated from that token."""
         return kl_estimate(batch.behavior_logprobs, reference, self._algorithm.kl.estimator, batch.mask)
 
     def _agree(self, plan: RankPlan) -> tuple[int, bool]:
         """How many updates differ (the rest are later epochs), and whether every rank knows the reference's
         log-probabilities already. Collective: all ranks must make the same passes."""
         keys = [[[(s.ordinal, s.index) for s in microbatch] for microbatch in update] for update in plan.updates]
-        # a rank without a sequence sees no difference between updates, and misses nothing
+        # a rank without sequences must not force further passes: to it, updates do not differ and nothing is unknown
         missing = any(key not in self._known for update in keys for run in update for key in run)
         distinct = next(n for n in range(1, len(keys) + 1) if keys[n:] == keys[:-n])
         agreed = self._peers.largest(torch.tensor([distinct, int(missing)], device=self._device))
@@ -155,13 +156,14 @@ class Preparer:
         return ready
 
     def _known_logprobs(self, microbatch: Microbatch, batch: PackedBatch) -> torch.Tensor:
-        """What `reference_kl` found; a micro-batch that predicts nothing still gets its placeholder."""
+        """The log-probabilities that `reference_kl` computed. A micro-batch that predicts nothing has one
+        placeholder."""
         parts = [self._known[s.ordinal, s.index] for s in microbatch]
         found = torch.cat([batch.behavior_logprobs[:0], *parts])
         return found if len(found) else torch.zeros_like(batch.behavior_logprobs)
 
     def _with_fitted(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
-        """What corrections find in one update; collective."""
+        """Adds the values that corrections fit over one update; collective."""
         inputs = []
         for prepared, batch in zip(ready, batches, strict=True):
             before = prepared.before_logprobs
@@ -171,7 +173,8 @@ class Preparer:
         return [replace(prepared, fitted=fitted) for prepared in ready]
 
     def _with_routing(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
-        """The load of each expert in one update; collective. A row that only holds a rank's place does not count."""
+        """Adds the load of each expert in one update; collective. The placeholder row of an empty micro-batch does not
+        count."""
         counts = [p.routed.double() for p in ready if p.routed is not None]
         real = torch.tensor([batch.num_tokens for batch in batches], device=self._device)
         whole = self._peers.add_up((torch.stack(counts) * (real > 0)[:, None, None]).sum(0))
@@ -181,7 +184,7 @@ class Preparer:
         return [replace(p, routed=routed, routed_tokens=tokens[0], token_share=1 / tokens[1]) for p in ready]
 
     def _with_advantages(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
-        """Of one update; collective, since the update's tokens are those of all ranks."""
+        """Adds the token advantages of one update; collective, since whitening uses the tokens of all ranks."""
         raw = [self._raw_advantages(p, batch) for p, batch in zip(ready, batches, strict=True)]
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         for (advantages, _), batch in zip(raw, batches, strict=True):
@@ -196,7 +199,7 @@ class Preparer:
         return found
 
     def _raw_advantages(self, prepared: Prepared, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Advantages before whitening, and with a critic what it learns."""
+        """Advantages before whitening, and the targets of the critic, if there is one."""
         if self._of_tokens is None:
             return batch.advantages, None
         kl, penalties = self._algorithm.kl, None

@@ -12,7 +12,7 @@ from asyncrl.types import TrainMetrics
 from asyncrl.types.metrics import Metric
 
 RETURNS, RETURNS_SQUARED, ERRORS, ERRORS_SQUARED = "_returns", "_returns_squared", "_errors", "_errors_squared"
-"""Sums over the trained tokens that critic/explained_variance is made of: returns, and returns minus values."""
+"""Sums over the trained tokens from which critic/explained_variance is computed: returns, and returns minus values."""
 
 Sums = Sequence[tuple[str, torch.Tensor]]
 
@@ -26,7 +26,7 @@ class StepTotals:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, part: Part, batch: PackedBatch) -> None:
-        """`part`: of the policy. Every rank adds the same names in the same order."""
+        """`part`: of the policy. Every rank must add the same names in the same order."""
         self._counts[0] += part.loss.double()
         self._counts[1] += batch.mask.sum()
         self._counts[2] += batch.num_tokens
@@ -63,7 +63,7 @@ class StepTotals:
 
 
 def _explained_variance(means: dict[str, float]) -> float:
-    """1: the values are the returns; 0: they say as little as the mean return does, or all returns are equal."""
+    """1: the values equal the returns; 0: they predict no better than the mean return, or all returns are equal."""
     spread = means[RETURNS_SQUARED] - means[RETURNS] ** 2
     unexplained = means[ERRORS_SQUARED] - means[ERRORS] ** 2
     return 1 - unexplained / spread if spread > 1e-12 else 0.0
