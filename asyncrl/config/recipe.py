@@ -185,7 +185,7 @@ class Recipe:
         )
 
     def _check_schedule(self) -> None:
-        """Checks that warm-up and decay end before the run does."""
+        """Checks that every warm-up ends before the run does."""
         trainer, critic, steps = self.trainer, self.algorithm.critic, self.run.max_steps
         require(
             not self.algorithm.needs_critic or critic.warmup_steps < steps,

@@ -54,7 +54,7 @@ class QueueFetch:
 
 
 class TrainerActor:
-    """A TrainerWorker as a Ray actor. It imports the worker inside its methods, so that the driver never imports torch."""
+    """A TrainerWorker as a Ray actor. Its methods import the worker, so that the driver never imports torch."""
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
@@ -278,5 +278,5 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
 
 
 def _is_late(error: BaseException | None, rank: int) -> bool:
-    """True when this rank did not answer in time. A missed deadline that the rank raised itself names another process."""
+    """True when this rank did not answer in time. A deadline that the rank itself missed names another process."""
     return isinstance(error, DeadlineExceeded) and error.process == trainer_rank(rank)
