@@ -23,11 +23,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""What a call may take beyond the deadline that the replica itself keeps, so that its own error arrives."""
+"""Time that a call has beyond the replica's own deadline, so that the replica's error arrives."""
 
 
 def gpu_share(device: str, num_actors: int) -> float:
-    """GPUs of one of `num_actors` processes that share the cluster's: a whole one, or a part that fits on one GPU."""
+    """GPUs of one of `num_actors` processes that share the GPUs of the cluster: a whole one, or a part of one."""
     total = ray.cluster_resources().get("GPU", 0)
     if device == "cpu" or not total:
         return 0
@@ -75,7 +75,7 @@ def spawn_replica(
     """A new process for a replica, not started.
 
     Args:
-        num_gpus: what Ray reserves for it; 0 runs it on the CPU.
+        num_gpus: GPUs that Ray reserves for it; 0 runs it on the CPU.
         environment: variables that the engine needs before it is imported.
         load_real_weights: it serves the model's files at once; otherwise its gate waits for the first publish.
     """
@@ -100,7 +100,7 @@ def spawn_replica(
 
 
 class ReplicaControl:
-    """What the pool and the checkpoint engine call of one replica."""
+    """The calls of the pool and the checkpoint engine to one replica."""
 
     def __init__(self, replica_id: int, handle: Any) -> None:
         self._id = replica_id
@@ -135,8 +135,8 @@ class ReplicaControl:
         await self._call(timeout_s, Replica.stop)
 
     def abandon(self) -> ReplicaControl:
-        """Ends every call in progress, and every later one, with DeadlineExceeded: nobody waits for this replica any
-        more. Returns a control to go on with when it answers again; `kill` works on both."""
+        """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a new control for the time
+        when the replica answers again; `kill` works on both."""
         self._abandoned = True
         for ended in self._open:
             if not ended.done():

@@ -17,7 +17,7 @@ from asyncrl.types.events import Event
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0
-"""A replica that does not answer for this long is taken for dead."""
+"""A replica that does not answer for this long counts as dead."""
 HEALTH_INTERVAL_S = 5.0
 
 

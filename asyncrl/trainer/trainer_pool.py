@@ -54,7 +54,7 @@ class QueueFetch:
 
 
 class TrainerActor:
-    """A TrainerWorker as a Ray actor. Its methods import the worker, so that the driver never imports torch."""
+    """A TrainerWorker as a Ray actor. Its constructor imports the worker, so that the driver never imports torch."""
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker

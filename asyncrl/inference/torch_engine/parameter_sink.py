@@ -1,4 +1,4 @@
-"""Received bytes into the parameters of a model that is being served."""
+"""Writes received bytes into the parameters of a model that is being served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ParameterSink:
         self._bytes_left[spec.name] = left
 
     def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """As `DirectSink.destination`: the parameter itself, where it has the dtype that is sent."""
+        """As `DirectSink.destination`: the parameter itself, if it has the dtype that is sent."""
         target = self._target(spec, offset, nbytes)
         if spec.dtype != _dtype_name(target) or target.device != device:
             return None
@@ -51,13 +51,13 @@ class ParameterSink:
         """As `DirectSink.wrote`; the bytes are complete on return."""
         target = self._target(spec, offset, nbytes)
         left = self._left_after(spec, offset, nbytes)
-        if target.is_cuda:  # what fills it is ordered before this stream, not before those that read it
+        if target.is_cuda:  # the copy is ordered before this stream, not before the streams that read the parameter
             torch.cuda.current_stream(target.device).synchronize()
         self._bytes_left[spec.name] = left
 
     def finish(self, names: Collection[str] | None = None) -> None:
-        """Raises WeightTransferError naming a tensor that did not come, or came in part. `names`: those that had to
-        come; None: all of the model."""
+        """Raises WeightTransferError naming a tensor that is missing or incomplete. `names`: the required tensors;
+        None: all of the model."""
         whole = {self._targets[name].data_ptr() for name, left in self._bytes_left.items() if left == 0}
         wanted = self._targets if names is None else {name: self._targets[name] for name in names}
         missing = [name for name, t in wanted.items() if t.numel() > 0 and t.data_ptr() not in whole]
@@ -82,7 +82,7 @@ class ParameterSink:
         return target
 
     def _left_after(self, spec: TensorSpec, offset: int, nbytes: int) -> int:
-        """Bytes of the tensor that have yet to come after this slice of it."""
+        """Bytes of the tensor that are still missing after this slice."""
         left = self._bytes_left.get(spec.name, spec.nbytes) - nbytes
         if left < 0:
             found = f"bytes [{offset}, {offset + nbytes}) of {spec.nbytes}, {left + nbytes} of which had not come yet"

@@ -18,14 +18,14 @@ from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
 
 PREFILL_TOKENS = 1024
-"""Tokens of one prefill pass, padding included: bounds its memory, and how long it delays the running requests."""
+"""Tokens of one prefill pass, padding included: bounds its memory, and its delay of the running requests."""
 
 
 def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool, seed: int) -> Any:
     """The model in `config.inference_dtype` on `device`, with slot attention and gradients off.
 
-    Without `real_weights` only its config is read and the parameters are random (from `seed`); buffers that are
-    computed, such as rotary frequencies, are right either way.
+    Without `real_weights` only its config is read and the parameters are random (from `seed`). Computed buffers, such
+    as rotary frequencies, are correct in both cases.
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def check_architecture(config: Any, max_model_len: int) -> None:
 
 
 class Prefill:
-    """Prompts on their way into the cache: `prompts` are the token ids [p] int32 of each, none empty."""
+    """Prompts that are being prefilled: `prompts` are the token ids [p] int32 of each, none empty."""
 
     def __init__(self, prompts: list[np.ndarray]) -> None:
         self.prompts = prompts
@@ -134,7 +134,7 @@ class ModelRunner:
         self._cache.move(moves)
 
     def warm_up(self) -> None:
-        """One pass of each kind: takes the cache's memory, and a model that does not fit fails here."""
+        """Makes one pass of each kind, which allocates the cache: a model that does not fit fails here."""
         prefill = Prefill([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)

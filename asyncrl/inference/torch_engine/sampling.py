@@ -42,9 +42,9 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How each row draws. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N] int64 (0 off),
-    `uniforms` [N] float64. `barred` [N, any] int64: tokens that a row cannot draw, ids outside the vocabulary mean
-    nothing; None when no row has any."""
+    """Sampling settings of each row. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N]
+    int64 (0 off), `uniforms` [N] float64. `barred` [N, any] int64: tokens that a row must not draw; ids outside the
+    vocabulary are padding; None when no row bars any."""
 
     temperature: np.ndarray
     top_p: np.ndarray
@@ -101,7 +101,7 @@ def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(logits: torch.Tensor, rows: SamplingRows, filtered: np.ndarray) -> torch.Tensor:
-    """[N, V] bool, the tokens that top-k and top-p leave; everything in the rows that use neither.
+    """[N, V] bool, the tokens that top-k and top-p keep; all tokens in the rows that use neither.
 
     The tokens stay in vocabulary order, so that a filtered neighbour does not change which token a draw picks.
     """

@@ -1,4 +1,4 @@
-"""The state of the requests that decode now, one row each, kept dense: rows `[0, n)` are taken. numpy only.
+"""The state of the requests that are decoding, one row each, kept dense: rows `[0, n)` are in use. numpy only.
 
 Every per-token rule (budget, stop tokens, chunk boundaries) is a vector operation over the rows; Python touches a
 single row only when it is added, emits a chunk or ends.
@@ -28,7 +28,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """Rows `source` have become rows `target`; whatever else is kept per row has to follow."""
+    """Rows `source` have become rows `target`; other state that is kept per row must be moved in the same way."""
 
     source: np.ndarray
     target: np.ndarray
@@ -76,13 +76,13 @@ class SlotTable:
         return SamplingRows(self._temperature[:n], self._top_p[:n], self._top_k[:n], drawn, barred)
 
     def add(self, request: GenerationRequest) -> int:
-        """Takes the next row for a request of whose prompt all but the last token are cached; returns the row."""
+        """Takes the next row for a request whose prompt is cached except for its last token; returns the row."""
         row, sampling, stop = self.n, request.sampling, request.sampling.stop_token_ids
         assert row < self.num_slots, "no free slot"
         self._length[row] = len(request.prompt_ids) - 1
         self._token[row] = request.prompt_ids[-1]
         self._left[row] = sampling.max_tokens
-        # A row may stop when no more than this is left of its budget, so that one column counts for both rules.
+        # A row may stop when at most this much is left of its budget, so that one column counts for both rules.
         self._stoppable[row] = sampling.max_tokens - (sampling.min_tokens if stop else 0)
         self._guarding |= bool(self._stoppable[row] < self._left[row])
         self._position[row] = request.first_position
@@ -102,7 +102,7 @@ class SlotTable:
         return row
 
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> Advance:
-        """Appends one sampled token per row ([n] int64, [n] float32) and tells which rows need attention."""
+        """Appends one sampled token per row ([n] int64, [n] float32); returns the rows that need attention."""
         n = self.n
         buffered = self._buffered[:n]
         self._ids[self._rows[:n], buffered] = tokens
@@ -132,7 +132,7 @@ class SlotTable:
         return np.array(sorted(found), dtype=np.int64)
 
     def remove(self, rows: np.ndarray) -> Moves:
-        """Frees `rows` and closes the gaps with the last rows that stay."""
+        """Frees `rows` and fills the gaps with the last remaining rows."""
         gone = np.zeros(self.n, bool)
         gone[rows] = True
         for row in rows:

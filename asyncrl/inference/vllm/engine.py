@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WATCH_S = 0.25
-"""How often a dead EngineCore is looked for."""
+"""Pause between two checks that EngineCore is alive."""
 _STOP_S = 30.0
 
 
 class VllmEngine:
     """An `InferenceEngine` over vLLM, whose processes run below this one.
 
-    Until a version is committed, requests wait: dummy weights sample nothing. A resumed request draws from a new random
-    stream (`requests.stream_seed`), and batches of another make-up round differently: it is not deterministic.
+    Until a version is committed, requests wait: dummy weights sample nothing. Sampling is not deterministic: a resumed
+    request draws from a new random stream (`sampling_params.stream_seed`), and rounding depends on the batch.
 
     Args:
         load_real_weights: load the model's files and start as version 0; otherwise random weights and version None.
@@ -64,7 +64,7 @@ class VllmEngine:
     # -- the protocol --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises ConfigError too: vLLM is missing, or is one that cannot be used."""
+        """Also raises ConfigError: vLLM is missing, or its version cannot be used."""
         if self._ended is not None:
             raise GenerationError(explain("start", "the engine was started before", "make a new engine"))
         self._ended = asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ class VllmEngine:
         self._queue.enter(stream)
         try:
             while True:
-                item = await stream.chunks.get()  # its end is owed by `_end` if by nothing else
+                item = await stream.chunks.get()  # always ends: `_end` ends every stream when the engine dies
                 if isinstance(item, GenerationError):
                     raise item
                 yield item
@@ -124,7 +124,7 @@ class VllmEngine:
             self._drains.add(drained)
             await drained
         elif mode == "abort":
-            # A repeated pause must not end what was queued behind the first one.
+            # A second pause must not abort requests that were queued after the first one.
             await self.abort(None if first else [s.request.request_id for s in self._queue.running])
         await self._freeze()
 
@@ -154,7 +154,7 @@ class VllmEngine:
             raise WeightTransferError(
                 explain("load_weights", "the engine is sampling", "await pause(...) before a publish")
             )
-        self._salt += 1  # also without a new version: no prompt finds the KV cache of other weights
+        self._salt += 1  # also without a new version: no prompt may use the KV cache of other weights
         assert self._ended is not None
         receiving = asyncio.ensure_future(self._transfer.receive(manifest, source, timeout_s))
         try:
@@ -198,7 +198,7 @@ class VllmEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _send(self, stream: RequestStream) -> None:
-        """Called by the admission: the stream has a place."""
+        """Sends a stream to vLLM; the admission calls this when the stream has a place."""
         self._spawn(self._serve(stream), f"vllm {stream.request.request_id}")
 
     async def _serve(self, stream: RequestStream) -> None:
@@ -240,7 +240,7 @@ class VllmEngine:
                 self._finish(stream, chunk)
 
     def _finish(self, stream: RequestStream, last: TokenChunk | GenerationError) -> None:
-        """Books first: whoever sees the last chunk finds the place free."""
+        """Frees the place first, so that a consumer that sees the last chunk finds it free."""
         if self._streams.get(stream.request.request_id) is stream:
             del self._streams[stream.request.request_id]
         self._queue.leave(stream)
@@ -249,7 +249,7 @@ class VllmEngine:
             self._end_drains(None)
 
     def _take_out(self, streams: Iterable[RequestStream]) -> None:
-        """Ends these streams with what they have: those that wait at once, the others when vLLM has answered."""
+        """Ends these streams with the tokens that they have: queued ones at once, the others when vLLM has answered."""
         running: list[RequestStream] = []
         for stream in streams:
             if stream in self._queue.running:
@@ -271,17 +271,17 @@ class VllmEngine:
         self._queue.set_open(not self._closed and self._version is not None and self._failure is None)
 
     async def _freeze(self) -> None:
-        """Returns when vLLM samples nothing and everything that it had sampled lies in the streams."""
+        """Returns when vLLM samples nothing and everything that it had sampled is in the streams."""
         async with self._frozen:
             self._require_alive()
             for stream in list(self._queue.running):
-                await stream.entered.wait()  # else it would enter behind the pause
+                await stream.entered.wait()  # otherwise it would enter after the pause
             if not self._paused:
-                self._paused = True  # a resume too many is harmless, one too few is not
+                self._paused = True  # set before the call: a superfluous resume is harmless, a missing one is not
                 await self._ask(self._llm.pause_generation(mode="keep", clear_cache=False))
             await self._settle()
             unborn = [s for s in self._queue.running if s.num_tokens == 0 and s.fate is None]
-            for stream in unborn:  # they begin anew with the weights that come
+            for stream in unborn:  # without tokens: they start again with the new weights
                 stream.fate = "requeue"
             if unborn:
                 await self._ask(self._abort_in_vllm(unborn[::-1]))
@@ -289,9 +289,9 @@ class VllmEngine:
             self._end_drains(None)
 
     async def _settle(self) -> None:
-        """Waits until no output is under way between vLLM's socket and the streams.
+        """Waits until no output is in transit between vLLM's socket and the streams.
 
-        vLLM answers a pause behind the last outputs, in one queue; it then takes a turn of the loop per 128 of them.
+        vLLM queues the answer to a pause after the last outputs. Moving these takes one turn of the loop per 128.
         """
         quiet = 0
         while quiet < 4 + self._settings.max_num_seqs // 64:
@@ -331,7 +331,7 @@ class VllmEngine:
                 task.cancel()
 
     async def _ask(self, call: Awaitable[T]) -> T:
-        """What vLLM answers. Raises GenerationError when it dies or is stopped before: it would never answer then."""
+        """The answer of vLLM. Raises GenerationError when vLLM dies or is stopped first: it would never answer."""
         assert self._ended is not None
         answer = asyncio.ensure_future(call)
         await asyncio.wait((answer, self._ended), return_when=asyncio.FIRST_COMPLETED)

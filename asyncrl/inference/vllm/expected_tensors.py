@@ -1,4 +1,4 @@
-"""Which tensors a vLLM model wants of a publish: names and full shapes, before vLLM stacks and shards them."""
+"""The tensors that a vLLM model expects from a publish: names and full shapes, before vLLM stacks and shards them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _DO = "train and serve the same model.path"
 
 
 class ExpectedTensors:
-    """What can be known: all of a model without quantisation, dense or of experts; where vLLM arranges weights in other
-    ways (quantised layers, experts that it doubles) its own loader has to find what is wrong, and only whole parameters
-    can be missed."""
+    """The expected tensors of one model. They are known for models without quantisation, dense or with experts. Where
+    vLLM arranges weights in other ways (quantised layers, duplicated experts) its own loader must find errors, and only
+    a missing whole parameter is noticed here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._shapes: dict[str, tuple[int, ...] | None] = {}
         self._layers: dict[str, str] = {}
         """Path of the layer that each of these tensors fills, in part or alone."""
         self._unknown: set[str] = set()
-        """vLLM's parameters whose tensors in a checkpoint cannot be told."""
+        """vLLM's parameters whose tensors in a checkpoint are unknown."""
         packed = getattr(model, "packed_modules_mapping", None) or {}
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -66,18 +66,22 @@ class ExpectedTensors:
             raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
 
     def layers_of(self, names: Collection[str]) -> list[str]:
-        """Paths of the layers that these tensors of a checkpoint fill; none for a tensor that cannot be told."""
+        """Paths of the layers that these tensors of a checkpoint fill; none for an unknown tensor."""
         return sorted({layer for name in names if (layer := self._layers.get(self._renamed(name))) is not None})
 
     def loaded_together(self, names: Collection[str], every: Collection[str]) -> Collection[str]:
-        """Those of the tensors `every` that fill the layers of `names`; all, where one cannot be told."""
+        """The tensors of `every` that fill the layers of `names`; all of them, when one of `names` is unknown."""
         layers = {self._layers.get(self._renamed(name)) for name in names}
         return every if None in layers else [n for n in every if self._layers.get(self._renamed(n)) in layers]
 
     def require_all(self, published: set[str], loaded: set[str] | None, wanted: Collection[str] | None = None) -> None:
-        """`published`: names as they came. `loaded`: vLLM's parameters as `load_weights` tells them, None if it does
-        not. `wanted`: those that had to come; None: all of the model. Raises WeightTransferError naming a tensor that
-        is missing."""
+        """Raises WeightTransferError naming a tensor that is missing.
+
+        Args:
+            published: names of the received tensors.
+            loaded: vLLM's parameters as `load_weights` returns them; None: it returns nothing.
+            wanted: the required tensors; None: all of the model.
+        """
         renamed = {self._renamed(name) for name in published}
         layers = None if wanted is None else set(self.layers_of(wanted))
         asked = [name for name in self._shapes if layers is None or self._layers[name] in layers]
@@ -96,8 +100,8 @@ class ExpectedTensors:
 def _parts(
     name: str, prefix: str, module: torch.nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """The tensors of a checkpoint that fill one parameter, with their full shapes (None: not known); none if vLLM
-    arranges them in a way of its own."""
+    """The tensors of a checkpoint that fill one parameter, with their full shapes (None: unknown); none if vLLM
+    arranges them in its own way."""
     kind = name.rsplit(".", 1)[-1]
     if isinstance(module, LinearBase):
         if kind not in ("weight", "bias") or not isinstance(module.quant_method, UnquantizedLinearMethod):
@@ -120,7 +124,7 @@ def _parts(
 
 
 def _expert_parts(kind: str, prefix: str, module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A tensor for each expert and projection, of all ranks: vLLM would take one that is missing for padding."""
+    """A tensor for each expert and projection, of all ranks: vLLM itself would treat a missing one as padding."""
     config = module.moe_config
     single = len(module.get_expert_mapping()) == 3 * config.num_logical_experts
     if not (single and isinstance(module.quant_method, UnquantizedFusedMoEMethod)):

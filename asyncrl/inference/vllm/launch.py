@@ -23,7 +23,7 @@ OWNER_KEY = "asyncrl_owner_pid"
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _SHUTDOWN_S = 5.0
-"""What vLLM's processes get to end by themselves before they are killed."""
+"""Time for vLLM's processes to end by themselves before they are killed."""
 
 
 def engine_arguments(
@@ -46,7 +46,7 @@ def engine_arguments(
         "max_model_len": settings.context_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        # After a part of a prompt vLLM winds the request's generator back, which no generator on a CPU can do.
+        # After a part of a prompt vLLM rewinds the request's generator, which generators on a CPU do not support.
         "enable_chunked_prefill": not on_cpu,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_bytes,
@@ -65,8 +65,8 @@ def engine_arguments(
 class Launcher:
     """A thread that starts vLLM, stays while it runs, and shuts it down.
 
-    One thread for all of it: Linux can end a process when the thread that created it ends (`shared/orphan_guard.py`),
-    and the event loop goes on while vLLM loads.
+    One thread does all of it: Linux can end a process when the thread that created it ends (`shared/orphan_guard.py`).
+    The event loop stays free while vLLM loads.
     """
 
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
@@ -132,8 +132,8 @@ def _launch(model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights
 
 
 def _fork_is_safe() -> bool:
-    """Whether a forked child could use everything at once: no thread that could hold a lock, no pool of OpenMP threads
-    (which a child inherits as a memory of threads that are not there), no Ray worker around it."""
+    """True when a forked child could use everything at once: no other thread that could hold a lock, no pool of OpenMP
+    threads (a child inherits the pool without its threads), and no Ray worker around it."""
     import torch
 
     ray = sys.modules.get("ray")  # vLLM imports it where it is installed

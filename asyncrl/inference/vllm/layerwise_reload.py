@@ -1,4 +1,4 @@
-"""New weights into a model that vLLM serves: its layer-wise reload, made complete.
+"""Loads new weights into a model that vLLM serves: vLLM's layer-wise reload, with its gaps closed.
 
 vLLM gathers the tensors of a layer, loads them into fresh memory, processes them (quantisation, packing) and copies the
 result over the old ones, so that CUDA graphs stay valid. It holds references to the tensors until a layer is complete.
@@ -19,14 +19,14 @@ from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 
 
 class Reload:
-    """`start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread. After no `start` the
-    latter two do nothing."""
+    """One reload: `start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread. Without a
+    `start` the latter two do nothing."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
         self._reloaded: torch.nn.Module | None = None
-        """What is under way: the model, or those of its layers whose tensors come."""
+        """The model, or its layers, that the reload in progress loads."""
         self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
 
@@ -68,8 +68,8 @@ class Reload:
         self._finalize()
 
     def abandon(self) -> None:
-        """Gives every layer that is not complete its old tensors back: the model is whole, if a mixture, and the next
-        reload can start."""
+        """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
+        and the next reload can start."""
         for layer in () if self._reloaded is None else self._reloaded.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -88,8 +88,8 @@ class Reload:
         self._repack_tied(reloaded)
 
     def _let_experts_be_packed(self, reloaded: torch.nn.Module) -> None:
-        """On CPU vLLM packs the weights of experts where it makes their kernel, the first time only: what a reload
-        brings would be computed with as if it were packed. Without a kernel it makes another one, and packs."""
+        """On CPU vLLM packs the weights of experts only when it first makes their kernel, and would use reloaded
+        weights as if they were packed. Removing the kernel makes it build a new one, and pack."""
         self._kernels = []
         for module in reloaded.modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
@@ -98,8 +98,9 @@ class Reload:
                 method.moe_kernel = None  # type: ignore[union-attr]
 
     def _repack_tied(self, reloaded: torch.nn.Module) -> None:
-        """On CPU a linear layer computes with a packed copy of its weight. The reload passes over a layer whose weight
-        belongs to an earlier one, as an output layer tied to the embeddings does: its copy would stay the old one."""
+        """On CPU a linear layer computes with a packed copy of its weight. The reload skips a layer whose weight
+        belongs to an earlier one, such as an output layer tied to the embeddings, so its copy would stay the old
+        one."""
         seen: set[int] = set()
         for module in reloaded.modules():
             weight = getattr(module, "weight", None)

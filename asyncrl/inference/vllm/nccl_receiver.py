@@ -1,7 +1,7 @@
 """The worker's side of `weights.transport: vllm_nccl`: vLLM's own NCCL engine receives, our reload loads.
 
-vLLM's engine would load each broadcast at once, in the thread that NCCL blocks. Here that thread is one that can be
-left at a deadline: the engine is given a model whose `load_weights` hands the tensors to the thread that really loads.
+vLLM's engine would load each broadcast at once, in the thread that NCCL blocks. Here that thread can be abandoned at a
+deadline: the engine gets a model whose `load_weights` hands the tensors to the thread that really loads.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class NativeReceiver:
         self._calls: BlockingCalls | None = None
 
     def receive(self, manifest: Manifest, feed: Feed, timeout_s: float) -> None:
-        """Offers every tensor of the manifest to `feed`; returns when all are loaded and the sender has said so.
+        """Offers every tensor of the manifest to `feed`; returns when all are loaded and the sender has confirmed it.
 
         Raises:
             WeightTransferError: no GPU, no NCCL, or the model has no such tensors: nothing was received then.
@@ -120,7 +120,7 @@ class NativeReceiver:
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
         except BaseException as error:
             channel.fail(error)
-            feed.fail(error)  # before the group goes: a broadcast that is cut short must not be loaded
+            feed.fail(error)  # before the group is dropped: an incomplete broadcast must not be loaded
             self._drop_group()
             raise
 
@@ -193,6 +193,6 @@ class VllmNccl:
 
 
 def _shut_down_late(joining: Future[Any]) -> None:
-    """A group that forms after everybody has left."""
+    """Shuts down a group that forms after its deadline."""
     if joining.exception() is None:
         joining.result().shutdown()

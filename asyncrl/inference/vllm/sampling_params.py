@@ -1,4 +1,4 @@
-"""What vLLM is asked: a `GenerationRequest` as vLLM's SamplingParams."""
+"""Converts a `GenerationRequest` to vLLM's SamplingParams."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
 def stream_seed(seed: int, first_position: int) -> int:
     """The seed of one vLLM request, in `[0, 2**63)`.
 
-    vLLM draws from one generator per request that cannot start in the middle: a resumed request gets another stream,
-    independent of the one it had, and never the same again. Source: the finaliser of splitmix64 (Steele, Lea, Flood
-    2014), once over each number.
+    vLLM has one generator per request, which cannot start in the middle. So a resumed request gets a new stream,
+    independent of its earlier ones. Source: the finaliser of splitmix64 (Steele, Lea, Flood 2014), once over each
+    number.
     """
     return _mix(_mix(seed & _MASK) + first_position) >> 1
 

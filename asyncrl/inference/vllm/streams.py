@@ -1,4 +1,4 @@
-"""One request on its way through vLLM: outputs of vLLM in, chunks with exact versions out."""
+"""One request inside vLLM: turns outputs of vLLM into chunks with exact versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NO_VERSION = -1
 """On a chunk without tokens that ends before the first commit."""
 
 Fate = Literal["abort", "requeue"]
-"""What a request that was taken out of vLLM becomes: ended with the tokens so far, or sent again from the start."""
+"""What follows when a request is taken out of vLLM: it ends with the tokens so far, or is sent again from the start."""
 
 
 class Mailbox:
-    """What waits for the one consumer of a request. asyncio.Queue, made for many, costs twice as much per token."""
+    """The queue of one request, for one consumer. asyncio.Queue supports many and costs twice as much per token."""
 
     def __init__(self) -> None:
         self._items: deque[TokenChunk | GenerationError] = deque()
@@ -32,7 +32,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def get(self) -> TokenChunk | GenerationError:
-        """The oldest item; one consumer at a time. Cancelled, it has taken nothing."""
+        """The oldest item; one consumer at a time. A cancelled call takes nothing."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -42,7 +42,7 @@ class Mailbox:
 class RequestStream:
     """What the adapter knows of one request.
 
-    `entered` is set once vLLM has it (or could not take it), `ended` once its last chunk lies in `chunks`.
+    `entered` is set once vLLM has the request (or has refused it), `ended` once its last chunk is in `chunks`.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -62,7 +62,7 @@ class RequestStream:
 
     @property
     def behind(self) -> bool:
-        """Whether vLLM has handed over something that is not in `chunks` yet."""
+        """True when vLLM has output for this request that is not in `chunks` yet."""
         return self._collector is not None and self._collector.output is not None
 
     def enter(self, collector: Any, state: Any) -> None:
@@ -73,7 +73,7 @@ class RequestStream:
         self.entered.set()
 
     def leave(self) -> None:
-        """Back to where it was before `enter`, to be sent again."""
+        """Undoes `enter`, so that the request can be sent again."""
         self._collector, self._starts, self.fate = None, None, None
         self.entered.clear()
 
@@ -109,7 +109,7 @@ class RequestStream:
         return [*chunks, final]
 
     def end(self, last: TokenChunk | GenerationError) -> None:
-        """Puts the last thing that the consumer gets; ignored when the stream has ended."""
+        """Puts the last item for the consumer; ignored when the stream has ended."""
         if not self.ended.is_set():
             self.ended.set()
             self.entered.set()

@@ -1,4 +1,4 @@
-"""Which vLLM can be used: probed by what it has, not by its version alone."""
+"""Checks whether the installed vLLM can be used: probes for what the adapter calls, not only for the version."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ NEEDED = {
 
 
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """vLLM runs nearly every decoder, whatever its layers, its logits and its inputs; it is sent prompts of token ids,
-    and those of an encoder are no prompt that a response continues."""
+    """The reasons why vLLM cannot run a model. It runs nearly every decoder, whatever its layers, logits and inputs. An
+    encoder is refused: its input is not a prompt of token ids that a response continues."""
     del context_tokens
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
@@ -73,7 +73,7 @@ def vllm_version() -> str:
 
 
 def _lacks(target: str, names: tuple[str, ...]) -> list[str]:
-    """What of `target` is missing: itself, or `target(name)`."""
+    """The missing parts of `target`: itself, or `target(name)`."""
     module, _, path = target.partition(":")
     try:
         found: Any = import_module(module)

@@ -1,4 +1,4 @@
-"""The adapter's side of a publish: vLLM's four calls, and what its workers made of them."""
+"""The adapter's side of a publish: vLLM's four calls, and the outcomes of its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, TransferEnded, Weight
 from asyncrl.types import Digest, Manifest, TransferSource
 
 _GRACE_S = 2.0
-"""What vLLM may take beyond the deadline that its workers keep, so that their own error arrives."""
+"""Time that vLLM has beyond the deadline of its workers, so that their own error arrives."""
 
 
 class VllmTransfer:
@@ -25,8 +25,8 @@ class VllmTransfer:
         self._publish: asyncio.Task[Digest | None] | None = None
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `InferenceEngine.load_weights`. Cancelled or late, the calls still run to their end, at the deadline: a
-        publish that is left half way would bar the next one."""
+        """As `InferenceEngine.load_weights`. After a cancellation or a missed deadline the calls still run to their
+        end: a publish that was left half done would block the next one."""
         deadline = time.monotonic() + timeout_s
         asked = f"load the weights of publish {manifest.publish_id} within {timeout_s:g} s"
         if self._publish is not None and not self._publish.done():
@@ -74,7 +74,7 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
     Args:
         outcomes: per worker (name of the error class or "", message, digest or None).
 
-    Raises the first worker's error; that of a worker which only saw the transfer end comes last.
+    Raises the error of the first worker that failed by itself; else that of one that only saw the transfer end.
     """
     failed = sorted((o for o in outcomes if o[0]), key=lambda o: o[0] == TransferEnded.__name__)
     if failed:
@@ -82,7 +82,9 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, AsyncRLError):
             raise kind(message)
-        raise WeightTransferError(explain("update the weights of a vLLM worker", f"{name}: {message}", "mend this"))
+        raise WeightTransferError(
+            explain("update the weights of a vLLM worker", f"{name}: {message}", "see the log of its processes")
+        )
     digests = [outcome[2] for outcome in outcomes]
     if any(digest is None for digest in digests):
         return None
@@ -90,6 +92,6 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
 
 
 def _look_at_the_error(task: asyncio.Task[Any]) -> None:
-    """A publish that nobody waits for any more may fail: its error was the deadline."""
+    """Retrieves the error of a publish whose caller has already got a DeadlineExceeded."""
     if not task.cancelled():
         task.exception()

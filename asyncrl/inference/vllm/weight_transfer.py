@@ -1,7 +1,7 @@
-"""What vLLM imports into its worker processes: the weight-transfer engine of name "asyncrl", registered by the import.
+"""The weight-transfer engine "asyncrl", which vLLM imports into its worker processes; the import registers it.
 
-A call that raises inside a worker reaches the caller as text at best, and may cost the engine. So no phase raises: what
-went wrong is kept, and fetched when the update has ended (`WorkerExtension.asyncrl_outcome`).
+An exception inside a worker reaches the caller as text at best, and may kill the engine. So no phase raises: each keeps
+its error, which is fetched when the update has ended (`WorkerExtension.asyncrl_outcome`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from asyncrl.weights.transports import build_receiver
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-"""What a receiver that was left behind may still need to let go of its sender."""
+"""Time for an abandoned receiver to disconnect from its sender."""
 _GRACE_S = 5.0
-"""What a receiver may take beyond its deadline before it is left behind."""
+"""Time that a receiver has beyond its deadline before it is abandoned."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`manifest`: a pickled Manifest. `timeout_s`: what is left of the publish's time."""
+    """`manifest`: a pickled Manifest. `timeout_s`: the remaining time of the publish."""
 
     manifest: bytes
     timeout_s: float
@@ -68,7 +68,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         served, together = self.model_config, self._reload.expected.loaded_together
         self._decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
         self._loaded: Manifest | None = None
-        """The publish that was loaded and not finished."""
+        """The publish that was loaded and is not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | NativeReceiver | None = None
@@ -109,11 +109,12 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 logger.exception("the model cannot be made whole after a failed update")
 
     def forget(self) -> None:
-        """The model's weights are no longer those of the last publish: the next one brings all of them."""
+        """Records that the model's weights are no longer those of the last publish: the next one must send all of
+        them."""
         self._decoder.forget()
 
     def outcome(self) -> list[Any]:
-        """What `transfer.agree` reads, of the last update."""
+        """The outcome of the last update, as `transfer.agree` reads it."""
         if self._failure is None:
             return ["", "", None if self._digest is None else list(self._digest)]
         return [type(self._failure).__name__, str(self._failure), None]
@@ -143,7 +144,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         plan = self._decoder.plan(manifest)
         names = None if plan.whole else plan.names
         self._reload.start(names)
-        # The receiver keeps the deadline and says more about it.
+        # The receiver has its own deadline, and its error says more.
         feed = StreamFeed(len(plan.names), timeout_s + 1.0, self.device)
         received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
         try:
