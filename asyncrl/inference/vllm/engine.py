@@ -198,7 +198,7 @@ class VllmEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _send(self, stream: RequestStream) -> None:
-        """Sends a stream to vLLM; the admission calls this when the stream has a place."""
+        """Sends a stream to vLLM; the request queue calls this when the stream has a place."""
         self._spawn(self._serve(stream), f"vllm {stream.request.request_id}")
 
     async def _serve(self, stream: RequestStream) -> None:
