@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
-from asyncrl.types import EvalResult, ReplicaTable
+from asyncrl.types import EvalResult, ReplicaHandle, ReplicaTable
 from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
 from asyncrl.types.metrics import Metric
 
@@ -150,7 +150,7 @@ class Evaluations:
         work = asyncio.create_task(self._by_leased(leases, version), name=f"evaluation of version {version}")
         self._beside = _Beside(step, version, tries, work)
 
-    async def _by_leased(self, leases: Mapping[int, Any], version: int) -> list[EvalResult]:
+    async def _by_leased(self, leases: Mapping[int, ReplicaHandle], version: int) -> list[EvalResult]:
         """Every held-out set by these replicas, which it gives back."""
         results = []
         try:
@@ -167,7 +167,7 @@ class Evaluations:
                 await self._parts.replicas.end_lease(leases)
         return results
 
-    def _still_leased(self, leases: Mapping[int, Any]) -> ReplicaTable:
+    def _still_leased(self, leases: Mapping[int, ReplicaHandle]) -> ReplicaTable:
         table = self._parts.replicas.table
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
 

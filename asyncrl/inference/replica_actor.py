@@ -15,7 +15,7 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference.engines import ENGINES, build_engine
 from asyncrl.inference.replica import Replica
-from asyncrl.remote.actor_client import ActorClient
+from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.waits import replica
 from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
 
@@ -102,7 +102,7 @@ def spawn_replica(
 class ReplicaControl:
     """The calls of the pool and the checkpoint engine to one replica."""
 
-    def __init__(self, replica_id: int, handle: Any) -> None:
+    def __init__(self, replica_id: int, handle: ActorHandle) -> None:
         self._id = replica_id
         self.handle = handle
         self._actor = ActorClient(handle, replica(replica_id))

@@ -12,14 +12,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.membership import Membership
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import replica
-from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
+from asyncrl.types import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +30,6 @@ UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held")
 ROUTED: tuple[ReplicaState, ...] = ("serving", "held")
 
 Listener = Callable[[ReplicaTable], Awaitable[None]]
-
-
-class Control(Protocol):
-    """The calls of a replica that the pool makes itself, as `inference.replica_actor.ReplicaControl` sends them."""
-
-    async def start(self, timeout_s: float) -> ReplicaStats: ...
-
-    async def stats(self, timeout_s: float) -> ReplicaStats: ...
-
-    async def reset(self, timeout_s: float) -> None: ...
-
-    async def forget_client(self, client_id: str, timeout_s: float) -> None: ...
-
-    async def stop(self, timeout_s: float) -> None: ...
-
-    def abandon(self) -> Control:
-        """Ends every call in progress, and every later one, with DeadlineExceeded; returns a control to go on with."""
-        ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +65,7 @@ class ReplicaPool:
 
     def __init__(
         self,
-        spawn: Callable[[int], Any],
+        spawn: Callable[[int], ReplicaHandle],
         num_replicas: int,
         settings: PoolSettings,
         *,
@@ -99,7 +79,7 @@ class ReplicaPool:
         self._spawn = spawn
         self._settings = settings
         self._on_event = on_event
-        self._controls: dict[int, Any] = {i: spawn(i) for i in range(num_replicas)}
+        self._controls: dict[int, ReplicaHandle] = {i: spawn(i) for i in range(num_replicas)}
         self._budget = RestartBudget(settings.max_restarts, settings.window_s)
         self._membership = Membership(self._controls, self._budget, restart_delay_s=settings.restart_delay_s)
         self._details: dict[int, str] = {}
@@ -118,27 +98,27 @@ class ReplicaPool:
     # -- who is there --------------------------------------------------------------------------------------------
 
     @property
-    def controls(self) -> dict[int, Any]:
+    def controls(self) -> dict[int, ReplicaHandle]:
         """Every replica, whatever its state."""
         return dict(self._controls)
 
     @property
-    def members(self) -> dict[int, Any]:
+    def members(self) -> dict[int, ReplicaHandle]:
         """The replicas that are up and not leased: a publish reaches them."""
         return self._those(*UP)
 
     @property
-    def newcomers(self) -> dict[int, Any]:
+    def newcomers(self) -> dict[int, ReplicaHandle]:
         """Those that are up and have no committed weights yet."""
         return self._those("newcomer")
 
     @property
-    def serving(self) -> dict[int, Any]:
+    def serving(self) -> dict[int, ReplicaHandle]:
         """Those that have committed weights: requests are sent to them."""
         return self._those(*ROUTED)
 
     @property
-    def leased(self) -> dict[int, Any]:
+    def leased(self) -> dict[int, ReplicaHandle]:
         """Those that an evaluation has, as long as they are up."""
         return self._those("leased")
 
@@ -165,13 +145,13 @@ class ReplicaPool:
     async def start(self) -> None:
         """Starts all of them at once. Raises what any of them raises: nothing is replaced before the run has begun."""
 
-        async def one(replica_id: int, control: Control) -> None:
+        async def one(replica_id: int, control: ReplicaHandle) -> None:
             await control.start(self._settings.start_timeout_s)
             self._came_up(replica_id)
 
         await asyncio.gather(*(one(i, control) for i, control in self._controls.items()))
 
-    def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+    def fail(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         """Takes this incarnation of a replica out; a later one is left alone.
 
         One that is late (DeadlineExceeded) is suspended, if the settings give it time to rejoin. Any other is killed
@@ -213,7 +193,7 @@ class ReplicaPool:
         """Statistics of every member that answers, also in the middle of a publish. A member that does not answer has
         failed (`fail`)."""
 
-        async def one(replica_id: int, control: Any) -> ReplicaStats | None:
+        async def one(replica_id: int, control: ReplicaHandle) -> ReplicaStats | None:
             try:
                 return await control.stats(self._settings.health_timeout_s)
             except AsyncRLError as error:
@@ -236,7 +216,7 @@ class ReplicaPool:
 
     # -- publishes -----------------------------------------------------------------------------------------------
 
-    async def hold(self, controls: Mapping[int, Any]) -> None:
+    async def hold(self, controls: Mapping[int, ReplicaHandle]) -> None:
         """A rolling publish reaches these next: no new request goes to them until they have committed, unless every
         replica is held. Returns when the listener has the table. Raises what the listener raises."""
         for replica_id in self._current(controls):
@@ -244,7 +224,7 @@ class ReplicaPool:
                 self._membership.apply(replica_id, "hold")
         await self._tell()
 
-    async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
+    async def committed(self, controls: Mapping[int, ReplicaHandle], version: int | None = None) -> int:
         """Records that these incarnations serve the trainer's weights; returns how many of them have not failed since.
 
         Returns when the listener has the table, and so sends nothing to those that failed. Raises what the listener
@@ -277,7 +257,7 @@ class ReplicaPool:
 
     # -- evaluations and clients ---------------------------------------------------------------------------------
 
-    async def lease(self, count: int) -> dict[int, Any]:
+    async def lease(self, count: int) -> dict[int, ReplicaHandle]:
         """Takes up to `count` serving replicas, but never the last one, out of rollout and publishes; returns them.
 
         Must not be called during a publish. Raises what the listener raises.
@@ -291,11 +271,11 @@ class ReplicaPool:
         await self._tell()
         return {i: control for i, control in self.leased.items() if i in chosen and free[i] is control}
 
-    async def end_lease(self, controls: Mapping[int, Any]) -> None:
+    async def end_lease(self, controls: Mapping[int, ReplicaHandle]) -> None:
         """Makes those of these that are still leased newcomers. Does not raise: a replica that does not answer has
         failed."""
 
-        async def one(replica_id: int, control: Any) -> None:
+        async def one(replica_id: int, control: ReplicaHandle) -> None:
             if await self._reset(replica_id, control) and self.leased.get(replica_id) is control:
                 self._membership.apply(replica_id, "lease_ended")
                 self._on_event(events.ReplicaReturned(replica_id))
@@ -315,10 +295,10 @@ class ReplicaPool:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _those(self, *states: ReplicaState) -> dict[int, Any]:
+    def _those(self, *states: ReplicaState) -> dict[int, ReplicaHandle]:
         return {i: self._controls[i] for i in self._membership.those(*states)}
 
-    def _current(self, controls: Mapping[int, Any]) -> list[int]:
+    def _current(self, controls: Mapping[int, ReplicaHandle]) -> list[int]:
         """Those of `controls` that have not been replaced or suspended since."""
         return [i for i, control in controls.items() if self._controls[i] is control]
 
@@ -338,7 +318,7 @@ class ReplicaPool:
         except Exception as error:  # noqa: BLE001 - task boundary: the next call of `_tell` meets the same, and raises
             logger.warning("the rollout side does not know of a change of the replicas yet: %s", error)
 
-    async def _reset(self, replica_id: int, control: Any) -> bool:
+    async def _reset(self, replica_id: int, control: ReplicaHandle) -> bool:
         """True when the replica has forgotten what it was asked; one that does not answer has failed."""
         try:
             await control.reset(self._settings.health_timeout_s)
@@ -347,7 +327,7 @@ class ReplicaPool:
             return False
         return True
 
-    def _suspend(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+    def _suspend(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         logger.warning("replica %d is late and suspended: %s", replica_id, why)
         self._on_event(events.ReplicaSuspended(replica_id, str(why)))
         self._membership.apply(replica_id, "late")
@@ -357,7 +337,7 @@ class ReplicaPool:
         self._spawn_task(self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
-    async def _rejoin(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+    async def _rejoin(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         """Checks a suspended replica until it answers, then makes it a newcomer; replaces it when it is dead or takes
         too long."""
         loop, limit_s = asyncio.get_running_loop(), self._settings.rejoin_timeout_s
@@ -382,7 +362,7 @@ class ReplicaPool:
                     self._changed.set()
             return
 
-    def _replace(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+    def _replace(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event(events.ReplicaFailed(replica_id, str(why), restarts=self._budget.total))
         control.kill()
@@ -404,7 +384,7 @@ class ReplicaPool:
             self._spawn_task(start, f"replace replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
-    async def _start(self, replica_id: int, control: Any, delay_s: float) -> None:
+    async def _start(self, replica_id: int, control: ReplicaHandle, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         try:
             await control.start(self._settings.start_timeout_s)
@@ -417,7 +397,7 @@ class ReplicaPool:
             self._changed.set()
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
-    def _is_awaited(self, replica_id: int, control: Any) -> bool:
+    def _is_awaited(self, replica_id: int, control: ReplicaHandle) -> bool:
         return self._controls[replica_id] is control and not self._stopping and self._failure is None
 
     def _came_up(self, replica_id: int) -> None:

@@ -33,8 +33,8 @@ from asyncrl.errors import (
     WeightTransferError,
     explain,
 )
-from asyncrl.publish.participants import PublishedReplica, PublishingTrainer, PublishTargets
-from asyncrl.types import Digest, Encoding, Manifest, PauseMode, PublishReport, TransferSource
+from asyncrl.publish.participants import PublishingTrainer, PublishTargets
+from asyncrl.types import Digest, Encoding, Manifest, PauseMode, PublishReport, ReplicaHandle, TransferSource
 from asyncrl.weights.plan import make_manifest
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "keep", "drain": "drain"}
 
 
-Replicas = dict[int, PublishedReplica]
+Replicas = dict[int, ReplicaHandle]
 
 BLAME_S = 5.0
 """Time that a sender has, after a receiver has failed, to notice the failure or to finish before it is interrupted."""
@@ -315,7 +315,7 @@ class CheckpointEngine:
         names = [spec.name for spec, ours, theirs in pairs if ours != theirs]
         return f"it has other bytes in {', '.join(names[:3]) or 'an unknown tensor'}"
 
-    def _strike(self, publish: _Publish, replica_id: int, control: PublishedReplica, why: str) -> None:
+    def _strike(self, publish: _Publish, replica_id: int, control: ReplicaHandle, why: str) -> None:
         """Counts one wrong transfer. The replica gets a retry, then it is replaced; its replacement's fault ends the
         run."""
         strikes = publish.strikes[replica_id] = publish.strikes.get(replica_id, 0) + 1

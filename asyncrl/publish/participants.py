@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.types import Digest, Manifest, PauseMode, TensorSpec, TransferSource
+from asyncrl.types import Digest, Manifest, ReplicaHandle, TensorSpec, TransferSource
 
 
 class PublishingTrainer(Protocol):
@@ -23,30 +23,20 @@ class PublishingTrainer(Protocol):
         ...
 
 
-class PublishedReplica(Protocol):
-    """The receiving side: one replica. Raises ProcessDied, DeadlineExceeded when it is gone or does not answer."""
-
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
-
-    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None: ...
-
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
-
-
 class PublishTargets(Protocol):
     """The replicas to publish to: `inference.replica_pool.ReplicaPool`."""
 
     @property
-    def members(self) -> Mapping[int, PublishedReplica]:
+    def members(self) -> Mapping[int, ReplicaHandle]:
         """The replicas that are up."""
         ...
 
     @property
-    def newcomers(self) -> Mapping[int, PublishedReplica]:
+    def newcomers(self) -> Mapping[int, ReplicaHandle]:
         """Those of them that have no committed weights yet."""
         ...
 
-    def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
+    def fail(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         """Takes a replica out and begins to replace it."""
         ...
 
@@ -54,16 +44,16 @@ class PublishTargets(Protocol):
         """Returns when at least one is up. Raises RunFailed, DeadlineExceeded."""
         ...
 
-    async def committed(self, controls: Mapping[int, Any], version: int | None = None) -> int:
+    async def committed(self, controls: Mapping[int, ReplicaHandle], version: int | None = None) -> int:
         """These serve committed weights from now on; returns how many of them are still up. `version`: what they serve,
         in a rolling publish."""
         ...
 
-    async def hold(self, controls: Mapping[int, Any]) -> None:
+    async def hold(self, controls: Mapping[int, ReplicaHandle]) -> None:
         """A rolling publish reaches these next: no new request goes to them until they have committed, while there are
         others."""
         ...
 
-    async def stats(self) -> Any:
+    async def stats(self) -> object:
         """Checks the health of all of them; those that do not answer have failed."""
         ...

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient, ActorHandle
 from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait, LedgerCounts, PartialGroup
 
@@ -17,7 +16,7 @@ LOAD_TIMEOUT_S = 600.0
 class QueueControl:
     """What the coordinator calls of the message queue."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: ActorHandle) -> None:
         self.handle = handle
         self._actor = ActorClient(handle, MESSAGE_QUEUE)
 

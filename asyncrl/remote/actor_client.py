@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
 
 import ray
 
 from asyncrl.errors import Process
 from asyncrl.remote.reply import ended, reply
 
+ActorHandle: TypeAlias = Any
+"""Ray's handle of an actor: its methods come from the actor's class at run time."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -20,7 +22,7 @@ CALL_TIMEOUT_S = 60.0
 class ActorClient:
     """Owns the handle of an actor. Raises as `remote.reply.reply`."""
 
-    def __init__(self, handle: Any, process: Process) -> None:
+    def __init__(self, handle: ActorHandle, process: Process) -> None:
         self.handle = handle
         self.process = process
 

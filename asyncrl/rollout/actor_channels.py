@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
-from typing import Any
 
 from asyncrl.inference.replica import Replica
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient, ActorHandle
 from asyncrl.remote.waits import FOREVER_S, MESSAGE_QUEUE, ROLLOUTER, replica
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import (
@@ -31,7 +30,7 @@ GRACE_S = 5.0
 class ReplicaActorChannel:
     """A `ReplicaChannel` over a Ray actor handle."""
 
-    def __init__(self, replica_id: int, handle: Any, client_id: str) -> None:
+    def __init__(self, replica_id: int, handle: ActorHandle, client_id: str) -> None:
         self._actor = ActorClient(handle, replica(replica_id))
         self._client_id = client_id
 
@@ -57,7 +56,7 @@ class QueueChannel:
     Puts that arrive during a call are sent together in the next call: a call costs more than a small group.
     """
 
-    def __init__(self, handle: Any, client_id: str = "") -> None:
+    def __init__(self, handle: ActorHandle, client_id: str = "") -> None:
         self._actor = ActorClient(handle, MESSAGE_QUEUE)
         self._client_id = client_id
         self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
@@ -101,7 +100,7 @@ class QueueChannel:
 class RolloutControl:
     """The supervisor's calls to one rollouter. `client_id`: its name among the clients of the replicas."""
 
-    def __init__(self, handle: Any, client_id: str) -> None:
+    def __init__(self, handle: ActorHandle, client_id: str) -> None:
         self.handle = handle
         self._actor = ActorClient(handle, ROLLOUTER)
         self._client_id = client_id

@@ -14,6 +14,7 @@ import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.remote.actor_client import ActorHandle
 from asyncrl.remote.reply import ended, reply, reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -44,7 +45,7 @@ writing of a checkpoint."""
 class QueueFetch:
     """Fetches tokens for a rank directly from the queue actor."""
 
-    queue: Any
+    queue: ActorHandle
     timeout_s: float = FETCH_TIMEOUT_S
 
     def __call__(self, ordinals: Sequence[int]) -> Sequence[TrajectoryGroup]:
@@ -93,14 +94,14 @@ class TrainerPool:
     start another.
     """
 
-    def __init__(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
+    def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
         self._spec = spec
         self._actors = list(actors)
-        self._killed: list[Any] = []
+        self._killed: list[ActorHandle] = []
 
     @classmethod
     async def start(
-        cls, spec: TrainerSpec, queue_handle: Any, num_gpus_per_rank: float, timeout_s: float
+        cls, spec: TrainerSpec, queue_handle: ActorHandle, num_gpus_per_rank: float, timeout_s: float
     ) -> TrainerPool:
         """`spec.trainer.num_ranks` actors with the model loaded.
 

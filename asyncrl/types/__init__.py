@@ -27,7 +27,7 @@ from asyncrl.types.groups import (
     Ticket,
 )
 from asyncrl.types.models import ModelFacts
-from asyncrl.types.replicas import ReplicaRow, ReplicaState, ReplicaTable
+from asyncrl.types.replicas import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaTable
 from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
@@ -74,6 +74,7 @@ __all__ = [
     "PauseMode",
     "PublishReport",
     "RankPlan",
+    "ReplicaHandle",
     "ReplicaRow",
     "ReplicaState",
     "ReplicaStats",
