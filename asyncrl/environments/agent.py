@@ -1,4 +1,4 @@
-"""An agent written against an OpenAI client is the environment: what it asks is answered by the policy and recorded.
+"""An agent written against an OpenAI client is the environment: the policy answers its requests, which are recorded.
 
 The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`. What it returns is judged by the
 reward; None stands for the text of the last reply.
@@ -52,7 +52,7 @@ class AgentEnvironment:
 
     The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
     requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
-    length was reached: that ends the trajectory with finish_reason "length".
+    length was reached; such a trajectory ends with finish_reason "length".
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
@@ -89,7 +89,7 @@ class AgentEnvironment:
             except BaseException as error:
                 task_now = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task_now is not None and task_now.cancelling():
-                    raise  # the attempt is given up
+                    raise  # the attempt was cancelled
                 if recorded.failure is not None:
                     raise recorded.failure from None
                 if not recorded.cut:

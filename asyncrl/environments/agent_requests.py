@@ -1,7 +1,8 @@
-"""What an agent asks at `/v1/chat/completions` and what it is answered, in OpenAI's JSON. Pure.
+"""The requests of an agent at `/v1/chat/completions` and the answers to them, in OpenAI's JSON. Pure.
 
-Sampling is the recipe's, so that what is trained is what was sampled: temperature, top_p, seed and the like are taken
-and unused. What would change the answer in other ways (n, stop, a forced tool, a response format) is refused by name.
+The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
+seed and the like are accepted and ignored. Fields that would change the answer in other ways (n, stop, a forced tool, a
+response format) are refused by name.
 """
 
 from __future__ import annotations

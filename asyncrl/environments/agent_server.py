@@ -1,9 +1,5 @@
-"""The HTTP side of agents: one server on this machine's own address, one key per trajectory.
-
-Consumes: requests of agents.   Produces: answers of their sessions.
-Waits for: generation, as long as the trajectory may take.
-Stops when: `close` is called; requests then end.
-"""
+"""The HTTP side of agents: one server on this machine's loopback address, with one key per trajectory. The time limit
+of a trajectory also limits its requests."""
 
 from __future__ import annotations
 
@@ -111,7 +107,7 @@ class AgentServer:
             return _refused(error)
         except ClientLeft:
             return Response(status_code=_CLIENT_LEFT)
-        except Exception as error:  # task boundary: the agent gets it as an answer, its trajectory fails of it
+        except Exception as error:  # task boundary: the agent gets it as an answer, and its trajectory fails
             logger.exception("a request of an agent failed")
             if session is not None:
                 session.failure = error
@@ -142,5 +138,5 @@ async def _events(reply: AgentReply, *, include_usage: bool) -> AsyncGenerator[s
 
 def _refused(error: ApiError) -> Response:
     response = error_response(error)
-    response.headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and each request counts
+    response.headers["x-should-retry"] = "false"  # OpenAI's clients would retry, and each request counts as a turn
     return response

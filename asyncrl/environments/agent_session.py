@@ -20,7 +20,7 @@ from asyncrl.types import Generation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A conversation after a reply: `messages`, the reply among them, are what its token ids say."""
+    """A conversation after a reply: `messages`, the reply included, are the text of its token ids."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -30,11 +30,13 @@ class _Node:
 
 
 class AgentSession:
-    """A request whose messages begin with those of an earlier one and its reply goes on from the token ids of that
-    reply, of the longest such one; what comes after it is new and written by the environment. Another request begins a
+    """Answers the requests of one agent and records them as a tree.
+
+    A request whose messages begin with those of an earlier request and its reply continues from the token ids of that
+    reply; of several, from the longest. The further messages are text of the environment. Any other request begins a
     branch of its own, or one that forks off an earlier reply. The branch of the last request is the trajectory.
 
-    Requests are answered one after another, in the order in which they come.
+    Requests are answered one after another, in the order in which they arrive.
     """
 
     def __init__(self, session: Session, limits: TrajectoryLimits, max_turns: int, parser: ParserName) -> None:
@@ -49,7 +51,7 @@ class AgentSession:
         self.cut = False
         """A request was refused because of a limit: of turns, or of length."""
         self.failure: Exception | None = None
-        """What generation raised; the trajectory fails of it whatever the agent makes of its answer."""
+        """The error of generation, if any. It fails the trajectory however the agent reacts to the error answer."""
 
     @property
     def last(self) -> _Node | None:
@@ -61,7 +63,7 @@ class AgentSession:
         return self._session.decode(self._nodes[-1].last.token_ids)
 
     async def answer(self, request: AgentRequest) -> AgentReply:
-        """Raises ApiError: over a limit, or nothing that the model's chat format can say."""
+        """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
         async with self._order:
             if self.num_requests >= self._max_turns:
                 self.cut = True
@@ -107,7 +109,7 @@ class AgentSession:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
     def _continued(self, request: AgentRequest) -> _Node | None:
-        """The latest of the longest nodes that it goes on from."""
+        """The longest node that the request continues; of equally long ones the latest."""
         found = None
         for node in self._nodes:
             size = len(node.messages)
@@ -122,7 +124,7 @@ class AgentSession:
 
 
 def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
-    """Whether a message means the same: clients drop what is empty and the blanks around a text."""
+    """True when both messages mean the same: clients drop empty fields, and blanks around a text."""
     return (
         kept["role"] == sent["role"]
         and kept["content"].strip() == sent["content"].strip()

@@ -24,8 +24,8 @@ _QUESTION, _REPLY, _RESULT = "question7391", "reply7391", "result7391"
 
 
 class Chat:
-    """What the policy has written is never rendered again: a new turn is tokenized on its own and comes after the
-    token ids that are there."""
+    """The chat format of one tokenizer. It never renders the policy's own tokens again: a new turn is tokenized by
+    itself and appended to the existing token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,8 @@ class Chat:
         return template_text(self._tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32, without special tokens around it. Half a character, which agents may send, is a question mark."""
+        """[n] int32, without special tokens around it. An unpaired surrogate, which agents may send, becomes a question
+        mark."""
         whole = text.encode(errors="replace").decode()
         return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
@@ -54,14 +55,16 @@ class Chat:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def harmless(self, text: str) -> str:
-        """`text` with a space in every special token that it spells: a tool's result cannot end its own turn."""
+        """`text` with a space inserted into every special token that it spells, so that a tool's result cannot end its
+        turn."""
         for token in self._specials:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     def decode_turn(self, token_ids: np.ndarray) -> str:
-        """Text of one response with its special tokens, of which some formats make tool calls, but for its end."""
+        """Text of one response without its end token. Other special tokens are kept: some formats use them in tool
+        calls."""
         ids = token_ids.tolist()
         while ids and ids[-1] in self._ends:
             ids.pop()
@@ -82,8 +85,8 @@ class Chat:
         """[n] int32: what follows the policy's `response_ids` in a conversation that goes on with `messages`, up to
         where its next turn begins.
 
-        The template renders a short conversation of which only what comes after the assistant's reply is taken. Where
-        it writes the end of that reply and the response has ended by itself, that end is not written twice.
+        The template renders a short conversation, of which only the part after the assistant's reply is used. When that
+        part begins with the end of the reply and the response has that end already, it is not written twice.
 
         Raises DataError: the template refuses the messages.
         """
@@ -91,7 +94,7 @@ class Chat:
         text = self._render([*before, *map(self._speakable, messages)], {})
         at = text.index(_REPLY) + len(_REPLY)
         head, whole = self.encode(text[:at]), self.encode(text)
-        # Some tokenizers write a text's first token differently: only the whole shows what stands after the reply.
+        # Some tokenizers encode the first token of a text differently, so the whole is tokenized and then cut.
         joined = len(whole) > len(head) and np.array_equal(whole[: len(head)], head)
         ids = whole[len(head) :] if joined else self.encode(text[at:])
         return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self._ends else ids
@@ -106,7 +109,7 @@ class Chat:
         return ids
 
     def _speakable(self, message: Message) -> dict[str, Any]:
-        """A tool's result as the user's words where the template has no place for one."""
+        """A tool's result as a message of the user, when the template has no role for tools."""
         if message.get("role") != "tool":
             return dict(message)
         if self._knows_results is None:

@@ -1,4 +1,4 @@
-"""The tokens of a trajectory of several turns, as the policy and the environment write them in turn."""
+"""The tokens of a multi-turn trajectory, which the policy and the environment write alternately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.types import FinishReason, Generation, Segment, Trajectory
 
 
 class Conversation:
-    """Grows at its end only: the token ids that one response was asked with begin those of the next.
+    """A conversation that only grows at its end: the prompt of each response is a prefix of the prompt of the next.
 
     Args:
         prompt_ids: [P] int32.
@@ -29,11 +29,11 @@ class Conversation:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[P + T] int32: prompt and all turns so far, which is the prompt of the next response."""
+        """[P + T] int32: prompt and all turns so far, which are the prompt of the next response."""
         return np.concatenate([self._prompt_ids, *self._ids])
 
     def fork(self) -> Conversation:
-        """Another one that goes on from here."""
+        """A copy that continues independently from here."""
         made = Conversation(self._prompt_ids)
         made.started_s, made.num_turns = self.started_s, self.num_turns
         made._ids, made._logprobs, made._segments = [*self._ids], [*self._logprobs], [*self._segments]
@@ -49,7 +49,7 @@ class Conversation:
         self.num_turns += 1
 
     def add_environment(self, token_ids: np.ndarray) -> None:
-        """What the environment writes; the policy must have written before."""
+        """Appends text of the environment; a turn of the policy must come before it."""
         if len(token_ids) == 0:
             return
         last = self._segments[-1]
@@ -60,7 +60,7 @@ class Conversation:
     def trajectory(
         self, result: RewardResult, *, parts: tuple[tuple[str, float], ...] = (), cut: bool = False
     ) -> Trajectory:
-        """The whole of it. `parts`: numbers beside those of the reward. `cut`: it ended at a limit."""
+        """The complete trajectory. `parts`: numbers beside those of the reward. `cut`: it ended at a limit."""
         loss_mask = np.zeros(self.num_response_tokens, np.bool_)
         for segment in self._segments:
             loss_mask[segment.start : segment.stop] = segment.kind == "policy"

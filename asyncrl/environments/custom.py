@@ -1,4 +1,4 @@
-"""Makes the parts of an environment that a user wrote."""
+"""Builds environments and tools that users wrote."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Task:
 
 
 class Session(Protocol):
-    """What an environment may ask for. Interruptions by weight updates are invisible here."""
+    """The calls that an environment may make for one trajectory. Interruptions by weight updates are invisible here."""
 
     @property
     def chat(self) -> Chat:
@@ -46,20 +46,20 @@ class Session(Protocol):
     async def reward(self, response: str, row: PromptRow) -> RewardResult:
         """The recipe's reward, computed in a process of its own.
 
-        Raises what it raises; DeadlineExceeded: it took too long; ProcessDied: its process died of it.
+        Raises what the reward raises; DeadlineExceeded: it took too long; ProcessDied: it killed its process.
         """
         ...
 
 
 class Environment(Protocol):
-    """One object runs all trajectories of a rollouter, many at once. `Managed` says what else it may have."""
+    """One object runs all trajectories of a rollouter, many at once. It may also be `Managed`."""
 
     def run(self, task: Task, session: Session) -> Coroutine[Any, Any, Trajectory]:
         """(async) One trajectory. An exception fails the attempt at the group, never the run.
 
-        After a restart it is called again with a session that repeats the responses which were recorded before: what
-        it asks should depend on the task and on the responses alone. Where it asks something else, what was recorded
-        from there on is generated anew.
+        After a restart it is called again with a session that replays the recorded responses. Its requests should
+        therefore depend only on the task and on the responses. At the first request that differs, the rest of the
+        record is dropped and generated again.
         """
         ...
 

@@ -33,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """Meant as a call, and none that can be made. `error` is for the policy to read."""
+    """Text that was meant as a call and cannot be made. `error` is for the policy to read."""
 
     error: str
     name: str = "tool"
@@ -41,7 +41,7 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSignature:
-    """What a parser needs to know of a tool; `first` is the name of its first parameter."""
+    """The properties of a tool that a parser needs; `first` is the name of its first parameter."""
 
     name: str
     first: str | None = None
@@ -63,7 +63,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
 
 
 def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
-    """The calls of a response that is one JSON object with a name, or several one after another; other text is none."""
+    """The calls of a response that consists of JSON objects with a name; any other text has no calls."""
     rest = re.sub(r"^\s*<\|python_tag\|>", "", text).strip()
     if re.match(r'\{\s*"(name|type|function)"\s*:', rest) is None:
         return []

@@ -1,4 +1,5 @@
-"""The policy calls tools: it writes, its calls are run, it reads the results and writes on, until it calls nothing."""
+"""The policy calls tools: the environment runs the calls of each turn and appends the results, until a turn has
+none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from asyncrl.types import Trajectory
 
 
 def tool_prompt(config: ToolUseConfig, template: str) -> ToolPrompt:
-    """What the policy is told of its tools. Raises ConfigError: a tool cannot be made."""
+    """The description of the tools for the policy's prompt. Raises ConfigError: a tool cannot be made."""
     schemas = tuple(schema_of(tool) for tool in build_tools(config))
     return ToolPrompt(schemas, described(schemas, parser_for(config.parser, template)))
 
@@ -28,8 +29,9 @@ def tool_prompt(config: ToolUseConfig, template: str) -> ToolPrompt:
 class ToolUse:
     """The reward judges the text of the last turn.
 
-    A trajectory ends with finish_reason "length" where a limit cut it off: of a turn, of the trajectory, or of turns
-    (then its last words are a call that was not made). Its parts `tool_calls` and `tool_errors` count calls.
+    A trajectory that a limit cuts off has finish_reason "length": the limit of a turn, of the trajectory, or of the
+    number of turns (its last turn then has a call that was not made). Its parts `tool_calls` and `tool_errors` count
+    calls.
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
@@ -74,7 +76,7 @@ class ToolUse:
         return conversation.trajectory(result, parts=parts, cut=cut)
 
     async def _run(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """Side by side, as far as there are processes; results in order."""
+        """Runs the calls concurrently, as far as there are processes; results are in their order."""
         tasks = [asyncio.create_task(self._one(call)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
@@ -98,7 +100,7 @@ class ToolUse:
 
 
 def _speakable(text: str) -> str:
-    """Without halves of characters, which JSON and tools may hold and no tokenizer takes."""
+    """The text without unpaired surrogates, which JSON and tools may contain and no tokenizer accepts."""
     return text.encode(errors="replace").decode()
 
 

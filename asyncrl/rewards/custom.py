@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CustomReward:
-    """Calls the function; what it awaits runs in one event loop, so that its clients may live from call to call."""
+    """Calls the function. An async function always runs in the same event loop, so that its clients can be reused."""
 
     def __init__(self, name: str, function: Callable[[str, PromptRow], Any]) -> None:
         self.name = name
@@ -25,7 +25,7 @@ class CustomReward:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """Raises TypeError, ValueError: the function gave no reward, or one whose number or parts cannot be used."""
+        """Raises TypeError, ValueError: the function returned no reward, or one with an unusable number or part."""
         given = self._function(response, row)
         if inspect.isawaitable(given):
             given = self._awaited(given)

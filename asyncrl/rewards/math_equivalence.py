@@ -1,10 +1,9 @@
-"""Whether two mathematical expressions mean the same, through the package `math-verify`: sets, intervals, tuples,
+"""Decides whether two mathematical expressions mean the same, with the package `math-verify`: sets, intervals, tuples,
 equations, roots, polynomials.
 
-Its own timeouts need signals at both of its calls; here one alarm stands around all of it, in the main thread, which
-is where reward processes work. It counts CPU time: on a busy machine the same answers get the same reward. In other
-threads, and where C code does not let the alarm through, the deadline of the
-process holds.
+The package has a timeout, by signal, for each of its two calls. Here one alarm limits the whole comparison, in the main
+thread, where reward processes work. It counts CPU time, so that the same answers get the same reward on a busy machine.
+In other threads, and where C code blocks the alarm, the deadline of the process applies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reward 1 for a number that is close enough."""
+"""Reward 1 for a number within a tolerance of the ground truth."""
 
 from __future__ import annotations
 

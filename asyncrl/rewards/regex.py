@@ -1,4 +1,4 @@
-"""Reward 1 for a response that a regular expression finds something in."""
+"""Reward 1 for a response in which a regular expression matches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RegexReward:
     """Searches for `reward.pattern`, in which `{truth}` stands for the ground truth, taken literally."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises ConfigError: the pattern is none."""
+        """Raises ConfigError: the pattern is not a valid regular expression."""
         self._pattern = config.pattern
         try:
             re.compile(config.pattern.replace(_TRUTH, "0"))
@@ -25,7 +25,7 @@ class RegexReward:
             raise ConfigError(explain(f"reward.pattern={config.pattern}", str(error), do)) from error
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """1 when it is found, else 0. Part: `correct`."""
+        """1 when the pattern matches, else 0. Part: `correct`."""
         pattern = self._pattern.replace(_TRUTH, f"(?:{re.escape(row.ground_truth.strip())})")
         correct = float(re.search(pattern, response) is not None)
         return RewardResult(correct, (("correct", correct),))

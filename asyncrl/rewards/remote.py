@@ -22,18 +22,19 @@ from asyncrl.rewards.reward import RewardResult
 MAX_ANSWER_BYTES = 1 << 20
 _TOLD_CHARS = 300
 _MARGIN = 0.95
-"""Share of `reward.timeout_s` after which it gives up by itself: whoever is killed for it cannot say why."""
+"""Share of `reward.timeout_s` after which the reward raises by itself: a process that is killed cannot report why."""
 
 
 REWARD_MODEL = Process("reward model")
 
 
 class _Passing(Exception):
-    """A failure that another request may not meet."""
+    """A transient failure: a retry may succeed."""
 
 
 class RemoteReward:
-    """Sends a request again, after a pause that doubles, when it met no connection, no answer in time, 429 or 5xx."""
+    """Posts one request per reward. Retries it, with a pause that doubles, after a failed connection, a timeout, 429 or
+    5xx."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config.remote
@@ -91,7 +92,7 @@ class RemoteReward:
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """A timeout of a socket is that of one read: a server that sends byte by byte would never meet it."""
+    """Reads with a deadline for the whole body: a socket's timeout is per read, which a slow sender would never exceed."""
     received = bytearray()
     while chunk := answer.read1(1 << 16):
         received += chunk

@@ -1,4 +1,4 @@
-"""What every reward function takes and gives."""
+"""The protocol of reward functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in worker processes: the pool that the rollouter asks."""
+"""Computes rewards in worker processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The choices of one request, generated side by side.
-
-Consumes: tokens that the fleet streams.   Produces: `Delta`s as text becomes certain, one `Finished` per choice.
-Waits for: the fleet, until the request's deadline.
-Stops when: every choice has ended, one has failed, or the caller closes it; what still runs is then aborted.
-"""
+"""The choices of one request, generated concurrently."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ logger = logging.getLogger(__name__)
 Event = Delta | Finished
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of two choices; their random streams then have nothing in common."""
+"""Difference between the seeds of two choices, which makes their random streams independent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +61,17 @@ def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> Sampli
 
 
 async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline: float) -> AsyncGenerator[Event, None]:
-    """Args:
-        deadline: of the running loop's clock, also for a reader that is slow to take what is there.
+    """Generates all choices of a question.
+
+    Consumes: tokens that the fleet streams.
+    Produces: `Delta`s, as soon as their text is certain, and one `Finished` per choice.
+    Waits for: the fleet, until the request's deadline.
+    Unblocked by: chunks of tokens.
+    Stops when: every choice has ended, one has failed, or the caller closes the generator; running choices are then
+    aborted.
+
+    Args:
+        deadline: on the clock of the running loop; it also limits a slow reader.
 
     Raises ApiError: the question does not fit, a replica refused it, none serves, or the deadline passed.
     """
@@ -126,7 +130,8 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
 
 
 def _explained(error: BaseException, fleet: Fleet) -> ApiError:
-    """A replica's refusal is the service's state: what is wrong with a request itself was found before."""
+    """The ApiError for an error of the fleet. The request itself was checked before, so a refusal by a replica is an
+    error of the service."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AsyncRLError):

@@ -1,9 +1,4 @@
-"""The HTTP side of a fleet: OpenAI's routes as an ASGI application.
-
-Consumes: HTTP requests.   Produces: answers, streamed as server-sent events where the client asks for that.
-Waits for: the fleet, each request until its deadline.
-Stops when: its server does; a client that leaves aborts what was generated for it.
-"""
+"""The HTTP side of a fleet: OpenAI's routes as an ASGI application. A client that disconnects aborts its generation."""
 
 from __future__ import annotations
 
@@ -48,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES_IN_ALL = 4096
 STATUS_CLIENT_LEFT = 499
-"""Counted, never sent: nobody is there."""
+"""Counted in the metrics only: the client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +62,10 @@ class Api:
     """Answers requests about one model.
 
     Args:
-        api_key: None lets everybody in.
-        request_timeout_s: longest that one request may take, from its head to the last token.
-        max_requests: answered at the same time, until the client has taken the answer; more are refused.
-        local_only: requests by another name than this machine's own are refused.
+        api_key: None requires no key.
+        request_timeout_s: longest time for one request, from its head to the last token.
+        max_requests: requests answered at the same time, until the client has received the answer; more are refused.
+        local_only: refuses requests to a host name other than this machine's own.
     """
 
     def __init__(
@@ -109,7 +104,7 @@ class Api:
         )
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """Whatever goes wrong in `handler` becomes an answer in OpenAI's error schema, and is counted."""
+        """Turns every error of `handler` into an answer in OpenAI's error schema, and counts it."""
 
         async def run(request: Request) -> Response:
             request.state.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
@@ -242,7 +237,7 @@ class Api:
         return JSONResponse(body, headers=headers)
 
     async def _events(self, question: Question, *, deadline: float) -> AsyncGenerator[Event, None]:
-        """The answer, counted on its way."""
+        """The events of the answer; counts them as they pass."""
         metrics, started = self._metrics, time.monotonic()
         model = self._model
         source = answer(question, self._fleet, model.text, deadline=deadline)

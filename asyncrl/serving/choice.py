@@ -34,7 +34,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has become certain of choice `index`. `sampled` is empty unless log-probabilities were asked for."""
+    """Text of choice `index` that is certain. `sampled` is empty unless log-probabilities were requested."""
 
     index: int
     text: str
@@ -46,8 +46,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of choice `index`. `text` was held back until now. `stop_reason`: the stop string or the id of the
-    request's stop token that ended it."""
+    """The end of choice `index`. `text`: the rest, which was held back until now. `stop_reason`: the stop string or the
+    id of the request's stop token that ended it."""
 
     index: int
     text: str
@@ -63,7 +63,7 @@ class Choice:
     """Follows one response. With stop strings or log-probabilities it works token by token, to know where each ends.
 
     Args:
-        stop_token_ids: those that end the response; they count as tokens and are no part of its text.
+        stop_token_ids: tokens that end the response; they are counted but are not part of its text.
         stops: the table of the request's stop strings; its choices share it.
     """
 

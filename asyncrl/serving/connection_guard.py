@@ -1,4 +1,4 @@
-"""What one HTTP server grants its clients, and what it does with those that take more.
+"""Limits the connections of one HTTP server, and drops clients that exceed the limits.
 
     accepted --> waits for a request head --> is answered --> all of the answer was taken --> waits for a head ...
 
@@ -52,11 +52,11 @@ REASONS: dict[Reason, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Args:
-    max_connections: open at the same time.
-    response_timeout_s: from a request's head to the last byte of its answer that the client takes.
-    head_timeout_s: from the connection, or the end of the previous answer, to the end of a request's head.
-    stall_timeout_s: a client that takes nothing of its answer for this long is taken for gone.
+    """Limits of one server.
+
+    `max_connections`: open at the same time. `response_timeout_s`: from a request's head until the client has received
+    the last byte of its answer. `head_timeout_s`: from the connection, or the end of the previous answer, to the end of
+    a request's head. `stall_timeout_s`: a client that receives nothing of its answer for this long counts as lost.
     """
 
     max_connections: int
@@ -66,7 +66,7 @@ class ConnectionLimits:
 
 
 class ConnectionGuard:
-    """Counts what was refused, tells the log of it at most once a minute for each reason, and knows who waits.
+    """Counts refusals, logs each reason at most once a minute, and keeps the list of waiting connections.
 
     Args:
         counts: how often each reason was met.
@@ -84,7 +84,7 @@ class ConnectionGuard:
         self.waiting: dict[GuardedProtocol, None] = {}
         """Connections that no request is answered on, in the order in which they began to wait."""
         self.quiet = logging.Logger("uvicorn.error", logging.ERROR)
-        """Of the connections: what uvicorn warns of is the clients' doing and counted here."""
+        """Logger of the connections: uvicorn's warnings are about clients, and are counted here instead."""
         self.quiet.parent = logging.getLogger("uvicorn.error")
         self._clock = clock
         self._quiet_until: dict[Reason, float] = {}
@@ -103,7 +103,7 @@ class ConnectionGuard:
             longest.drop("room")
 
     def on_error(self, context: dict[str, Any]) -> bool:
-        """Whether an error of the event loop is that of a connection which could not be accepted. asyncio would log one
+        """True when an error of the event loop is about a connection that could not be accepted. asyncio would log one
         for each place of the backlog, every second."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE) or "socket" not in context:
@@ -202,7 +202,7 @@ class GuardedProtocol(H11Protocol):
             timer.cancel()
 
     def _follow(self) -> None:
-        """Keeps the guard's list of who waits. The time for a head goes on as long as the connection waits."""
+        """Updates the guard's list of waiting connections. The timeout for a head runs as long as the connection waits."""
         answered = self.cycle is not None and not self.cycle.response_complete
         if answered or self.flow.write_paused or self.transport.is_closing():
             self._guard.waiting.pop(self, None)

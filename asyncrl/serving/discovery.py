@@ -1,4 +1,4 @@
-"""The discovery file: where the fleet is and how its replicas are, for whoever wants to find it."""
+"""The discovery file: the address of the fleet and the state of its replicas, for other programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FleetAddress:
 
 
 class DiscoveryFile:
-    """A JSON file that always holds one whole state; it is there while the fleet serves."""
+    """A JSON file that exists while the fleet serves. Every write replaces it atomically."""
 
     def __init__(self, path: Path, fleet: FleetAddress) -> None:
         self._path = path
@@ -35,7 +35,7 @@ class DiscoveryFile:
         self._written = self._failing = False
 
     def write(self, states: list[ReplicaReport]) -> None:
-        """Raises OSError the first time; after that the fleet serves on while the file cannot be written."""
+        """Raises OSError the first time; later the fleet continues to serve although the file cannot be written."""
         try:
             self._write(states)
         except OSError as e:

@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served, in OpenAI's error schema."""
+"""The errors that clients get for requests that are not served, in OpenAI's error schema."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The replicas behind one address: who is alive, what it serves, and who takes the next request.
-
-Consumes: requests of the HTTP side.   Produces: generations, and the state of every replica.
-Waits for: replicas, each call with a deadline.
-Stops when: a replica is lost that may not be replaced any more; `watch` then raises why.
-"""
+"""The replicas behind one address: sends requests to them, and reports the state of each."""
 
 from __future__ import annotations
 
@@ -22,8 +17,8 @@ from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, Sa
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What clients are told of a replica. `running` and `waiting`: requests in the engine; `version` None: it has no
-    weights to serve yet; `node`: address of its machine; `detail`: why it is not alive."""
+    """The state of a replica as clients see it. `running` and `waiting`: requests in the engine; `version` None: it has
+    no weights to serve yet; `node`: address of its machine; `detail`: why it is not alive."""
 
     replica_id: int
     state: ReplicaState
@@ -41,7 +36,7 @@ class ReplicaReport:
 
 
 class Fleet:
-    """Sends the requests of the HTTP side to the replicas of a pool, and knows how each of them is."""
+    """Sends the requests of the HTTP side to the replicas of a pool. Owns the latest statistics of each replica."""
 
     def __init__(
         self,
@@ -53,9 +48,9 @@ class Fleet:
     ) -> None:
         """
         Args:
-            client: is told of the replicas by the same pool.
-            refresh_s: time between two looks at every replica.
-            on_refresh: called after every look.
+            client: gets the table of the same pool.
+            refresh_s: seconds between two health checks of every replica.
+            on_refresh: called after every health check.
         """
         self._client = client
         self._replicas = replicas
@@ -74,7 +69,7 @@ class Fleet:
                 prompt_ids, sampling, session_id=session_id, seed=seed, prefix=prefix, on_chunk=on_chunk
             )
         except GenerationError:
-            self._look_now.set()  # a replica whose engine is dead refuses everything: find it before it takes more
+            self._look_now.set()  # a replica with a dead engine refuses everything: find it before it gets more requests
             raise
 
     @property
@@ -107,7 +102,14 @@ class Fleet:
         return f"every replica is lost: {reasons}"
 
     async def watch(self) -> None:
-        """Looks at every replica again and again. Raises RunFailed when one is lost that may not be replaced."""
+        """Checks every replica each `refresh_s`. Raises RunFailed when one is lost and the restart budget is spent.
+
+        Consumes: nothing.
+        Produces: the latest statistics of every replica; a replacement, by the pool, for one that fails.
+        Waits for: the replicas, each call with a deadline.
+        Unblocked by: the answers, and a request that fails, which brings the next check forward.
+        Stops when: it is cancelled, or a lost replica cannot be replaced.
+        """
         watching = asyncio.create_task(self._replicas.watch(), name="replicas")
         try:
             while not watching.done():
@@ -121,13 +123,13 @@ class Fleet:
             watching.cancel()
 
     async def refresh(self) -> None:
-        """Asks every replica that is up how it is; the pool replaces those that are dead or do not answer."""
+        """Gets the statistics of every replica that is up; the pool replaces those that are dead or do not answer."""
         self._stats = {stats.replica_id: stats for stats in await self._replicas.stats()}
         if self._on_refresh is not None:
             self._on_refresh()
 
 
 def _found(detail: str) -> str:
-    """What was found, of an error that may say more than that."""
+    """The `found` part of an error message."""
     lines = detail.splitlines()
     return next((line.removeprefix("found: ") for line in lines if line.startswith("found: ")), detail)

@@ -1,4 +1,4 @@
-"""Pieces of HTTP that know nothing of models: bodies, keys, hosts, streams, and clients that leave."""
+"""HTTP without models: reads bodies, checks keys and hosts, streams events, and notices clients that disconnect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 60.0
-"""Longest that a body may take to arrive."""
+"""Longest time for a body to arrive."""
 RETRY_AFTER_S = 1
 
 
@@ -32,8 +32,8 @@ class ClientLeft(Exception):
 async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> object:
     """The body of `request`. Raises ApiError: not JSON, not said to be, not Unicode, too large or too slow; ClientLeft.
 
-    A browser sends JSON to another origin only after that has allowed it, and nothing here does; text, forms and bodies
-    of no type it sends unasked.
+    Requiring JSON keeps web pages out: a browser sends JSON to another origin only with its permission, which this
+    server never gives. It sends text, forms and bodies without a type unasked.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -79,8 +79,8 @@ def require_key(request: Request, key: str | None) -> None:
 def require_local_host(request: Request) -> None:
     """Raises ApiError: the request is for a name that is not this machine's.
 
-    A page of a stranger's name can make a browser take that name for this machine's address (DNS rebinding), and then
-    reads what is answered. An address, or a name that only this machine gives to itself, is no stranger's.
+    A web page can make a browser resolve the page's own host name to this machine (DNS rebinding), and then read the
+    answers. An IP address, or a name that only this machine gives itself, cannot be abused in this way.
     """
     host = request.headers.get("host", "localhost").strip().lower()
     name = re.sub(r":\d*$", "", host)
@@ -141,7 +141,7 @@ class EventStream(Response):
         try:
             await unless_client_leaves(receive, self._send(send))
         except (ClientLeft, OSError):
-            pass  # nobody is there to be told
+            pass  # the client has disconnected
         finally:
             await self._events.aclose()
             await self._source.aclose()

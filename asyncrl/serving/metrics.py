@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text format."""
+"""The server's metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 

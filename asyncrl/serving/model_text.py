@@ -1,4 +1,4 @@
-"""Between the text of clients and the token ids of the model."""
+"""Converts between the text of clients and the token ids of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelText:
         self.max_model_len = max_model_len
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.stop_token_ids = stop_token_ids(tokenizer, model, ())
-        tokenizer.encode("a")  # undoes a truncation that is saved with it, which no two threads may do at once
+        tokenizer.encode("a")  # clears a saved truncation now: two threads must not do that at once
 
     def chat(self, messages: tuple[ChatMessage, ...]) -> np.ndarray:
         """[P] int32: the messages through the chat template. Raises ApiError: too long, or refused by it."""
@@ -69,7 +69,7 @@ class ModelText:
         return np.asarray(ids, np.int32)
 
     def _require_short(self, param: str, num_characters: int) -> None:
-        """Refuses before it is tokenized what cannot fit even if every token were the longest of the vocabulary."""
+        """Refuses a text, before it is tokenized, that would not fit even if all its tokens were the longest one."""
         if num_characters > self._max_characters:
             found = f"{param}: {num_characters} characters, the model's context holds {self.max_model_len} tokens"
             found += f", at most {self._max_characters} characters"

@@ -1,7 +1,7 @@
-"""The OpenAPI description of the server, made from the models that requests are checked by. Pure.
+"""The OpenAPI description of the server, made from the models that check requests. Pure.
 
-What it cannot say: that a prompt and its answer fit the model's context, that min_tokens is at most max_tokens, and
-which roles the chat template knows. Such requests get status 400, too.
+It cannot express that a prompt and its answer must fit the model's context, that min_tokens is at most max_tokens, and
+which roles the chat template knows. Requests that violate these rules also get status 400.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What clients may ask: the requests of OpenAI's routes as models, which also give the OpenAPI description. Pure.
+"""The requests of OpenAI's routes as pydantic models, from which the OpenAPI description is made too. Pure.
 
-A field that is not served is refused by name rather than ignored, unless its value asks for nothing: the field's
+A field that is not supported is refused by name rather than ignored, unless its value has no effect: the field's
 default, null, or an empty list.
 """
 
@@ -116,7 +116,7 @@ class Message(Fields):
 
 
 class Options(Fields):
-    """Everything of a request but its prompt. `max_tokens` None: as many as fit. `seed` None: drawn by the server."""
+    """A request without its prompt. `max_tokens` None: as many as fit. `seed` None: drawn by the server."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -162,7 +162,7 @@ class Options(Fields):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest answer that is asked for."""
+        """Tokens of the longest answer that is requested."""
         return self.max_tokens
 
     @property

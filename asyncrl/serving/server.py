@@ -1,4 +1,4 @@
-"""The HTTP server's life beside the watch over the fleet: whatever ends first ends both."""
+"""Runs the HTTP server beside the watch over the fleet: when one ends, both end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.serving.connection_guard import ConnectionGuard, GuardedConfig
 logger = logging.getLogger("asyncrl.commands.serve")
 
 END_TIMEOUT_S = 3.0
-"""Longest that the server may take beyond its grace to end what it is answering."""
+"""Time that the server has beyond its grace period to end the requests in progress."""
 
 
 class Server(uvicorn.Server):
@@ -49,9 +49,9 @@ class Server(uvicorn.Server):
 async def serve_until(
     stop: asyncio.Future[Any], server: uvicorn.Server, serving: asyncio.Task[None], watching: asyncio.Task[None]
 ) -> None:
-    """Lets the HTTP server and the watch over the fleet run until `stop` is done, then ends both.
+    """Runs the HTTP server and the watch over the fleet until `stop` is done, then ends both.
 
-    Raises what ended one of them before `stop`; RunFailed where the server ended without saying why.
+    Raises the error that ended one of them before `stop`; RunFailed when the server ended without an error.
     """
     grace_s = server.config.timeout_graceful_shutdown or 0
     try:

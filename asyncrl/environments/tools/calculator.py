@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_EXPRESSION_CHARS = 1000
 MAX_BITS = 4096
-"""Of any number on the way: a power of powers ends at once."""
+"""Largest size of any intermediate number, so that a power of powers is refused at once."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,

@@ -17,8 +17,10 @@ MAX_RESULTS = 10
 
 
 class Search:
-    """Args:
-    corpus: JSONL file of {"title", "text"}; it is read when the tool starts.
+    """Searches a corpus, whose index it owns.
+
+    Args:
+        corpus: JSONL file of {"title", "text"}; it is read when the tool starts.
 
     Raises ConfigError: no such file.
     """

@@ -16,10 +16,9 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """Made in the rollouter for its words, and in every tool process to be called there, one call at a time.
+    """Instantiated in the rollouter for its description, and in each tool process to be called, one call at a time.
 
-    A tool that also has a method `start()` is started once in each process before its first call: the place to load
-    what it needs.
+    If a tool has a method `start()`, each process calls it once before the first call: the place to load data.
     """
 
     @property
@@ -39,7 +38,7 @@ class Tool(Protocol):
 
     @property
     def call(self) -> Callable[..., str]:
-        """A method that takes the arguments by name and gives the result. What it raises, the policy reads too."""
+        """A method that takes the arguments by name and returns the result. The policy also reads its exceptions."""
         ...
 
 

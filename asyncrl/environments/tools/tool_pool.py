@@ -1,4 +1,4 @@
-"""Tools in worker processes: the pool that the environment asks."""
+"""Runs tools in worker processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from asyncrl.workers.worker_pool import WorkerPool
 
 
 class ToolPool:
-    """Owns the tool processes; errors of a call are text for the policy. `workers` counts what was killed or died."""
+    """Owns the tool processes. Errors of a call become text for the policy. `workers` counts killed and dead
+    processes."""
 
     def __init__(self, config: ToolUseConfig, *, start_timeout_s: float = 60.0) -> None:
         self._timeout_s = config.tool_timeout_s

@@ -25,7 +25,7 @@ def _caller(config: ToolUseConfig) -> Callable[[tuple[str, Mapping[str, Any]]], 
 
 
 def call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> ToolResult:
-    """One call; whatever goes wrong is text for the policy."""
+    """Makes one call; any error becomes text for the policy."""
     tool = tools.get(name)
     if tool is None:
         return ToolResult(f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(tools))}", True)

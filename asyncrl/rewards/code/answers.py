@@ -1,4 +1,4 @@
-"""Whether what a program printed or returned is what was wanted. Pure; judges text that a program may have forged."""
+"""Compares what a program printed or returned with what was expected. Pure; the program may have forged its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that are Python: what in them is a check, and which of them cannot judge a program.
+"""Tests that are Python code: finds the checks in them, and refuses tests that cannot judge a program.
 
 A check is an assertion (a statement, or a call of a function `assert*`), a `with` of `raises` or `assert*`, an `if`
 that raises, or a `try` that fails if nothing was raised. Each check reports that it ran: tests of which no check runs
