@@ -56,7 +56,7 @@ class DeadlineExceeded(AsyncRLError, TimeoutError):
 
 
 class ProcessDied(AsyncRLError, RuntimeError):
-    """A process that the run needs is gone; the message names its role."""
+    """A process that the run needs has died; the message names its role."""
 
     exit_code = 5
 
@@ -68,7 +68,7 @@ class WeightTransferError(AsyncRLError, RuntimeError):
 
 
 class TransferEnded(WeightTransferError):
-    """The other end of a transfer ended it, or is gone: the cause is known there, not here."""
+    """The other end of a transfer ended it or died: the cause is known there, not here."""
 
 
 class GenerationError(AsyncRLError, RuntimeError):
@@ -76,7 +76,8 @@ class GenerationError(AsyncRLError, RuntimeError):
 
 
 class RunFailed(AsyncRLError, RuntimeError):
-    """The run cannot go on: a failure budget is spent. The message says what failed and where the evidence lies."""
+    """The run cannot continue: a failure budget is spent. The message says what failed and where to find the
+    evidence."""
 
     exit_code = 3
 
@@ -88,16 +89,16 @@ class Stalled(AsyncRLError, TimeoutError):
 
 
 class StorageError(AsyncRLError, OSError):
-    """The run directory cannot be written (no space, say), or no checkpoint in it can be read."""
+    """The run directory cannot be written (full disk, for example), or no checkpoint in it can be read."""
 
     exit_code = 8
 
 
 def cause(errors: Iterable[BaseException]) -> BaseException:
-    """The error that explains the others, of several that came together; of two that are alike the first one.
+    """Of several errors that occurred together, the one that explains the others; of equal ones the first.
 
-    A process that died explains what its peers met. Then come errors that say what went wrong, missed deadlines, and
-    the ends of transfers whose cause is elsewhere. An error that was not raised on purpose comes after those.
+    The order: a process that died (it explains the errors of its peers); errors that name their own cause; missed
+    deadlines; ends of transfers, whose cause is elsewhere; errors that were not raised on purpose.
     """
 
     def rank(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""Records out of the plain values that JSON holds, every field checked: a file may hold anything."""
+"""Builds records from the plain values of JSON, with every field checked: a file may contain anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from asyncrl.ranges import in_range, range_in_words
 
 Reader = Callable[[Any, str], Any]
-"""Takes a value and its place, which messages name."""
+"""(value, its place for messages) -> the checked value."""
 
 
 def from_plain(kind: Any, value: Any, at: str = "") -> Any:
@@ -22,7 +22,7 @@ def from_plain(kind: Any, value: Any, at: str = "") -> Any:
         at: the place of `value`, for messages.
 
     Raises:
-        ValueError: it is none, or a field of it is missing, unknown, of another type or out of its range.
+        ValueError: `value` is not a `kind`, or a field of it is missing, unknown, of another type or out of range.
     """
     return _reader(kind)(value, at)
 

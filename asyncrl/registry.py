@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def make_importable() -> None:
-    """Makes modules below the working directory importable, as `python -m` does: the user's rewards and environments.
-    For programs, before they read a recipe."""
+    """Makes modules below the working directory importable, as `python -m` does, for the user's rewards and
+    environments. Programs call it before they read a recipe."""
     if (directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, directory)
 

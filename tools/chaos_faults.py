@@ -22,7 +22,7 @@ LONGEST_FULL_S = 8.0
 
 @dataclass(slots=True)
 class Fault:
-    """One injected fault. `recovery_s`: until the run trained again with the loss mended; None while it has not."""
+    """One injected fault. `recovery_s`: until the run trained again with the loss repaired; None while it has not."""
 
     number: int
     role: str

@@ -27,7 +27,7 @@ HEALED = {
     "trainer": (TrainingRestarted.kind,),
     "queue": (TrainingRestarted.kind,),
 }
-"""Role -> the events that say that its loss was mended; a new driver mends all."""
+"""Role -> the events that say that its loss was repaired; a new driver repairs all."""
 EXPLAINED = {"driver": (-signal.SIGKILL,), "checkpoint": (-signal.SIGKILL,), "disk": (8,)}
 """Role -> exit codes of the driver that a fault of it explains."""
 OVERRIDES = (
@@ -153,7 +153,7 @@ class Chaos:
     # -- waits -------------------------------------------------------------------------------------------------------
 
     def _until_trained(self, fault: Fault | None) -> None:
-        """Returns when the run has trained a step since the fault, with what it broke mended; or has finished."""
+        """Returns when the run has trained a step since the fault, with its damage repaired; or has finished."""
         deadline = time.monotonic() + (self._plan.deadline_s if fault else START_S)
         drivers = len(self._drivers)
         while not self._finished:
@@ -176,8 +176,8 @@ class Chaos:
             return False
         since = [e for e in self._events if e["time_s"] > fault.at_s + fault.lasts_s]
         if fault.role not in ("disk", "reward") and fault.how != "stop":
-            mended = (*HEALED.get(fault.role, ()), "start")
-            at = next((i for i, e in enumerate(since) if e["event"] in mended), None)
+            repaired = (*HEALED.get(fault.role, ()), "start")
+            at = next((i for i, e in enumerate(since) if e["event"] in repaired), None)
             if at is None:
                 return False
             since = since[at:]
@@ -313,7 +313,7 @@ class Chaos:
         if event["checkpoint"] == spoiled:
             self._findings.append(f"resumed from {spoiled}, which was corrupted")
         if event["checkpoint"] is None:
-            self._findings.append(f"began anew after {spoiled} was corrupted; the one before was intact")
+            self._findings.append(f"started over after {spoiled} was corrupted; the one before was intact")
         self._saboteur.corrupted = ""
 
     def _last_words(self) -> str:

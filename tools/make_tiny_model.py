@@ -328,7 +328,7 @@ def cached(out: Path, settings: Settings) -> Accuracy | None:
     try:
         check_model(str(out.resolve()))
     except ConfigError:
-        return None  # a file was lost: make it anew
+        return None  # a file was lost: make the model again
     return Accuracy(**record["accuracy"])
 
 
@@ -364,7 +364,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny-qwen3"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of the initialisation and the corpus")
     parser.add_argument("--share", type=_share, default=1.0, help="of the warm-up to run; less makes a worse model")
-    parser.add_argument("--force", action="store_true", help="make it anew even when it is up to date")
+    parser.add_argument("--force", action="store_true", help="make it again even when it is up to date")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""`files.json`: sizes and digests of the files of a checkpoint, to find damage before it is used."""
+"""`files.json`: sizes and digests of the files of a checkpoint, which show damage before the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path) -> str | None:
-    """What is wrong with the checkpoint in `directory`, by file; None when every byte is as it was sealed.
+    """The damage of the checkpoint in `directory`, by file; None when every byte is as it was sealed.
 
-    Files that were added since are no damage. Sizes are compared before anything is read.
+    Added files do not count as damage. Sizes are compared before anything is read.
     """
     try:
         text = (directory / FILES).read_bytes()

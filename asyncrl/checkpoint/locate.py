@@ -1,4 +1,4 @@
-"""What a path means to a command that reads weights: a checkpoint of a run, or a model in Hugging Face format."""
+"""Finds the checkpoint that a command line means: a path can also be a model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asyncrl.errors import ConfigError, explain
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """`recipe`: the resolved recipe of its run, by sections, as `config.json` has it, with the model's directory where
-    the model came from this machine; None where there is none."""
+    """`recipe`: the resolved recipe of its run, by sections, as `config.json` has it; a model of the training machine
+    is named by its full directory. None: the run has no recipe."""
 
     directory: Path
     global_steps: int
@@ -23,8 +23,8 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(path: str) -> FoundCheckpoint | None:
-    """The checkpoint at `path`: a directory `step_<n>`, or a run directory, whose newest intact one is meant. None when
-    it is neither: a model directory or a hub name, say. Reads all of the checkpoint.
+    """The checkpoint at `path`: a directory `step_<n>`, or the newest intact one of a run directory. None when `path`
+    is neither, for example a model directory or a hub name. Reads the whole checkpoint.
 
     Raises:
         ConfigError: the checkpoint is damaged, or the run has none.
@@ -58,6 +58,6 @@ def _recipe_of(run: Path) -> dict[str, Any] | None:
     model = recipe.get("model")
     directory = resolved.get("model_directory") if isinstance(resolved, dict) else None
     if isinstance(model, dict) and isinstance(directory, str) and not Path(str(model.get("path"))).is_dir():
-        # A path of the machine that trained is never a name of the hub, though this command may run elsewhere.
+        # A path on the training machine is never a hub name, even when this command runs on another machine.
         recipe = recipe | {"model": model | {"path": directory}}
     return recipe

@@ -1,4 +1,4 @@
-"""The run directory: stable names, one run at a time."""
+"""The run directory: the paths of its files, and the lock that allows one process at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunDirectory:
         self.prompts = self.path / "prompts.arrow"
         self.samples = self.path / "samples.jsonl"
         self.quarantine = self.path / "quarantine.jsonl"
-        """Groups that ended failed, with what failed them."""
+        """The prompts of groups that ended `failed`, each with its last error."""
         self.faults = self.path / "faults"
         """Stacks and other evidence of failures."""
         self.log = self.path / "log.txt"
@@ -38,7 +38,7 @@ class RunDirectory:
         self._lock: int | None = None
 
     def resolve_resume(self, resume: str, keep: int, command: str) -> Path | None:
-        """The checkpoint to go on from, or None for a fresh start. Reads all of it, writes nothing.
+        """The checkpoint to resume from; None for a fresh start. Reads the whole checkpoint, writes nothing.
 
         Raises:
             ConfigError: the directory holds a run and `resume` is never; the named checkpoint does not exist or is

@@ -1,8 +1,8 @@
 """Checkpoints of the whole run: `checkpoints/step_<n>/{state.json, files.json, trainer/, queue/}`.
 
 A checkpoint is written into a temporary directory, flushed to disk and renamed into place, so a directory `step_<n>`
-was complete when it got its name. `files.json` says what it then held, so that damage since is found before a run goes
-on from it.
+was complete when it got its name. `files.json` has the digests of that moment, so that a run finds later damage before
+it resumes. `CheckpointStore.finish` deletes the oldest checkpoints over `checkpoint.keep`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from asyncrl.json_records import from_plain
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of a checkpoint, all its files together; another one is not read."""
+"""Version of the format of all files of a checkpoint; other versions are not read."""
 _NAME = re.compile(r"step_(\d+)(\.replaced)?")
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the run is, apart from the trainer's and the queue's own state.
+    """The state of the run beside that of the trainer and the queue.
 
-    `elapsed_s`: seconds of all processes of the run so far. The rest must not change on resume: the ledger and
-    the ready groups were built with it.
+    `elapsed_s`: seconds that the run has taken so far, over all restarts. The other fields must not change on resume:
+    the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -95,7 +95,7 @@ class CheckpointStore:
         """Makes the checkpoint durable and visible, and removes those over `keep`.
 
         Args:
-            given_up: when it is set the checkpoint does not get its name: the run has left its branch.
+            given_up: when it is set the checkpoint is not renamed: the run continues from another checkpoint.
 
         Raises StorageError: it cannot be written. The temporary directory is removed, the other checkpoints stay.
         """
@@ -109,7 +109,7 @@ class CheckpointStore:
             _fsync(temporary)
             if given_up is not None and given_up.is_set():
                 raise OSError("the checkpoint was given up meanwhile")
-            if final.exists():  # this step was saved before: the old one counts until the new one is there
+            if final.exists():  # this step was saved before: the old checkpoint stays valid until the new one is there
                 self._drop(replaced)
                 final.rename(replaced)
             temporary.rename(final)
@@ -124,7 +124,7 @@ class CheckpointStore:
         return final
 
     def discard(self, temporary: Path) -> None:
-        """Removes a checkpoint that will not be finished. Idempotent; `begin` tries again if it does not succeed."""
+        """Removes a checkpoint that will not be finished. Idempotent; if it fails, the next `begin` tries again."""
         _remove(temporary)
 
     def all(self) -> list[Path]:
@@ -135,7 +135,7 @@ class CheckpointStore:
         return [path for _, _, path in sorted(found)]
 
     def latest(self) -> Path | None:
-        """The newest intact checkpoint; None when there are none at all. Reads all of it; writes nothing.
+        """The newest intact checkpoint; None when there is no checkpoint. Reads the whole checkpoint; writes nothing.
 
         Raises StorageError: there are checkpoints and all of them are damaged.
         """
@@ -146,13 +146,13 @@ class CheckpointStore:
             logger.warning("checkpoint %s is damaged and not used: %s", path, wrong)
             damaged.append(f"{path.name}: {wrong}")
         if damaged:
-            do = "restore one of them from a backup, or remove them all to let the run begin anew at step 0"
+            do = "restore one of them from a backup, or remove them all to let the run start again at step 0"
             raise StorageError(explain(f"the newest checkpoint in {self._directory}", "; ".join(damaged), do))
         return None
 
     def set_aside_corrupt(self) -> list[Path]:
-        """Renames damaged checkpoints that are newer than the newest intact one to `corrupt_step_<n>`; the new names.
-        For a run that is about to start: they would take the place of intact ones among the newest `keep`."""
+        """Renames damaged checkpoints that are newer than the newest intact one to `corrupt_step_<n>`; returns the new
+        names. Called before training starts: damaged checkpoints would displace intact ones among the newest `keep`."""
         aside = []
         for path in reversed(self.all()):
             if verify(path) is None:
@@ -162,13 +162,13 @@ class CheckpointStore:
         return aside
 
     def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints of later steps: the run goes on from `step`, so they are of a branch that it leaves."""
+        """Renames checkpoints of steps after `step`, from which the run continues: it will train these steps again."""
         for path in self.all():
             if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step:
                 _set_aside(path, "abandoned")
 
     def _drop(self, old: Path) -> None:
-        """Renames before it removes: whatever interrupts it, what has the name of a checkpoint is complete."""
+        """Renames before it removes, so that after an interruption every directory `step_<n>` is still complete."""
         try:
             _remove(old.rename(self._directory / f".{old.name}.tmp"))
         except FileNotFoundError:
@@ -221,7 +221,7 @@ def _set_aside(path: Path, why: str) -> Path:
 
 
 def _remove(directory: Path) -> None:
-    """Removes what nobody needs any more; what is left of it harms nothing."""
+    """Removes a directory that is no longer needed; an incomplete removal does no harm."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _remove(directory: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    do = "make room there, or mend the directory; the checkpoints before it are as they were"
+    do = "make room there, or repair the directory; the checkpoints before it are as they were"
     return StorageError(explain(f"write the checkpoint {path}", str(error), do))
 
 

@@ -1,7 +1,7 @@
-"""What the config.json of a run may not decide unasked, for commands that are given a run of anybody's.
+"""Decides which keys of a run's config.json need the user's trust, for commands that read run directories of others.
 
-A recipe names code to import, models to fetch, environment variables to read and machines to talk to. Whoever writes a
-run directory writes its recipe; only the person at the command line says whether that is somebody to trust.
+A recipe names code to import, models to fetch, environment variables to read and machines to talk to. The author of a
+run directory is the author of its recipe; only the user at the command line can say whether to trust that author.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELP_CODE = "run model code that ships with the model (default: refuse it, whate
 
 
 def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of a recipe that reach for code, hub models, environment variables or other machines, with why."""
+    """Keys of a recipe that name code, hub models, environment variables or other machines, each with the reason."""
     found: dict[str, str] = {}
     for key, value in _leaves(sections):
         if isinstance(value, str) and "${" in value:
@@ -42,10 +42,10 @@ def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_trusted(asked: str, sections: Mapping[str, Any], do: str, *, named: Collection[str] = ()) -> None:
-    """Raises ConfigError: `sections`, of a run that nobody has said to trust, reach out.
+    """Raises ConfigError: `sections`, of an untrusted run, name code, models, variables or machines.
 
     Args:
-        do: what else than `--trust-run` would help.
+        do: alternatives to `--trust-run`.
         named: keys that the command line sets.
     """
     found = {key: why for key, why in reaches_out(sections).items() if key not in named}

@@ -1,4 +1,4 @@
-"""`asyncrl-eval CHECKPOINT DATASET`: what a checkpoint, or any model, makes of a dataset, as evaluations of a run do.
+"""`asyncrl-eval CHECKPOINT DATASET`: evaluates a checkpoint, or any model, on a dataset, in the same way as a run does.
 
     weights of CHECKPOINT -> model directory -> Replica[0..R) <-- GenerationClient <-- Rollouter (environment, reward)
 
@@ -47,15 +47,15 @@ logger = logging.getLogger("asyncrl.commands.evaluate")
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
-"""Longest that one part may take to stop before its process is killed."""
+"""Longest time for one part to stop before its process is killed."""
 ALL_ROWS = 1 << 52
 DEFAULT_LENGTH = 4096
-"""Longest prompt and response together of a model that says nothing of its own, in tokens."""
+"""Longest prompt and response together, in tokens, for a model whose config states no length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`version`: `global_steps` of the checkpoint; None for a model that is none."""
+    """The result of an evaluation. `version`: `global_steps` of the checkpoint; None for a model."""
 
     checkpoint: str
     dataset: str
@@ -190,10 +190,10 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     }
     sections.setdefault("data", {}).update(data)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
-    # What is only there for training must not keep an evaluation from running.
+    # Settings that only training needs must not prevent an evaluation.
     sections["weights"], sections["observability"] = {}, {}
     sections.get("trainer", {}).pop("lora", None)
-    for part in ("kl", "critic"):  # their models may have gone since
+    for part in ("kl", "critic"):  # their models may no longer exist
         sections.get("algorithm", {}).pop(part, None)
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
@@ -211,9 +211,9 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
 
 
 def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path) -> dict[str, Any]:
-    """The recipe in the run's config.json, checked; what it says of data counts for nothing here.
+    """The recipe in the run's config.json, checked; its data section is not used.
 
-    Raises ConfigError: there is none, or it reaches for more than data and nobody has said that it may.
+    Raises ConfigError: there is no recipe, or it needs trust that the command line does not give (`checkpoint.trust`).
     """
     asked, instead = f"evaluate {found.directory}", "pass --recipe RECIPE.yaml"
     if not isinstance(recipe := found.recipe, dict):
@@ -250,7 +250,7 @@ def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[s
 
 
 def _plain(model: str, engine: str) -> dict[str, Any]:
-    """A recipe for a model that no run has trained: half of its length for the prompt, half for the response."""
+    """A recipe for a model without a run: half of its length for the prompt, half for the response."""
     limit = check_model(model).max_position_embeddings or DEFAULT_LENGTH
     length = min(limit, DEFAULT_LENGTH)
     return {
@@ -264,7 +264,8 @@ def _plain(model: str, engine: str) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, name: str, prompts: RenderedPrompts, *, log: Path, hidden: Collection[str] = ()) -> EvalResult:
-    """The held-out set `name` on replicas of `model.path`. Raises what ended it, after everything was shut down."""
+    """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises an
+    error."""
     from asyncrl.cluster.ray_session import ray_cluster
 
     with ray_cluster(recipe.ray.address, log, hidden) as cluster:

@@ -1,6 +1,6 @@
-"""`asyncrl-export CHECKPOINT OUT`: a checkpoint of a run as a model in Hugging Face format.
+"""`asyncrl-export CHECKPOINT OUT`: writes a checkpoint of a run as a model in Hugging Face format.
 
-CHECKPOINT was written by any number of trainer ranks; it is read without any. OUT is complete when it exists.
+Any number of trainer ranks may have written CHECKPOINT; reading it needs none. When OUT exists it is complete.
 Exit codes: 1 an error of the program, 2 bad input, 8 OUT cannot be written.
 """
 
@@ -145,11 +145,11 @@ def model_of(
     asked = f"the model of {found.directory}"
     section = {} if found.recipe is None else found.recipe.get("model")
     if not isinstance(section, dict):
-        do = "mend the run's config.json, or move it away and pass --model DIRECTORY"
+        do = "repair the run's config.json, or move it away and pass --model DIRECTORY"
         raise ConfigError(explain(asked, "the recipe in the run's config.json has no section model", do))
     section, known = dict(section), [field.name for field in fields(ModelConfig)]
     if unknown := sorted(set(section) - set(known)):
-        do = f"mend the run's config.json: the keys are {', '.join(known)}"
+        do = f"repair the run's config.json: the keys are {', '.join(known)}"
         raise ConfigError(explain(asked, f"the recipe in config.json has unknown keys in model: {unknown}", do))
     if path is not None:
         section["path"] = path
@@ -165,7 +165,7 @@ def model_of(
     try:
         return from_plain(ModelConfig, resolved(section), "model")
     except ValueError as error:
-        raise ConfigError(explain(asked, str(error), "mend the run's config.json, or move it away")) from error
+        raise ConfigError(explain(asked, str(error), "repair the run's config.json, or move it away")) from error
 
 
 def _reader(found: FoundCheckpoint) -> CheckpointReader:
@@ -234,7 +234,7 @@ def _write_weights(
         parameters += sum(t.numel() for t in shard.values())
         nbytes += sum(t.nbytes for t in shard.values())
     for part in directory.glob("part-*"):
-        shutil.copymode(directory / "config.json", part)  # safetensors lets nobody else read them
+        shutil.copymode(directory / "config.json", part)  # safetensors makes files that only their owner can read
     if len(shards) == 1:
         (directory / "part-0").rename(directory / "model.safetensors")
         return parameters

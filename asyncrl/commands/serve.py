@@ -1,4 +1,4 @@
-"""`asyncrl-serve MODEL [key=value ...]`: an OpenAI-compatible address in front of replicas of one model.
+"""`asyncrl-serve MODEL [key=value ...]`: an OpenAI-compatible endpoint in front of replicas of one model.
 
     client --HTTP--> Api --> Fleet --> GenerationClient --> Router --> Replica[0..R)   (Ray actors)
                                            ^ table of who serves
@@ -55,12 +55,12 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL_BASE = 128
 LAST_WORD_S = 5.0
-"""For a client to read that the time of its request is over, before its connection is closed."""
+"""Time for a client to read that its request has timed out, before its connection is closed."""
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
-"""What a recipe must say of training and serving does not need."""
+"""Keys that a recipe requires and serving does not use."""
 
 _SERVING = ("rollout.poll_interval_s=0.01",)
-"""Tokens reach a reader sooner than training needs them."""
+"""Shorter polls than in training, so that a reader gets tokens sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def _log_file() -> Path:
 
 
 def run(service: Service) -> int:
-    """Serves until a signal, whose number it returns. Raises what ended it, after everything was shut down."""
+    """Serves until a signal, whose number it returns. Shuts everything down before it raises an error."""
     from asyncrl.cluster.ray_session import ray_cluster
 
     with ray_cluster(None, service.log_file) as cluster:
@@ -340,8 +340,8 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 
 
 def _engine_settings(engine: str) -> list[str]:
-    """What the engine has of its own for serving, and its default context: training derives that from its limits, of
-    which serving has none."""
+    """The engine's settings for serving, and its default context length. Training derives that length from its limits
+    on prompt and response, which serving does not have."""
     defaults = RolloutConfig(engine=engine)  # type: ignore[arg-type]
     settings = [f"max_model_len={defaults.max_model_len}", *ENGINES[engine].serving]
     return [f"rollout.{engine}.{setting}" for setting in settings]

@@ -87,7 +87,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     check_packages(recipe)
     assert found.train is not None, "the hub was used"
     directory.lock(command)
-    # Again: whoever had the directory until now may have written its last checkpoint since.
+    # Again, now under the lock: the process that had the directory may have written a last checkpoint.
     start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     if start_from is not None:
         check_resumable(recipe, found.train.digest, start_from)

@@ -1,4 +1,4 @@
-"""What is trained on: dataset rows, their order, their token ids, and the built-in arithmetic task.
+"""Training data: dataset rows, their order, their token ids, and the built-in arithmetic task.
 
 Runs in: driver (checks), rollouter.
 """

@@ -1,8 +1,8 @@
 """The built-in task: generated word problems with a careful solution and a hasty guess each. Pure and seeded.
 
 A problem of level k is a short story that takes k operations to solve: an opening, some events, a question. The
-careful solver writes every operation down. The hasty one adds the first two numbers and reads no further, so it is
-right where that is all there is to do: the habit that reinforcement learning has to break.
+careful solver writes down every operation. The hasty one adds the first two numbers and reads no further, so it is
+right only for problems that need nothing else. Reinforcement learning has to break this habit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_problem(rng: random.Random, level: int) -> Problem:
         raise ValueError(f"level={level} is not one of {LEVELS}")
     largest = 999 if level == 3 else 50
     steps: tuple[_Step, ...] = ()
-    # a story whose numbers leave the range is told anew: planning it backwards would take more code than it saves
+    # Stories whose numbers leave the range are drawn again: planning them backwards would take more code.
     while not steps or not all(2 <= step.value <= largest for step in steps):
         steps = _story(rng, level)
     return _write(rng, level, steps)

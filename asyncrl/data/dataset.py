@@ -106,7 +106,7 @@ def _files(path: Path) -> list[Path]:
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) != 1:
         found = f"both {' and '.join(suffixes)} files" if suffixes else "no .jsonl and no .parquet file in it"
-        # the same rows are often kept in both formats: reading both would silently double them
+        # The same rows are often stored in both formats: reading both would silently double them.
         raise DataError(explain(f"the directory {path}", found, "name one file, or a directory of one format"))
     return files
 
@@ -141,9 +141,9 @@ def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:  # else the whole file is kept
             yield from _parquet_rows(file, path, schema)
     except pyarrow.ArrowInvalid as error:
-        raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it anew")) from error
+        raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it again")) from error
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(explain(f"the dataset {path}", f"it is damaged: {error}", "write it anew")) from error
+        raise DataError(explain(f"the dataset {path}", f"it is damaged: {error}", "write it again")) from error
 
 
 def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path, schema: Schema) -> Iterator[PromptRow]:

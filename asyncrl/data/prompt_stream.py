@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _CACHED_EPOCHS = 2  # ordinals in flight straddle at most one epoch boundary
 _SHARES = 10_000
-"""Weights of a mixture are held to one part in so many."""
+"""Longest period of a mixture: its shares are exact to one part in this number."""
 
 
 class Stream(Protocol):
     def row_index(self, ordinal: int) -> int:
-        """The row that prompt `ordinal` asks. Pure. Raises ValueError: negative ordinal."""
+        """The row of prompt `ordinal`. Pure. Raises ValueError: negative ordinal."""
         ...
 
 
@@ -51,8 +51,9 @@ class PromptStream:
 
     `row_index(ordinal)` depends on the arguments and the ordinal alone: any process, in any order of calls, and after
     any resume gets the same answer. Each epoch visits each row once; with `shuffle` in an order of its own. The first
-    `curriculum.epochs` epochs go from easy rows to hard ones instead, by `ease` ([num_rows] float64) and noise that is
-    uniform in +-`curriculum.jitter` and anew in each epoch; rows that are equally easy come in shuffled order.
+    `curriculum.epochs` epochs go from easy rows to hard ones instead, ordered by `ease` ([num_rows] float64) plus
+    noise, which is uniform in +-`curriculum.jitter` and differs between epochs. Equally easy rows come in shuffled
+    order.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class PromptStream:
         return ordinal // self.num_rows
 
     def row_index(self, ordinal: int) -> int:
-        """The row in `[0, num_rows)` that prompt `ordinal` asks. O(1) but for the first call of an epoch."""
+        """The row in `[0, num_rows)` of prompt `ordinal`. O(1), except for the first call of an epoch."""
         epoch, position = self.epoch(ordinal), ordinal % self.num_rows
         is_ordered = epoch < self._ordered_epochs
         if not self.shuffle and not is_ordered:
@@ -140,7 +141,7 @@ def _counts(weights: Sequence[float]) -> list[int]:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """Sources of one length must not have one order."""
+    """A seed per source, so that sources of equal length have different orders."""
     text = f"{seed} {name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 

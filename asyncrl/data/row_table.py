@@ -1,7 +1,7 @@
 """Rows in a file that is mapped into memory: `RowWriter` writes it, `RowTable` reads single rows of it.
 
-However many rows there are, a process has in memory what it has looked at, and the operating system takes that back
-when it needs the room. The file is an Arrow IPC file whose record batches all hold `BATCH_ROWS` rows, but the last.
+Only the rows that a process has read are in its memory, and the operating system can reclaim their pages. The file is
+an Arrow IPC file; all of its record batches except the last hold `BATCH_ROWS` rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RowTable(Sequence[PromptRow]):
             yield from map(_row, self._batch(number).to_pylist())
 
     def keep(self, path: Path) -> None:
-        """Moves the file, which would go with this object, to `path`, where it stays. Raises StorageError."""
+        """Moves the file to `path`, where it stays; otherwise it is deleted with this object. Raises StorageError."""
         try:
             shutil.move(self.path, path)
         except OSError as error:
@@ -71,7 +71,8 @@ class RowTable(Sequence[PromptRow]):
 
 
 class RowWriter:
-    """Makes a `RowTable` in the temporary directory; its file goes with the table, unless `RowTable.keep` is called."""
+    """Makes a `RowTable` in the temporary directory, whose file is deleted with the table unless `RowTable.keep` is
+    called."""
 
     def __init__(self) -> None:
         import pyarrow

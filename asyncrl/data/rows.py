@@ -41,10 +41,10 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One task: what the policy is asked and what its reward is judged by.
+    """One task: the messages for the policy, and the ground truth for the reward.
 
-    `extra` holds `extra_info` as (key, value) pairs, values that are no strings as JSON. `origin` says where the row
-    stands: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
+    `extra` holds `extra_info` as (key, value) pairs; values other than strings are JSON. `origin` is the place of the
+    row: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -65,7 +65,7 @@ def schema_of(keys: Iterable[object]) -> Schema:
 
 
 def columns_of(names: Sequence[str], schema: Schema) -> list[str]:
-    """Those of a file's columns that are worth reading."""
+    """The columns of a file that the schema needs."""
     is_verl = (schema_of(names) if schema == "auto" else schema) == "verl"
     return [name for name in names if not is_verl or name in _VERL_COLUMNS]
 
@@ -234,7 +234,7 @@ def _field(
         keys = ", ".join(sorted(str(k) for k in record)) or "none"
         raise _malformed(origin, f"no {prefix}{key}; its keys are {keys}", f"add {prefix}{key}: {_EXAMPLES[schema]}")
     value = record[key]
-    # a string is a sequence too, and the commonest mistake is a prompt that is a bare string
+    # a string is a sequence too, and the most common mistake is a prompt that is a bare string
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str)):
         do = f"make {prefix}{key} {_KINDS[kind]}: {_EXAMPLES[schema]}"
         raise _malformed(origin, f"{prefix}{key} is {_kind(value)} instead of {_KINDS[kind]}", do)

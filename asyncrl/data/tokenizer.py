@@ -83,7 +83,7 @@ class PromptRenderer:
         return self._ids(row, self.text(row))
 
     def text(self, row: PromptRow) -> str:
-        """What `prompt_ids` tokenizes. Raises DataError naming the row: the template refuses its messages."""
+        """The text that `prompt_ids` tokenizes. Raises DataError naming the row: the template refuses its messages."""
         messages = [{"role": m.role, "content": m.content} for m in row.messages]
         messages, options = with_tools(self._tokenizer, messages, self._tools)
         try:
@@ -97,10 +97,10 @@ class PromptRenderer:
         return str(text)
 
     def tokens_over(self, row: PromptRow, text: str, limit: int) -> int | None:
-        """How many tokens the row's `text` has, where they are more than `limit`; None where they are not.
+        """The number of tokens of the row's `text` if it is above `limit`; else None.
 
-        Few texts have to be tokenized for that: a token of a fast tokenizer stands for a byte of normalised text at
-        least, and a prefix that pre-tokenizers put before the text, and after an added token, is one more.
+        Short texts need not be tokenized: each token of a fast tokenizer covers at least one byte of normalised text.
+        A prefix that pre-tokenizers put before the text, and after an added token, is one more.
 
         Raises DataError naming the row: it renders to no token.
         """
@@ -112,7 +112,7 @@ class PromptRenderer:
         return count if count > limit else None
 
     def identity(self) -> bytes:
-        """What the ids of a text depend on besides the text, as far as it can be named."""
+        """The settings, beside the text, that determine its token ids, as far as they are known."""
         return repr(sorted(self._tokenizer.get_vocab().items())).encode(errors="replace")
 
     def _ids(self, row: PromptRow, text: str) -> np.ndarray:
@@ -186,7 +186,7 @@ def _generation_eos(model: ModelConfig) -> tuple[int, ...]:
     try:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except ValueError as error:
-        raise ConfigError(explain(f"the generation config {file}", f"not JSON: {error}", "save it anew")) from error
+        raise ConfigError(explain(f"the generation config {file}", f"not JSON: {error}", "save it again")) from error
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 

@@ -21,7 +21,7 @@ class ToolPrompt:
 
 
 def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template says anything about tools that it is given."""
+    """True when the chat template renders the tools that it gets."""
     templates = tokenizer.chat_template
     if isinstance(templates, dict):
         return "tool_use" in templates or any(_names_tools(t) for t in templates.values())
@@ -31,7 +31,7 @@ def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 def with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: ToolPrompt | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What `apply_chat_template` is given so that the prompt names the tools: messages, and options besides."""
+    """Messages and options for `apply_chat_template` that make the prompt name the tools."""
     plain = [dict(message) for message in messages]
     if tools is None or not tools.schemas:
         return plain, {}

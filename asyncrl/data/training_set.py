@@ -1,7 +1,7 @@
 """The training prompts of a recipe: one source or a mixture, without duplicates, filtered by the curriculum, checked.
 
-They are read once, row by row, into a mapped file, and rendered when they are asked: millions of rows cost the driver
-and the rollouter no memory of their own (docs/adr/0016-prompts-are-rendered-when-they-are-asked.md).
+The rows are read once, one by one, into a mapped file, and rendered when their prompt is generated. So millions of rows
+take no private memory in driver and rollouter (docs/adr/0016-prompts-are-rendered-when-they-are-asked.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from asyncrl.data.tokenizer import PromptRenderer, none_short, too_long
 from asyncrl.errors import DataError, explain
 
 TOKENIZED_ROWS = 64
-"""The digest has the token ids of so many rows: a tokenizer that splits texts otherwise is seen."""
+"""Number of rows whose token ids enter the digest, so that a tokenizer that splits texts differently is noticed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSet:
-    """The rows that a run may ask, each of which renders to at most `data.max_prompt_tokens` tokens.
+    """The training rows of a run, each of which renders to at most `data.max_prompt_tokens` tokens.
 
-    Left out: `num_duplicates` that repeat a row before them, `num_filtered` outside of the curriculum, `num_dropped`
+    Dropped rows: `num_duplicates` repeat an earlier row, `num_filtered` are outside the curriculum, `num_dropped` are
     too long. `sources` tile the rows of a mixture; `ease` is [rows] float64, the number of the curriculum. `digest`
     changes with any prompt, ground truth, `extra` (which rewards read) or their order: ordinals mean the same tasks
     only while it does not. `data.prompt_stream` says which row an ordinal asks.
@@ -56,9 +56,9 @@ def sources_of(data: DataConfig) -> dict[str, tuple[str, float]]:
 def training_prompts(
     data: DataConfig, renderer: PromptRenderer | None, may_read: Callable[[str], bool]
 ) -> TrainingSet | None:
-    """All training prompts; None when some cannot be had yet: no `renderer`, or a source that may not be read.
+    """All training prompts; None when some are not available yet: no `renderer`, or a source that may not be read.
 
-    Every source that may be read is, so that a bad row is found.
+    Reads every source that may be read, so that bad rows are found.
 
     Raises:
         DataError: a row cannot be read, has no number of the curriculum or too long a prompt; or a source has no row
@@ -159,9 +159,8 @@ class _Collected:
 
 
 def likeness(row: PromptRow) -> int:
-    """Equal for rows that ask the same and are judged alike: same messages, ground truth, source and `extra`, but for
-    its `index`, which numbers rows. 64 bits: among two million rows two others are taken for alike once in ten million
-    datasets."""
+    """A hash that is equal for duplicates: same messages, ground truth, source and `extra`, except its `index`, which
+    numbers rows. It has 64 bits: in two million rows two different ones collide once in ten million datasets."""
     extra = tuple(pair for pair in row.extra if pair[0] != "index")
     return hash((row.messages, row.ground_truth, row.data_source, extra))
 

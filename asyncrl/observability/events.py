@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened, one object a line, with wall and monotonic time."""
+"""Writes `events.jsonl`: one event per line, with wall and monotonic time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class EventLog:
     never mix and survive the death of the writer.
 
     Each line ends with `writer`, `at` and `chain`: the BLAKE2b of the first `at` bytes of the file and of the line up
-    to `chain`. Those bytes are all that this writer found there, its own lines and those of others, whole or torn. So
-    every line vouches for all that was written before it, and no writer waits for another one: where another line came
-    in between, `at` lies before the line's own start, and the next line vouches for both.
+    to `chain`. Those bytes are everything that this writer found there: its own lines and those of others, whole or
+    torn. So every line confirms all bytes written before it, and no writer waits for another. When another writer's
+    line came in between, `at` is before the line's own start, and the next line confirms both.
     """
 
     def __init__(self, path: Path, hide: Hidden | None = None) -> None:
@@ -41,7 +41,7 @@ class EventLog:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
-                os.write(self._file, b"\n")  # a crash tore the last line: the next one stands by itself
+                os.write(self._file, b"\n")  # a crash tore the last line: begin a new one
             self._catch_up()
         except OSError as error:
             raise unwritable(path, error) from error
@@ -65,7 +65,7 @@ class EventLog:
         self.chain = chain.hexdigest()
 
     def sync(self) -> None:
-        """What was written outlasts the machine's own end. Raises StorageError."""
+        """Flushes all lines to disk, so that they survive a crash of the machine. Raises StorageError."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -75,7 +75,7 @@ class EventLog:
         os.close(self._file)
 
     def _catch_up(self) -> None:
-        """Takes what was written since into the hash."""
+        """Adds the bytes written since the last call to the hash."""
         while data := os.pread(self._file, READ_BYTES, self._at):
             self._before.update(data)
             self._at += len(data)

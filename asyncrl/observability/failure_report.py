@@ -27,7 +27,7 @@ def write_report(
 
     Args:
         waits: the open waits of the driver (`waits.WAITS.lines()`).
-        processes: those of the run on this machine; the others say what they do with `py-spy dump` on theirs.
+        processes: those of the run on this machine; on other machines use `py-spy dump`.
         log: the run's log; its last lines are copied.
         outputs: other files of which the last lines are copied, where there are any.
         hide: applied to the report.
@@ -47,7 +47,7 @@ def write_report(
             name, status = " ".join(process.cmdline())[:80] or process.name(), process.status()
             cpu = process.cpu_times()
         except psutil.Error:
-            continue  # it has ended meanwhile
+            continue  # it has just ended
         lines.append(f"{process.pid:8d}  {status:10s} {cpu.user + cpu.system:8.1f} s CPU  {name}")
         short = "".join(c if c.isalnum() else "_" for c in name.partition(" ")[0].rpartition("/")[2])[:40]
         (place / "stacks" / f"{process.pid}-{short}.txt").write_text(stacks.read(process.pid))

@@ -61,5 +61,5 @@ def configure_worker() -> None:
     file = logging.FileHandler(path)
     file.setFormatter(_Formatter(Hidden.named(os.environ.get(HIDDEN_VARIABLE, "").split(), os.environ), _FORMAT))
     logging.getLogger("asyncrl").setLevel(logging.INFO)
-    for name in ("asyncrl", "asyncio"):  # asyncio's tells of tasks whose exception nobody took
+    for name in ("asyncrl", "asyncio"):  # asyncio logs exceptions of tasks that were never retrieved
         logging.getLogger(name).addHandler(file)

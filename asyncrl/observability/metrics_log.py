@@ -44,7 +44,7 @@ class MetricsLog:
             sink.write(int(record[Metric.STEP]), record)
 
     def truncate_after(self, step: int) -> None:
-        """Drops the lines of steps after `step`: the run goes on from there and will take them again."""
+        """Removes the lines of steps after `step`: the run continues from there and will train them again."""
         if not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]

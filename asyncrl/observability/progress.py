@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: a live table on a terminal, otherwise one line a step."""
+"""Shows the progress of a run: a live table on a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressView:
-    """Args:
-    live: draw a table that is updated in place; otherwise log one line per step.
-    """
+    """Owns the live table, if there is one. `live`: draw a table that is updated in place; otherwise log one line per
+    step."""
 
     def __init__(self, console: Console, *, max_steps: int, live: bool) -> None:
         self._max_steps = max_steps

@@ -1,8 +1,8 @@
-"""The stacks of all threads of a process, asked for from outside: it need not answer anything, only run.
+"""Reads the stacks of all threads of another process, which need not answer any call.
 
-`install` lets SIGUSR2 write them into a piece of anonymous memory of the process (`faulthandler`, so it works inside C
-code and with a blocked event loop too); `read` sends the signal and reads that memory through /proc. Linux; elsewhere,
-and for a process that never called `install`, py-spy where it is at hand.
+`install` makes SIGUSR2 write the stacks into anonymous memory of the process. It uses `faulthandler`, which also works
+inside C code and with a blocked event loop. `read` sends the signal and reads that memory through /proc. This needs
+Linux; elsewhere, and for a process that never called `install`, py-spy is used if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def read(pid: int, timeout_s: float = 1.0) -> str:
-    """What the threads of process `pid` are doing, or why that cannot be said. Does not raise."""
+    """The stacks of the threads of process `pid`, or the reason why they cannot be read. Does not raise."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_STOPPED:
@@ -61,7 +61,7 @@ def _memory(pid: int) -> Path | None:
             if _NAME in os.readlink(link):
                 return link
         except OSError:
-            continue  # closed meanwhile
+            continue  # it was just closed
     return None
 
 

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
-"""Longest that a call that does not wait by contract may take; a long poll gets its own wait on top."""
+"""Longest time for a call; a long poll has its own wait on top."""
 
 
 class ActorClient:

@@ -25,8 +25,8 @@ def failure_action(
     """
     Args:
         process: the one that failed; None where no single one is to blame.
-        error: what its caller met, or what a replica did wrong.
-        restarts_left: whether the budget of this kind of process allows another restart.
+        error: the error that its caller got, or a description of what a replica did wrong.
+        restarts_left: True when the budget of this kind of process allows another restart.
         may_rejoin: for a replica that had started: `recovery.rejoin_timeout_s` gives a late one time to answer again.
     """
     role = None if process is None else process.role

@@ -1,4 +1,4 @@
-"""Waits on Ray actors: each has a deadline and a name, and what went wrong arrives as an error of `asyncrl.errors`."""
+"""Waits on Ray actors: each has a deadline and a name, and its failures become errors of `asyncrl.errors`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asyncrl.remote.waits import WAITS, Wait
 
 ENDED_POLL_S = 0.05
 SLEPT_S = 2.0
-"""When a deadline is noticed later than this, the process was stopped or its loop blocked: it looks once more."""
+"""A deadline that is noticed later than this means that this process was stopped or blocked: it checks once more."""
 
 
 async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
     """Returns the value of `ref`, awaited for at most `timeout_s` seconds.
 
     Args:
-        call, process: what was called and who answers it; they name the error.
+        call, process: the call and the process that answers it; the error names both.
 
     Raises:
         DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides what to do with it.
-        ProcessDied: the process that answers is gone or cannot be reached.
+        ProcessDied: the process has died or cannot be reached.
         Exception: what the remote method raised, as its own type, with the remote traceback as its `__cause__`.
     """
     deadline = asyncio.timeout(timeout_s)
@@ -68,7 +68,7 @@ def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Proce
 
 
 async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: Process) -> None:
-    """Returns when a process that was killed is gone: `ask` calls a method of it that answers at once.
+    """Returns when a killed process has exited. `ask`: calls a method of it that answers at once.
 
     Raises DeadlineExceeded.
     """

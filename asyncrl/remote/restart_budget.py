@@ -1,4 +1,4 @@
-"""How often something may be restarted. Pure."""
+"""Limits how often something may be restarted. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 
 class RestartBudget:
-    """Args:
-    max_restarts: restarts that may lie within any `window_s` seconds.
-    """
+    """Counts restarts: at most `max_restarts` within any `window_s` seconds."""
 
     def __init__(self, max_restarts: int, window_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_restarts = max_restarts

@@ -1,4 +1,4 @@
-"""What a process waits for: the open waits on other processes, and how near the ended ones came to their deadlines."""
+"""Records the waits of this process on other processes: the open ones, and how near ended ones came to their deadlines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WaitTotals:
 
 
 class Waits:
-    """The open waits of this process, and what ended ones took."""
+    """Owns the open waits of this process and the totals of the ended ones."""
 
     def __init__(self) -> None:
         self._open: set[Wait] = set()
@@ -82,4 +82,4 @@ def replica(replica_id: int) -> Process:
 
 
 WAITS = Waits()
-"""What this process waits for. One per process, as its loggers are: whoever writes its state down finds it here."""
+"""The waits of this process. One per process, as loggers are, so that a failure report can find them."""

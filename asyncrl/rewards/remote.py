@@ -92,7 +92,7 @@ class RemoteReward:
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Reads with a deadline for the whole body: a socket's timeout is per read, which a slow sender would never exceed."""
+    """Reads with a deadline for the whole body: a socket's timeout is per read, and a slow sender never exceeds it."""
     received = bytearray()
     while chunk := answer.read1(1 << 16):
         received += chunk

@@ -34,7 +34,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _CHUNK_BYTES = 1 << 16
 _LEAVE_S = 2.0
-"""Longest that killed processes are waited for."""
+"""Longest wait for killed processes to end."""
 _TOLD_CHARS = 500
 _PREFIX = "asyncrl-sandbox-"
 _TOTAL_FILES = 16

@@ -1,7 +1,7 @@
 """System calls that take rights away from the calling process: namespaces, Landlock, seccomp, resource limits.
 
-Standard library alone: the launcher imports it in an interpreter that knows no packages. Every function that may be
-refused by the kernel says so by its result, never by doing nothing unnoticed.
+Only the standard library is used: the launcher imports this file in an interpreter without packages. Every function
+that the kernel may refuse returns whether it succeeded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def libc() -> ctypes.CDLL:
 
 
 def die_with_parent() -> None:
-    """Linux kills this process when its parent ends. A change of user or of namespace undoes it: call it after."""
+    """Makes Linux kill this process when its parent ends. A change of user or namespace undoes it: call it
+    afterwards."""
     if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
@@ -83,7 +84,7 @@ def _open_to_others(path: str) -> bool:
 def enter_namespaces() -> bool:
     """User, network, process, mount and IPC namespaces of its own; children are in the process namespace.
 
-    False where the kernel refuses it; this process is then good for nothing: distributions refuse at either step.
+    False when the kernel refuses it, which distributions do at either step; this process must then not be used further.
     """
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC

@@ -23,7 +23,7 @@ _NO_NAMESPACES = 77
 _TOO_MANY = 3
 """Threads over the limit at which all are killed, where the kernel does not count them itself."""
 
-# Where the kernel confines nothing: against accidents, not against a program that sets out to get around it.
+# Where the kernel confines nothing: protects from accidents, not from a program that tries to escape.
 _BASIC = """
 import runpy, sys
 def _refuse(event, args, _d={directory!r}):
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _in_namespaces(request: dict, counts: bool) -> bool:
-    """False where the kernel gives none: nothing has been run then."""
+    """False when the kernel allows none; nothing has been run then."""
     outside = os.fork()
     if outside:
         return os.waitstatus_to_exitcode(os.waitpid(outside, 0)[1]) != _NO_NAMESPACES
@@ -142,7 +142,7 @@ def _alone(request: dict) -> None:
 
 
 def _outlive() -> None:
-    """The program must not end or read the process that reports how it ended."""
+    """Protects the process that reports the outcome: the program must not end or read it."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
         try:
             signal.signal(number, signal.SIG_IGN)

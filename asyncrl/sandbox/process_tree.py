@@ -1,4 +1,4 @@
-"""Ends a child process with what it has started."""
+"""Ends a child process together with its descendants."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class GuardedProtocol(H11Protocol):
             timer.cancel()
 
     def _follow(self) -> None:
-        """Updates the guard's list of waiting connections. The timeout for a head runs as long as the connection waits."""
+        """Updates the guard's list of waiting connections. The timeout for a head runs while the connection waits."""
         answered = self.cycle is not None and not self.cycle.response_complete
         if answered or self.flow.write_paused or self.transport.is_closing():
             self._guard.waiting.pop(self, None)

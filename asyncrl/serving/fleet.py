@@ -69,7 +69,7 @@ class Fleet:
                 prompt_ids, sampling, session_id=session_id, seed=seed, prefix=prefix, on_chunk=on_chunk
             )
         except GenerationError:
-            self._look_now.set()  # a replica with a dead engine refuses everything: find it before it gets more requests
+            self._look_now.set()  # a replica with a dead engine refuses everything: find it before the next request
             raise
 
     @property

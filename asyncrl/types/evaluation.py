@@ -1,4 +1,4 @@
-"""What an evaluation of one held-out set found."""
+"""The result of an evaluation of one held-out set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a replica, their answers, and what a replica says of itself.
+"""Requests to a replica, their answers, and the statistics of a replica.
 
 Shape letters: P prompt tokens, T response tokens, n tokens of one chunk.
 """
@@ -17,7 +17,7 @@ PauseMode = Literal["abort", "keep", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
+    """How tokens are sampled. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
 
     `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response. Before
     `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
@@ -66,8 +66,8 @@ class TokenChunk:
     """Newly sampled tokens of one request, all by one policy version.
 
     `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
-    the request goes on; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
-    `cached_tokens`, on the chunk that has a finish_reason: tokens of the prompt whose KV cache was there already.
+    the request continues; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
+    `cached_tokens`, on the chunk that has a finish_reason: tokens of the prompt that were found in the KV cache.
     """
 
     request_id: str

@@ -47,9 +47,10 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """What the rollout side is to do: generate `tickets`, and give up `cancelled`, whose groups have ended.
+    """Work for the rollout side: groups to generate (`tickets`), and tickets to cancel (`cancelled`), whose groups have
+    ended.
 
-    `partials`: what a checkpoint kept of groups among `tickets`, under the ticket of now; the rest starts anew.
+    `partials`: restored tokens of groups among `tickets`, with their present ticket; the other groups start empty.
     """
 
     tickets: tuple[Ticket, ...] = ()
@@ -59,7 +60,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What packing needs to know of a trajectory: token counts, and how many of them are trained."""
+    """The lengths of a trajectory that packing needs: token counts, and how many of the tokens are trained."""
 
     prompt: int
     response: int
@@ -147,8 +148,8 @@ class EndShares:
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
     """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
-    this process. Since its start: `reprefilled_tokens`, of prompts and responses, were sent again because a request was
-    interrupted; `cancelled_groups` were given up because the queue had ended them."""
+    this process. Since its start: `reprefilled_tokens` of prompts and responses were sent again because a request was
+    interrupted; `cancelled_groups` were cancelled because the queue had ended them."""
 
     pid: int
     groups: int

@@ -1,4 +1,4 @@
-"""What a model's config.json says, as far as an engine or a training backend must know it to run the model."""
+"""The facts of a model's config.json that decide whether an engine or a training backend can run the model."""
 
 from __future__ import annotations
 

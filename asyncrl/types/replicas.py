@@ -1,4 +1,4 @@
-"""Who serves: the replicas of a run at one moment, as their pool holds them and the rollout side routes by."""
+"""The replica table: all replicas at one moment. The pool makes it, and the rollout side routes requests by it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ReplicaHandle(Protocol):
 class ReplicaRow:
     """One replica.
 
-    `handle` reaches it. `version` is the policy version that it serves; None where nobody had to say. `incarnation`
-    changes whenever the replica forgets what it was asked: with a new process, and with a reset. `detail` says why it
-    was suspended or replaced, until it serves again.
+    `handle` makes calls to it. `version` is the policy version that it serves; None where all have the same.
+    `incarnation` changes whenever the replica drops its requests: with a new process, and with a reset. `detail` says
+    why it was suspended or replaced, until it serves again.
     """
 
     handle: Any

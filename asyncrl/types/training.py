@@ -1,4 +1,4 @@
-"""What trainer ranks are to do in one step, and what the step measured."""
+"""The plan of one step for the trainer ranks, and the metrics of the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Microbatch = tuple[TrainSequence, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """What the ranks of one data-parallel index do in one step: their micro-batches, update by update.
+    """The work of the ranks of one data-parallel index in one step: their micro-batches, update by update.
 
     Every plan has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
     """

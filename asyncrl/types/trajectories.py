@@ -1,4 +1,4 @@
-"""Sampled trajectories: what the rollouter makes and the trainer trains.
+"""Sampled trajectories, which the rollouter makes and the trainer trains.
 
 Shape letters: P prompt tokens, T response tokens (policy and environment together).
 

@@ -1,4 +1,4 @@
-"""A publish: its tensors and buckets, how a receiver joins it, and what it took."""
+"""A publish: its tensors and buckets, the source that a receiver joins, and the report of its times."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
 
 
 def separate(buckets: Sequence[Bucket], min_bytes: int) -> tuple[Bucket, ...]:
-    """The same slices in the same order, numbered anew: each of at least `min_bytes` has a bucket of its own, which
+    """The same slices in the same order, renumbered: each of at least `min_bytes` has a bucket of its own, which
     needs no packing; those between two such stay together."""
     separated: list[Bucket] = []
 

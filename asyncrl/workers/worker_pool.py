@@ -1,10 +1,4 @@
-"""Calls of user code in worker processes, so that one that hangs or crashes ends alone.
-
-Consumes: `call`s.   Produces: one answer or one error for each.
-Waits for: a free worker, then its answer (`timeout_s`); a new worker until it is ready (`start_timeout_s`).
-Unblocked by: an answer; a worker that died or was killed, as soon as another one has taken its place.
-Stops when: `close` is called, or no worker can be started any more: every call then raises ProcessDied.
-"""
+"""Runs calls of user code in worker processes, so that a call that hangs or crashes ends alone."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ MAX_STARTS = 3
 """Starts of a worker that may fail in a row while no other one serves."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _GRACE_S = 0.5
-"""What an idle worker may take to end by itself when the pool is closed."""
+"""Time for an idle worker to end by itself when the pool is closed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +31,17 @@ class _Job:
 class WorkerPool:
     """Owns the worker processes of one kind. Belongs to one event loop; its thread must live as long as the pool.
 
+    Consumes: `call`s.
+    Produces: one answer or one error for each call.
+    Waits for: a free worker, then its answer (`timeout_s`); a new worker until it is ready (`start_timeout_s`).
+    Unblocked by: an answer; the replacement of a worker that died or was killed.
+    Stops when: `close` is called, or no worker can be started any more; every call then raises ProcessDied.
+
     Counts: `answered` calls, workers `killed` at the deadline of a call, workers that `died` by themselves.
 
-    A worker and what it has started are one process group. It goes with its worker: at a deadline, when the worker
-    dies, when the pool is closed, and when this process is killed. What the called code starts in a session of its own
-    is found and killed in the first and third case; in the others it is left to whoever cleans up behind the run.
+    A worker and the processes that it starts are one process group. The group is killed at a deadline, when the worker
+    dies, when the pool is closed, and when this process is killed. Processes in a session of their own are killed in
+    the first and third case; in the others the janitor kills them.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -91,13 +91,13 @@ class WorkerPool:
         """The answer to a request. Calls are begun in order as workers get free.
 
         With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
-        fall in between. A caller that gives up leaves its call to the worker, which ends it by then.
+        fall in between. When a caller is cancelled its call still runs, at most until its deadline.
 
         Args:
             asked: names the call in messages.
         Raises:
             DeadlineExceeded: it took longer than `timeout_s`; the worker was killed.
-            ProcessDied: the worker died of it, or the pool refuses calls (`refuses`).
+            ProcessDied: the call killed the worker, or the pool refuses calls (`refuses`).
             Exception: what the called code raised, as its own type where that can be made here, else as RuntimeError;
                 with the traceback in the worker as a note.
         """
@@ -126,7 +126,7 @@ class WorkerPool:
         current: WorkerProcess | None = process
         while current is not None:
             job = await self._jobs.get()
-            if not current.alive:  # it died of nothing that was asked
+            if not current.alive:  # it died while it was idle
                 self._jobs.put_nowait(job)
                 await self._lost(current, "while it was idle")
                 current = await self._next()
@@ -134,7 +134,7 @@ class WorkerPool:
                 current = await self._next()
 
     async def _serve(self, job: _Job, process: WorkerProcess) -> bool:
-        """Settles one call; False when that has cost the process."""
+        """Settles one call; False when the call ended the process."""
         spec = self._spec
         outcome: object = self._refused(job.asked)  # unless it comes to more: the pool is closed
         usable = False
@@ -160,7 +160,7 @@ class WorkerPool:
         return usable
 
     async def _next(self) -> WorkerProcess | None:
-        """A process in place of one that is gone; None when none can be had any more, and calls are refused."""
+        """A new process in place of one that ended; None when none can be started any more, and calls are refused."""
         failures = 0
         while self._refusal is None:
             try:
@@ -217,7 +217,7 @@ class WorkerPool:
 
 def _settle(job: _Job, outcome: object) -> None:
     if job.answer.done():
-        return  # its caller has given up
+        return  # its caller was cancelled
     if isinstance(outcome, Exception):
         job.answer.set_exception(outcome)
     else:

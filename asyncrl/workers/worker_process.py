@@ -19,7 +19,7 @@ from asyncrl.workers.orphan_reaper import OrphanReaper
 logger = logging.getLogger(__name__)
 
 _REAP_S = 2.0
-"""Longest that a killed process is waited for."""
+"""Longest wait for a killed process to end."""
 
 
 class WorkerProcess:
@@ -29,7 +29,7 @@ class WorkerProcess:
     """
 
     def __init__(self, spec: WorkerSpec, reaper: OrphanReaper) -> None:
-        """Raises ProcessDied: the system gives no process."""
+        """Raises ProcessDied: the system cannot start a process."""
         self._spec = spec
         self._reaper = reaper
         self._answers = _Answers()
@@ -38,8 +38,8 @@ class WorkerProcess:
         self._exit_fd: int | None = None
         self._end: asyncio.Task[None] | None = None
         self._ready = False
-        # From the thread of the event loop: the kernel takes the end of the thread that makes a process for its
-        # parent's.
+        # Started from the thread of the event loop: the kernel treats the end of the thread that started a process as
+        # the end of its parent.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", spec.module, *spec.labels],
@@ -54,7 +54,7 @@ class WorkerProcess:
         reaper.watch(self.pid)
 
     async def start(self) -> None:
-        """Returns when the process is ready to be asked.
+        """Returns when the process is ready for requests.
 
         Raises:
             ConfigError: what it should run cannot be built there.
@@ -85,14 +85,15 @@ class WorkerProcess:
         return self._ready and not self._answers.ended and self._end is None and self._process.poll() is None
 
     async def ask(self, request: bytes, timeout_s: float) -> Any:
-        """Sends one frame, once the one before was answered; returns the answer.
+        """Sends one frame, after the answer to the previous one; returns the answer.
 
-        Raises TimeoutError: no answer in time. EOFError: it died, or sent what is no answer. After either: `end` it.
+        Raises TimeoutError: no answer in time. EOFError: the process died, or sent something other than an answer.
+        After either, call `end`.
         """
         answer = self._answers.expect()
         assert self._writer is not None
         self._writer.write(request)
-        # What has arrived when the deadline fires counts: it was the event loop that was late.
+        # An answer that has arrived when the deadline fires counts: the event loop was late.
         await asyncio.wait([answer], timeout=timeout_s)
         if not answer.done():
             raise TimeoutError
@@ -140,11 +141,11 @@ class WorkerProcess:
             try:
                 self._exit_fd = os.pidfd_open(self.pid)
             except OSError:
-                return  # a kernel without it: the end of the pipe says the same, if nobody else holds it
+                return  # an old kernel: the end of the pipe shows the same, if no other process holds it
             loop.add_reader(self._exit_fd, self._exited)
 
     def _exited(self) -> None:
-        """It is dead, whoever still holds its pipe: a child that it had forked, say. Their end is the pipe's."""
+        """Called when the process has exited. A child that it forked may still hold its pipe open."""
         self._forget_exit()
         kill_group(self.pid)
 
@@ -185,7 +186,7 @@ class _Answers(asyncio.Protocol):
         self.ended = True
         if self._next is not None and not self._next.done():
             self._next.set_exception(EOFError())
-            self._next.exception()  # whoever asked may have been cancelled
+            self._next.exception()  # marks it as retrieved: the caller may have been cancelled
 
 
 def error_of(raised: Raised, process: str) -> Exception:
@@ -193,7 +194,7 @@ def error_of(raised: Raised, process: str) -> Exception:
     error: Any = None
     try:
         error = pickle.loads(raised.error) if raised.error is not None else None
-    except BaseException:  # what a user's exception does when it is made again is not ours
+    except BaseException:  # unpickling a user's exception runs its code, which may raise anything
         logger.debug("an exception of a %s cannot be made again here", process, exc_info=True)
     if not isinstance(error, Exception):
         error = RuntimeError(raised.summary)
@@ -207,7 +208,7 @@ def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> bool:
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            pass  # it works on a request, or has threads that go on
+            pass  # it works on a request, or has running threads
     return kill_tree(process, _REAP_S)
 
 

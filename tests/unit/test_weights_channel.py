@@ -101,7 +101,7 @@ def test_what_another_attempt_said_does_not_count(channel, peer, kind):
 def test_a_receiver_that_begins_anew_in_the_middle_ends_the_transfer(channel, peer):
     join(channel, peer)
     peer.send(ControlMessage(Kind.READY, 7, ATTEMPT + 1, 0, layout_of(MANIFEST)).encode())
-    with pytest.raises(WeightTransferError, match="receiver 0 began anew"):
+    with pytest.raises(WeightTransferError, match="receiver 0 started over"):
         channel.wait_acked(0, Deadline(10))
     channel.abort("over")
     assert ControlMessage.decode(peer.recv()).text == "over"

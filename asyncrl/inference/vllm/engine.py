@@ -73,7 +73,9 @@ class VllmEngine:
             started = asyncio.wrap_future(self._launcher.started)
             await asyncio.wait((started, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not started.done():
-                raise GenerationError(explain("start", f"the engine was stopped: {self._ended.result()}", "start anew"))
+                raise GenerationError(
+                    explain("start", f"the engine was stopped: {self._ended.result()}", "start a new engine")
+                )
             self._llm = started.result()
         except (ConfigError, GenerationError):
             self._end("it could not be started")

@@ -15,7 +15,8 @@ SINKS: dict[str, type[WandbSink] | type[TensorBoardSink]] = {"wandb": WandbSink,
 
 
 def build_sinks(recipe: Recipe, written: Mapping[str, Any], name: str, directory: Path) -> list[SinkFeed]:
-    """The sinks of the recipe; `preflight.check_packages` has seen that their packages are installed. Starts nothing.
+    """The sinks of the recipe; `preflight.check_packages` has checked that their packages are installed. Starts
+    nothing.
 
     Args:
         written: the recipe as others may read it.

@@ -1,8 +1,4 @@
-"""A sink in a thread of its own: neither what it raises nor how long it takes is felt by the run.
-
-Consumes: the records of a run.   Produces: calls of the sink, one after another.
-Waits for: the next record; the sink, for as long as it takes. Stops when: `close` is called, or the process ends.
-"""
+"""Runs a metrics sink (W&B, TensorBoard) in a thread of its own: neither its errors nor its delays affect the run."""
 
 from __future__ import annotations
 
@@ -18,26 +14,33 @@ from asyncrl.types.metrics import Record
 logger = logging.getLogger(__name__)
 
 BACKLOG = 64
-"""Records that may wait for a sink; those that come while so many do are left out."""
+"""Most records that may wait for a sink; further ones are dropped and counted as failed."""
 CLOSE_TIMEOUT_S = 20.0
-"""Longest that a sink may take at the end of the run, for what it has not written yet."""
+"""Time that a sink has at the end of the run to write the waiting records."""
 
 
 class Sink(Protocol):
-    """May raise whatever it likes and block as long as it likes: `SinkFeed` calls it, in a thread of its own."""
+    """A sink may raise and block: `SinkFeed` calls it in a thread of its own."""
 
     def write(self, step: int, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """Drops what keeps the process from ending. Called, in another thread, when `close` does not return."""
+        """Releases whatever keeps the process from exiting. Called in another thread when `close` does not return."""
         ...
 
 
 class SinkFeed:
-    """Each record is tried once, so that a sink which has failed is tried again with the next step. `failed`: records
-    that the sink has not taken. The first one is told in the log."""
+    """Owns one sink, its thread and the records that wait for it.
+
+    Consumes: the records of a run.
+    Produces: one call of the sink per record, in order. A failed record is logged (the first one), counted in `failed`
+    and not retried; the next record is tried again.
+    Waits for: the next record; the sink, as long as it takes.
+    Unblocked by: `write`, `close`.
+    Stops when: `close` is called or the process ends.
+    """
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.failed = 0
@@ -54,7 +57,7 @@ class SinkFeed:
             self._fail(f"it is {BACKLOG} records behind")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Returns when the sink has taken everything and is closed, at the latest after `timeout_s`."""
+        """Returns when the sink has written everything and is closed, at the latest after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
             self._records.put(None, timeout=timeout_s)

@@ -14,11 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class WandbSink:
-    """A Weights & Biases run; recorded offline below `<run>/wandb` when no login is found. It begins with the first
-    record, and again, as the same run, with the first one after a failure."""
+    """A Weights & Biases run; without a login it is recorded offline below `<run>/wandb`. The first record starts it.
+    After a failure the next record starts it again, as the same run."""
 
     def __init__(self, recipe: Recipe, written: Mapping[str, Any], name: str, directory: Path) -> None:
-        """`written`: the recipe as others may read it. Raises ConfigError: W&B takes no project or run of this name."""
+        """`written`: the recipe as others may read it. Raises ConfigError: W&B allows no project or run of this
+        name."""
         import wandb
 
         run_id = f"{name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}"
@@ -50,8 +51,8 @@ class WandbSink:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Ends W&B's process. Its own hook at the exit of this one finds it gone otherwise, ended by the janitor with
-        the other processes of the run, and prints a traceback."""
+        """Ends W&B's process. Otherwise the janitor would kill it with the run's other processes, and W&B's exit hook
+        would print a traceback."""
         import wandb
 
         wandb.teardown()

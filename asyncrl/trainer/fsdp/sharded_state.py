@@ -140,7 +140,7 @@ def _check_same_state(wanted: dict[str, torch.Tensor], written: StoredState, ask
 
 
 def _unwritable(directory: Path, error: CheckpointException) -> StorageError:
-    do = "make room there, or mend the directory; the state in training is not touched"
+    do = "make room there, or repair the directory; the state in training is not touched"
     return StorageError(explain(f"write the trainer's state to {directory}", by_rank(error), do))
 
 

@@ -65,7 +65,7 @@ def wait_for(future: futures.Future[T], deadline: Deadline, what: str, watch: Ca
     except AsyncRLError:
         raise
     except Exception as error:
-        do = "look at the logs of the trainer and the replicas; the group is formed anew at the next publish"
+        do = "look at the logs of the trainer and the replicas; the next publish forms a new group"
         raise WeightTransferError(explain(what, f"{type(error).__name__}: {error}", do)) from error
 
 

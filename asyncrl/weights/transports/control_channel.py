@@ -255,7 +255,7 @@ class SenderChannel:
             if joined is not None:
                 del self._joined[receiver]
                 do = "publish again; find out why it restarted"
-                found = f"receiver {receiver} began anew in the middle"
+                found = f"receiver {receiver} started over in the middle"
                 raise WeightTransferError(explain(f"receiver {receiver} to stay to the end", found, do))
         elif message.kind is Kind.ACK and current:
             self._acked[receiver] = max(self._acked[receiver], message.value)

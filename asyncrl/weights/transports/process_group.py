@@ -20,7 +20,7 @@ from asyncrl.weights.transports.control_channel import Deadline
 _GLOO_THREADS = 2
 """Two broadcasts are in transfer at once; each occupies a thread."""
 _STORE_TIMEOUT = timedelta(seconds=300)
-_LOGS = "look at the logs of the trainer and the replicas; the group is formed anew at the next publish"
+_LOGS = "look at the logs of the trainer and the replicas; the next publish forms a new group"
 
 
 def host_store(host: str, world_size: int | None = None, timeout: timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
@@ -47,7 +47,7 @@ def join_store(address: str, deadline: Deadline) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, int(port), is_master=False, timeout=_left(deadline))
     except RuntimeError as error:
-        do = "form the transfer group anew and give receivers its new source"
+        do = "form a new transfer group and give receivers its source"
         raise WeightTransferError(explain(f"reach the store at {address}", _first_line(error), do)) from error
 
 

@@ -75,7 +75,7 @@ def attach(path: str) -> torch.Tensor:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        do = "form the transfer group anew and give receivers its new source"
+        do = "form a new transfer group and give receivers its source"
         raise TransferEnded(explain(f"attach to weights at {path}", "its sender is gone", do)) from error
     try:
         nbytes = os.fstat(fd).st_size
