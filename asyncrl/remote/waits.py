@@ -1,4 +1,4 @@
-"""Records the waits of this process on other processes: the open ones, and how near ended ones came to their deadlines."""
+"""The waits of this process on other processes: the open ones, and how near ended ones came to their deadlines."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
     found = "the process is gone" if gone else f"it does not answer a ping within {BLAME_S:g} s either"
     if getattr(first, "process", None) != lost.process:
         found += f"; a peer found: {type(first).__name__}: {first}"
-    do = "see its log, or whether it is stopped or its machine unreachable; a run restarts from its newest intact checkpoint"
+    do = "see its log, or whether it is stopped or its machine unreachable; a run restarts from its last checkpoint"
     error = type(lost)(explain(f"{method} of {lost.process}", found, do)).of(lost.process)
     error.__cause__ = first
     return error
