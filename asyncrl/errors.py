@@ -1,4 +1,4 @@
-"""Every error that asyncrl raises on purpose.
+"""Every error that asyncrl raises on purpose, with the exit code of a run that it ends.
 
 A message says what was asked, what was found and what to do (`explain`). Each class also inherits the standard
 library's type, so that a caller can catch either.

@@ -1,4 +1,4 @@
-"""`asyncrl-audit RUN_DIR`: proves from what a run wrote that it lost nothing and trained nothing over the limit.
+"""`asyncrl-audit RUN_DIR`: proves from the files of a run that it lost no group and trained none over the lag limit.
 
 Runs in: its own command.
 

@@ -1,4 +1,5 @@
-"""The run directory and its checkpoints: written as a transaction, checked before they are read.
+"""The run directory and its checkpoints: `writer.py` writes them in the background, `store.py` completes, checks and
+deletes them.
 
 Runs in: driver.
 """

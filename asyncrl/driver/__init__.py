@@ -1,4 +1,4 @@
-"""Drives a run: composition root, coordinator, actors, preflight, evaluation schedule and step record.
+"""Drives a run: `run.py` builds and restarts its parts and handles signals, `coordinator.py` decides what happens next.
 
 Runs in: driver.
 """

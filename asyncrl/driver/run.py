@@ -15,7 +15,8 @@ by handles of `driver/actors.py` for the whole run. Control carries ids, lengths
 the rollouter to the queue and from there to the trainer rank that needs them.
 
 A coordinator lives as long as its queue and its trainer ranks. When one of these dies, the run starts new ones, and
-another coordinator resumes from the last checkpoint. Replicas and the rollouter are replaced under a running one.
+another coordinator resumes from the newest intact checkpoint. Replicas and the rollouter are replaced under a running
+coordinator. SIGINT and SIGTERM end the run after the step in progress, with a checkpoint (`Coordinator.stop`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the responses to a held-out set add up to.
+"""The result of a held-out evaluation: accuracy, mean@k and pass@k with their intervals, from judged responses.
 
 Runs in: rollouter.
 """

@@ -13,6 +13,8 @@
 * *leased*: an evaluation has it for itself; publishes leave it out, so that it stays at its version.
 * *suspended*: it answered too late; nothing reaches it until it answers again and has dropped its requests.
 * *dead*: its process is killed. A replacement is another incarnation under the same id.
+
+`remote.failure_policy` decides whether a failure suspends a replica or kills it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metrics, events, logs, progress and sinks; the evidence of a failure.
+"""Metrics, events, logs, progress, sinks (W&B, TensorBoard), the watchdog, and the report of a failure.
 
 Runs in: driver; message queue (events).
 """

@@ -9,7 +9,8 @@
 
 After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. Each admission of
 an ordinal counts, and each ends exactly once: an ordinal may expire several times, and at most once end otherwise.
-`queue/staleness.py` decides which groups are admitted and leased.
+`queue/staleness.py` decides which groups are admitted and leased. A lease that would train a group over the lag limit
+raises LedgerError, which ends the run.
 """
 
 from __future__ import annotations

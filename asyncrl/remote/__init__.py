@@ -1,4 +1,4 @@
-"""Waits on other processes: deadlines, names, restarts, and what follows when one fails.
+"""Waits on other processes: deadlines, names, restart budgets, and the policy for failures (`failure_policy.py`).
 
 Runs in: everywhere.
 """

@@ -1,4 +1,8 @@
-"""Computes rewards in worker processes."""
+"""Computes rewards in worker processes.
+
+A reward that takes longer than `reward.timeout_s` raises DeadlineExceeded, and its process is killed. The rollouter
+then nacks the group: the timeout counts as a failed attempt, as any error of a reward does.
+"""
 
 from __future__ import annotations
 

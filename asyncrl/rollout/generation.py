@@ -1,4 +1,8 @@
-"""The generation client: makes one response from any number of interrupted attempts, on any replicas."""
+"""The generation client: makes one response from any number of interrupted attempts, on any replicas.
+
+A resumed attempt keeps the tokens that had arrived, and continues with the version that its replica serves then. The
+segments of the response say which version sampled which tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody has read: `run_python`. docs/rewards.md says what each level guarantees.
+"""Runs untrusted Python programs: `run_python`. docs/rewards.md says what each level guarantees.
 
 Runs in: reward processes, tool processes.
 

@@ -1,4 +1,4 @@
-"""Code of users in subprocesses, so that a call that hangs or crashes ends alone. Rewards and tools run this way.
+"""Runs code of users (rewards, tools) in subprocesses, so that a call that hangs or crashes ends alone.
 
 Runs in: rollouter, reward and tool processes.
 
