@@ -52,7 +52,7 @@ class ReplicaEvent(Event):
 
 
 class RunStarted(Event, kind="start"):
-    """Every process has started. From `groups_per_step` on: what the audit holds the run to; `verify` is
+    """Every process has started. The fields from `groups_per_step` on are limits that the audit checks; `verify` is
     `weights.verify`."""
 
     name: str
@@ -110,7 +110,7 @@ class GroupChanged(Event, kind="group"):
 
 
 class WeightsPublished(Event, kind="publish"):
-    """`replicas` of the replicas serve `version` from now on. `attempts` counts transfers of `bytes` bytes each."""
+    """Number `replicas` of replicas that serve `version` from now on. `attempts` counts transfers of `bytes` bytes."""
 
     version: Whole
     publish_s: NonNegative
@@ -148,7 +148,7 @@ class ReplicaRejoined(ReplicaEvent, kind="replica_rejoined"):
 
 
 class ReplicaLeased(ReplicaEvent, kind="replica_leased"):
-    """An evaluation has the replica for itself."""
+    """An evaluation has leased the replica."""
 
 
 class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
@@ -163,7 +163,7 @@ class RollouterFailed(Event, kind="rollouter_failed"):
 
 
 class RollouterRestarted(Event, kind="rollouter_restarted"):
-    """Another rollouter works; `groups` were requeued, and it took `seconds`."""
+    """A new rollouter has started after `seconds`; `groups` were requeued."""
 
     seconds: NonNegative
     groups: Whole
@@ -178,7 +178,7 @@ class TrainingFailed(Event, kind="training_failed"):
 
 
 class TrainingRestarted(Event, kind="training_restarted"):
-    """The training side goes back to `checkpoint` (null: to the start); it took `seconds`."""
+    """The training side has restarted from `checkpoint` (null: from the start); it took `seconds`."""
 
     process: str
     seconds: NonNegative
@@ -234,7 +234,7 @@ class EvaluationFailed(Event, kind="evaluation_failed"):
 
 
 class EvaluationSkipped(Event, kind="evaluation_skipped"):
-    """No evaluation after `step`: the one after step `running` goes on."""
+    """There is no evaluation after `step`, because the one after step `running` is still in progress."""
 
     step: Whole
     running: Whole
