@@ -32,7 +32,7 @@ TokenAdvantage = Callable[
 """(rewards, values, sequences, config) of the trained tokens of one micro-batch, [n] each -> (advantages, returns).
 
 rewards: `returns.token_rewards`. values: of the critic, None without one. sequences: ascending numbers of the
-trajectories. returns: what the critic learns, None without one. Without gradient, and not yet whitened."""
+trajectories. returns: targets of the critic, None without one. Results have no gradient and are not whitened yet."""
 
 
 def build_advantage(name: str, group_std: str = "population") -> Advantage:
@@ -43,13 +43,13 @@ def build_advantage(name: str, group_std: str = "population") -> Advantage:
 
 
 def build_token_advantage(name: str) -> TokenAdvantage | None:
-    """What the trainer makes of that advantage for each token. None: each has that of its trajectory."""
+    """The function that computes this advantage for each token. None: tokens have the advantage of their trajectory."""
     path = ADVANTAGES[name].of_tokens
     return None if path is None else resolve_name(path)
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
-    """What `config` composes. Imports torch. Raises ConfigError: a name that is not known."""
+    """The objective that `config` describes. Imports torch. Raises ConfigError: an unknown name."""
     from asyncrl.algorithms.objective import Objective
 
     return Objective(

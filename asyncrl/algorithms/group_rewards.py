@@ -1,4 +1,4 @@
-"""What the group-relative advantages share: the rewards of one group, checked and centred."""
+"""Shared by the group-relative advantages: checks and centres the rewards of one group."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@
     loss_t  = - min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_t)
 
 It differs from the clipped surrogate in that a trajectory is clipped or kept as a whole: the reward is given for it as
-a whole, and the ratios of single tokens are noise of one sample each, the more so where experts route tokens anew after
-every update. The mean over tokens keeps ratios of short and long trajectories in one range, which is narrow: bounds are
-some 1e-4. With algorithm.ratio=behavior lag and the mismatch of engine and trainer move s_i by more than that; with
-ratio=proximal only the updates of one step do.
+a whole, and the ratios of single tokens are noise of one sample each, even more so in a mixture of experts, whose
+routing changes with every update. The mean over tokens keeps ratios of short and long trajectories in one range, which
+is narrow: bounds are some 1e-4. With algorithm.ratio=behavior lag and the mismatch of engine and trainer move s_i by
+more than that; with ratio=proximal only the updates of one step do.
 The sum over a trajectory of these token losses has the gradient of the sequence form (eq. 5), times its trained tokens:
 algorithm.aggregation=sequence_mean makes it the paper's.
 Source: GSPO (arXiv:2507.18071) eq. 5 to 7, token form eq. 13 and 14.

@@ -1,4 +1,4 @@
-"""What a loss reads and gives: the tokens of one micro-batch, and the protocols of what is composed over them."""
+"""The input of losses and corrections, their protocols, and the tensor functions that they share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Loss(Protocol):
 
 
 class Correction(Protocol):
-    """What a token counts, given how far the trainer's policy before the update is from the one that sampled it
+    """The weight of a token, given how far the trainer's policy before the update is from the one that sampled it
     (`mismatch.py`)."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,8 +72,8 @@ class Correction(Protocol):
 
 @runtime_checkable
 class FittedCorrection(Correction, Protocol):
-    """A correction that looks at all tokens of an update before it: `__call__` finds in `LossInputs.fitted` what `fit`
-    has found."""
+    """A correction that is fitted over all tokens of an update before the update begins: `__call__` finds the result of
+    `fit` in `LossInputs.fitted`."""
 
     def fit(self, microbatches: Sequence[LossInputs], add_up: AddUp) -> torch.Tensor:
         """[] float32, of one update, the same on every rank and for every packing. Collective.
@@ -85,8 +85,8 @@ class FittedCorrection(Correction, Protocol):
 
 
 MAX_LOG_RATIO = 20.0
-"""Ratios are held below exp of this: a token that one of two policies has all but given up must not make the update
-infinite, nor NaN where a bound gives it no gradient."""
+"""Ratios are at most exp of this: a token whose probability is nearly 0 under one of two policies must not make the
+update infinite, nor NaN where a bound gives it no gradient."""
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How far the trainer's policy before the update is from the one that sampled: what every correction looks at.
+"""The distance of the trainer's policy before the update from the policy that sampled; every correction uses it.
 
     m_t = log pi_before(t) - log pi_behavior(t)
 

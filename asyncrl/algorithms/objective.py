@@ -1,4 +1,5 @@
-"""What an update minimises: a policy loss, weighed by corrections, with regularisers. Pure functions of tensors.
+"""The function that an update minimises: a policy loss, weighted by corrections, with regularisers. Pure functions of
+tensors.
 
     objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t - entropy_coefficient H_t)
 

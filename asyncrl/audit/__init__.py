@@ -2,17 +2,17 @@
 
 Runs in: its own command.
 
-Replays `events.jsonl` over all restarts, with rules of its own: it shares no code with the queue whose work it checks.
-Proven when there is no finding:
+Replays `events.jsonl` over all restarts, with its own rules: it shares no code with the queue that it checks. The run
+is proven when there is no finding:
 * ordinals are admitted without a gap, every transition is legal, and every admission ends once: an ordinal ends
   `expired` any number of times, each time followed by another admission or by nothing, and otherwise at most once;
 * no group was trained with lag (`step - oldest_version`) over the limit, and each step trained exactly its groups;
-* what a restart undid is exactly what came after the snapshot that it restored, and the counts are those of then;
+* each restart undid exactly what came after the snapshot that it restored, and the counts are those of the snapshot;
 * every version in use was published, with digests where the recipe asks for them, to the replicas that began to serve;
 * every snapshot became a checkpoint or a failed one, and every evaluation is of a version that was published;
 * `metrics.jsonl` has one line per step, which balances and agrees with the events;
 * `events.jsonl` is what the run wrote, up to its last line: each line carries a hash of all bytes before it;
-* the checkpoints that are left are those of its snapshots, group by group, and nothing was cut before the newest.
+* the remaining checkpoints agree with its snapshots, group by group, and no line before the newest one was cut.
 
 Exit codes: 0 proven; 1 findings; 2 not a run directory.
 """
@@ -39,9 +39,9 @@ EXIT_NO_RUN = 2
 
 
 def audit_run(directory: Path) -> AuditReport:
-    """Audits a run directory; the run may still be going on. Raises ConfigError: it is not one."""
+    """Audits a run directory; the run may still be in progress. Raises ConfigError: it is not a run directory."""
     limits = _limits(directory)
-    saved = read_saved(directory / "checkpoints")  # before the events, which may go on
+    saved = read_saved(directory / "checkpoints")  # before the events, which a running run still appends to
     audit = Audit(limits, saved)
     try:
         with (directory / EVENTS).open("rb") as file:

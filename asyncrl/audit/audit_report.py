@@ -1,4 +1,4 @@
-"""What an audit found: counts, rollbacks, troubles and findings, for people and as JSON."""
+"""The report of an audit: counts, rollbacks, troubles and findings, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the recipe of the run allows; the first two stay what they are when it is resumed. `verify`: which publishes
-    carry digests."""
+    """The limits in the recipe of the run; a resume cannot change the first two. `verify`: which publishes carry
+    digests."""
 
     groups_per_step: int
     max_lag: int

@@ -1,4 +1,4 @@
-"""What the driver tells of itself: its lives, replicas, publishes, checkpoints and evaluations. Pure."""
+"""Checks the driver's events: its lives, replicas, publishes, checkpoints and evaluations. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
     events.ReplicaLeased: (("serving",), "leased"),
     events.ReplicaReturned: (("leased",), "new"),
 }
-"""Event -> the states of the replica that it may happen in, and the one that follows."""
+"""Event -> the states of the replica in which it may occur, and the state that follows."""
 _OUT_OF_TRAINING = events.ReplicaFailed | events.ReplicaStarted | events.ReplicaSuspended | events.ReplicaRejoined
-"""These come from tasks of their own, also while the run ends or its training side is built again."""
+"""Events of background tasks, which also occur while the run ends or its training side restarts."""
 _Life = events.RunFaulted | events.TrainingResumed | events.TrainingFailed | events.TrainingRestarted
 
 
@@ -43,19 +43,19 @@ class Driver:
     def __init__(self, limits: Limits, find: Callable[[str], None]) -> None:
         self._find = find
         self.life: Literal["none", "started", "training", "lost", "restarted", "ended"] = "none"
-        """`lost`: the training side is, until it has restarted."""
+        """`lost`: the training side has failed and has not restarted yet."""
         self.version = 0
-        """The published version that the queue has been told."""
+        """The published version that the queue has recorded."""
         self.evaluated: dict[int, dict[int, dict[str, events.SetEvaluated]]] = {}
-        """Step at whose end it was told -> step of the evaluation -> set -> event."""
+        """Step at whose end the result was reported -> step of the evaluation -> set -> event."""
         self.failed: dict[int, set[int]] = {}
-        """Step at whose end it was told -> steps of evaluations that failed."""
+        """Step at whose end the failure was reported -> steps of evaluations that failed."""
         self._limits = limits
         self._resumed = False
         self._published: int | None = None
         self._versions: set[int] = set()
         self._is_due = False
-        """The queue has been told of a version whose `publish` event is yet to come."""
+        """The queue has recorded a version whose `publish` event has not come yet."""
         self._replicas: dict[int, str] = {}
         self._joined = self._left = 0
         """Replicas that began to serve, and that failed or were suspended, since the last publish."""
@@ -71,7 +71,7 @@ class Driver:
 
     @property
     def trains(self) -> bool:
-        """Whether this training has published: before that nothing is admitted, and a stop leaves no checkpoint."""
+        """True once this training has published. Before that no group is admitted, and a stop leaves no checkpoint."""
         return self.life == "training" and self._published is not None
 
     def on(self, event: events.Event, step: int) -> None:
@@ -118,14 +118,14 @@ class Driver:
         self.life = "ended"
 
     def undo(self, step: int, version: int) -> None:
-        """The queue is again what it was then; step -1: nothing."""
+        """Returns to the state of that step; step -1: the state before the run."""
         self.version = version
-        # What is told at the end of a step comes before its snapshot; a run at step 0 evaluates again.
+        # Results are reported at the end of a step, before its snapshot; a run at step 0 evaluates again.
         self.evaluated = {told: found for told, found in self.evaluated.items() if told <= step and step > 0}
         self.failed = {told: found for told, found in self.failed.items() if told <= step and step > 0}
 
     def queue_acts(self, what: str, *, by_rollouter: bool = False) -> None:
-        """The message queue works for a training, and may outlive its driver for a moment."""
+        """Checks that a training is in progress when the queue acts; the queue may outlive its driver for a moment."""
         if self.life in ("none", "started", "restarted"):
             self._expect(what, "training")
         elif by_rollouter and self.life == "training" and self._published is None:
@@ -165,7 +165,7 @@ class Driver:
                 if self.life in ("none", "ended"):
                     self._expect(event.kind)
                 self.life = "lost"
-                # What the replicas hold is of a branch that may be undone: they wait for the next publish.
+                # The replicas' weights belong to steps that may be undone: they wait for the next publish.
                 self._replicas |= {i: "new" for i, now in self._replicas.items() if now in ("serving", "leased")}
 
     def _on_rollouter(self, event: events.RollouterFailed | events.RollouterRestarted) -> None:
@@ -190,7 +190,7 @@ class Driver:
         self._is_due = self.life == "training"
 
     def settled(self, before: str) -> None:
-        """Nothing may be half told now."""
+        """Checks that no sequence of events is incomplete."""
         if self._is_due:
             self._find(f"version {self.version} is in use before {before}, but no `publish` event tells of it")
         if self._joined:
@@ -202,7 +202,7 @@ class Driver:
         serving = sum(state == "serving" for state in self._replicas.values())
         if version != step:
             self._find(f"publish of version {version} after {step} steps")
-        if version == self._published:  # those that serve had it: it is for newcomers
+        if version == self._published:  # serving replicas have it already: this publish was for newcomers
             least, most = max(0, self._joined - self._left), self._joined
             if not (self._joined or self._left):
                 self._find(f"version {version} is published again, and no replica has joined since")
@@ -239,7 +239,7 @@ class Driver:
     def snapshot(self, step: int) -> None:
         """The queue has captured its state between two steps."""
         if self.life != "training":
-            return  # the call of a driver that has gone on without the queue
+            return  # a late call of a driver that has already continued without this queue
         self.settled("a snapshot")
         if self._captured is not None:
             self._find(f"snapshot of step {step}, but nothing tells what became of the checkpoint of {self._captured}")

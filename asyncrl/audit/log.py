@@ -1,6 +1,6 @@
 """Reads `events.jsonl` from its bytes and checks the running hash that its lines carry.
 
-The hash shows that the file is what was written. Whether that was right is the replay's to say.
+The hash shows that the file is what the run wrote. The replay checks whether that is correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEPT_EVERY = 1 << 16
 
 
 def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
-    """Feeds every line to `audit`; what the hashes do not confirm."""
+    """Feeds every line to `audit`; returns a finding for each line that the hashes do not confirm."""
     chain = _Chain(file)
     number = 0
     while raw := file.readline():
@@ -30,7 +30,7 @@ def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
         event, start = parsed(raw) if raw.endswith(b"\n") else None, 0
         if event is None:
             audit.torn(number)
-            # A process that did not know of the torn line may have written the next one right behind it.
+            # Another process may have appended its next line directly after the torn one.
             start = max(0, raw.rfind(_BEGINNING))
             event = parsed(raw[start:]) if start and raw.endswith(b"\n") else None
         if event is not None:
@@ -41,7 +41,7 @@ def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
 
 
 def parsed(raw: bytes) -> Mapping[str, Any] | None:
-    """The JSON object that these bytes are, whatever a crash or a stranger left there; else None."""
+    """The JSON object in these bytes; None when they are anything else."""
     try:
         value = json.loads(raw.decode(errors="replace"))
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def parsed(raw: bytes) -> Mapping[str, Any] | None:
 
 
 class _Chain:
-    """The hash of the file up to the line that is read. After the first line that does not fit none will."""
+    """The hash of the file up to the present line. After the first line that does not match, no later line matches."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` against the events."""
+"""Compares `metrics.jsonl` with the events."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _wrong_counts(record: Mapping[str, Any], step: int, audit: Audit) -> Iterato
 
 
 def _wrong_evaluations(record: Mapping[str, Any], step: int, audit: Audit) -> Iterator[str]:
-    """What the events tell of the evaluations on this line; that before the first step is on the line of step 1."""
+    """Compares the evaluations on this line with the events; the one before training is on the line of step 1."""
     if step > audit.step:
         return  # undone: the events of it may be too
     expected, asked = _expected(audit, step), tuple(_ASKED)
@@ -82,8 +82,8 @@ _ASKED = (Metric.EVAL_ACCURACY, Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_PASS, 
 
 
 def _expected(audit: Audit, told: int) -> dict[str, float]:
-    """The metrics of the evaluations that were told at the end of this step; a later one takes the place of another.
-    There is no mean where a set was not answered."""
+    """The metrics of the evaluations reported at the end of this step; a later evaluation replaces an earlier one.
+    Without an answer to every set there is no mean."""
     values: dict[str, float] = {}
     for at, events in sorted(audit.driver.evaluated.get(told, {}).items()):
         if at not in audit.driver.failed.get(told, ()):

@@ -1,4 +1,4 @@
-"""The replay of a run's events: the rules that every group must have lived by. Pure: no files, no clock."""
+"""Replays the events of a run against the rules that every group must obey. Pure: no files, no clock."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _TROUBLE = ("failed", "suspended")
 class Audit:
     """Replays the events of a run one by one: `feed` or `torn` for every line, then `close`.
 
-    A transition that is not legal is a finding and happens all the same, so that one fault is told once. Undoing walks
-    back a journal of the transitions: the whole replay is linear in the number of events.
+    An illegal transition is a finding but is still applied, so that one fault is reported once. Undoing walks back a
+    journal of the transitions, so the whole replay is linear in the number of events.
     """
 
     def __init__(self, limits: Limits, saved: Iterable[Saved] = ()) -> None:
         """
         Args:
-            limits: of the recipe; those of each `start` take their place.
+            limits: of the recipe; the limits of each `start` event replace them.
             saved: the checkpoints beside the log.
         """
         self.limits = limits
@@ -51,15 +51,15 @@ class Audit:
         self.max_lag = -1
         self.step = 0
         self.is_lost = False
-        """It is not known what the run went on from; until another restart only lags can be checked."""
+        """It is unknown from which state the run continued; until the next restart only lags can be checked."""
         self.goes_back = False
         """No step was completed since the last rollback: the metrics may still have the lines of steps undone by it."""
         self.outcome = "unknown"
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self._held = 0
-        """Groups that were trained or active when a checkpoint was gone on from: more than a shortened run trains."""
+        """Groups that were trained or active when the run resumed: a shortened run may train fewer."""
         self.lags: dict[int, tuple[int, int | None]] = {}
-        """Step that was trained -> largest lag of its groups, and the one that was announced."""
+        """Trained step -> largest lag of its groups, and the lag that its `step` event states."""
         self._saved = {each.snapshot: each for each in saved}
         self._driver = Driver(limits, lambda text: None if self.is_lost else self._find(text))
         self._next_ordinal = 0
@@ -103,7 +103,7 @@ class Audit:
                 self._on_other(event, line.get("chain"))
 
     def torn(self, line: int) -> None:
-        """A line that a crash left incomplete: no finding if all that came after it was undone."""
+        """A line that a crash left incomplete: not a finding if everything after it was undone."""
         self.num_torn += 1
         self._torn.append(line)
 
@@ -186,7 +186,7 @@ class Audit:
             if not before.version <= oldest <= self.step:
                 self._find(f"{name}, outside [its admission {before.version}, the trained steps {self.step}]")
         elif kind == "leased":
-            # Where it was over the limit, older tokens may have been masked: then none that is left is over it.
+            # A group over the limit may have lost its older tokens to the mask: then no remaining token is over it.
             masked = before.version < self.step - self.limits.max_lag <= oldest <= self.step
             if oldest != before.version and not masked:
                 self._find(f"{name}, but it was ready with {before.version}")
@@ -355,7 +355,7 @@ class Audit:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _lives(self) -> None:
-        """Something happened that a torn line before it, or a missing rollback, could belie."""
+        """Records activity, which contradicts a torn line before it or a missing rollback."""
         self._last_life = self._line
         if self._awaiting is not None:
             line, _ = self._awaiting
@@ -373,13 +373,13 @@ class Audit:
             self.counts["admitted"] += 1
             if before is not None:
                 self.counts[_counted(after)] += 1
-                return  # the end of its admission before stays counted
+                return  # the end of its earlier admission stays counted
         else:
             self.counts[_counted(before)] -= 1
         self.counts[_counted(after)] += 1
 
     def _undo(self, mark: Mark) -> None:
-        """Becomes what it was at `mark`; snapshots taken since are forgotten."""
+        """Restores the state of `mark` and drops later snapshots."""
         transitions = len(self._journal) - mark.journal
         trained = self.counts["trained"] - mark.counts["trained"]
         if transitions:
@@ -417,7 +417,7 @@ class Audit:
             self._find(f"{what} does not agree with the events before it: {'; '.join(wrong)}")
 
     def _same_as(self, saved: Saved, chain: Any) -> None:
-        """The checkpoint of the snapshot that was just taken; `chain` is that of its line."""
+        """Compares the snapshot that was just taken with its checkpoint; `chain` is that of its line."""
         name = f"checkpoints/{saved.name}"
         if chain not in (None, saved.chain):
             self._find(f"{name} has another hash of this snapshot: something before it is not what was written")

@@ -1,4 +1,4 @@
-"""What the replay remembers of groups, snapshots and steps."""
+"""The records that the replay keeps of groups, snapshots and steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from asyncrl.audit.audit_report import COUNTS
 
 
 class GroupNow(NamedTuple):
-    """The last that is known of an ordinal. `version`: of its oldest token, or of its admission. One is made for every
-    event: a tuple is made in a third of the time that a frozen dataclass takes."""
+    """The latest state of an ordinal. `version`: of its oldest token, or of its admission. A tuple, because one is made
+    for every event and a frozen dataclass takes three times as long to make."""
 
     state: str
     attempt: int

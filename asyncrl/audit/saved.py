@@ -1,4 +1,4 @@
-"""What the checkpoints beside a log say of it: one that was cut, or made to look right, no longer agrees with them."""
+"""The checkpoints beside a log: a log that was cut or rewritten no longer agrees with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE, _LEDGER = "state.json", "queue/ledger.json"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The queue as a checkpoint has it. `chain`: of the line that its snapshot is in."""
+    """The state of the queue in a checkpoint. `chain`: of the line of its snapshot."""
 
     name: str
     snapshot: str
@@ -37,8 +37,8 @@ class Saved:
 
 
 def read_saved(directory: Path) -> list[Saved]:
-    """Of every checkpoint in `directory` whose two files are what they were when it was written. The others prove
-    nothing, against the run neither: it does not resume from them."""
+    """One for each checkpoint in `directory` whose two files are intact. Damaged ones prove nothing for or against the
+    run, which does not resume from them either."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     found = (_read(path) for path in paths if _NAME.fullmatch(path.name))
     return [saved for saved in found if saved is not None]
