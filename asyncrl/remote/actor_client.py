@@ -50,7 +50,7 @@ class ActorClient:
         ray.kill(self.handle)
 
     async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:
-        """Returns when the process that was killed is gone. `ping`: a method that answers at once.
+        """Returns when the killed process has exited. `ping`: a method that answers at once.
 
         Raises DeadlineExceeded.
         """

@@ -16,15 +16,16 @@ BLOCK_TOKENS = 16
 _FINE_BLOCKS = 32
 
 _NEWEST, _OLDER, _HELD = range(3)
-"""Tiers of replicas: those of the newest version that requests are sent to, those of older ones, and held ones."""
+"""Tiers of replicas: replicas with the newest version, replicas with older ones, and held replicas."""
 
 
 def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
-    """Numbers that stand for beginnings of `prompt_ids` ([P] int32), shortest first, each a multiple of BLOCK_TOKENS
-    long: hash collisions aside, two prompts share a number when they begin with the same tokens up to its end.
+    """Hashes of prefixes of `prompt_ids` ([P] int32), shortest first; each prefix is a multiple of BLOCK_TOKENS long.
+    Two prompts share a hash when they share that prefix, hash collisions aside.
 
-    Every block of the first 32 has one; from there on the distance doubles with the length: a prompt of 100,000
-    tokens has about 150 of them, and a common prefix is known to within 6%. Comparable within one process only.
+    Each of the first 32 blocks ends a prefix; after them the distance doubles with the length. A prompt of 100,000
+    tokens has about 150 prefixes, and the length of a common prefix is known to within 6%. The hashes are comparable
+    within one process only.
     """
     data = prompt_ids.astype(np.int32, copy=False).tobytes()
     block_bytes = 4 * BLOCK_TOKENS
@@ -41,23 +42,25 @@ def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
 
 
 class Router:
-    """Sticky where a prefix cache pays, else the least loaded replica.
+    """Picks the replica whose prefix cache helps a request, else the least loaded replica. Owns the load of every
+    replica and the memory of sessions and prefixes.
 
-    In this order: the replica of the session; the replica that most recently served the longest prefix of the prompt;
-    the replica with the fewest requests. The first two are left when they have too many requests more than the last.
+    The order of preference: the replica of the session; the replica that most recently served the longest prefix of the
+    prompt; the replica with the fewest requests. The first two are skipped when they have too many more requests than
+    the last.
 
-    All of this among replicas of one version. While a rolling publish goes on there are more: held replicas get
-    nothing (unless all are held), and of the others the newest version is taken, as long as none of its replicas would
-    have more than one request over twice those of the least loaded older one.
+    The choice is among replicas of one version. A rolling publish makes two versions serve at once. Held replicas then
+    get no requests (unless all are held). Of the others those with the newest version are preferred, as long as none of
+    them would have more than twice the requests of the least loaded older replica, plus one.
 
-    A pick costs O(log replicas + blocks): loads live in heaps whose outdated entries are skipped.
+    A pick costs O(log replicas + blocks): loads are in heaps whose outdated entries are skipped.
 
     Args:
-        max_sessions: sessions that are remembered, the least recently used forgotten first.
-        max_blocks: numbers of `prefix_blocks` that are remembered, likewise.
+        max_sessions: number of sessions to remember; the least recently used one is dropped first.
+        max_blocks: number of prefix hashes to remember, likewise.
         max_imbalance: a session leaves its replica when that one has this many more requests than the least loaded.
-        max_prefix_imbalance: the same for a prefix. Smaller, because a prefix such as a common system prompt may be
-            shared by everybody.
+        max_prefix_imbalance: the same for a prefix. Smaller, because all requests may share a prefix, such as a common
+            system prompt.
     """
 
     def __init__(
@@ -85,11 +88,11 @@ class Router:
         self._max_prefix_imbalance = max_prefix_imbalance
 
     def put(self, replica_id: int, version: int | None = None, *, held: bool = False) -> None:
-        """Sends requests to this replica, a new one or one that is known.
+        """Adds this replica, or updates it.
 
         Args:
-            version: what it serves; None: as before, and the newest for a new one.
-            held: nothing new is sent to it, unless every replica is held.
+            version: the version that it serves; None: unchanged, or the newest for a new replica.
+            held: True sends it no new requests, unless every replica is held.
         """
         self._loads.setdefault(replica_id, 0)
         if version is None:
@@ -99,7 +102,7 @@ class Router:
         self._sort(replica_id)
 
     def remove(self, replica_id: int) -> None:
-        """Sends nothing to it any more and forgets what its cache held. Costs O(sessions + blocks)."""
+        """Removes this replica and the memory of its cache. Costs O(sessions + blocks)."""
         if self._loads.pop(replica_id, None) is None:
             return
         del self._latest[replica_id], self._versions[replica_id], self._tiers[replica_id]
@@ -114,7 +117,7 @@ class Router:
         return dict(self._loads)
 
     def pick(self, session_id: str = "", prefix: Sequence[int] = ()) -> int:
-        """Takes a replica for one request; `done` gives it back.
+        """Picks the replica for one request and counts the request; `done` uncounts it.
 
         Args:
             session_id: requests of one session share a replica; empty for none.
@@ -139,14 +142,14 @@ class Router:
         return chosen
 
     def done(self, replica_id: int) -> None:
-        """One request of `replica_id` has ended; a replica that was removed meanwhile is ignored."""
+        """Records the end of one request of `replica_id`; a removed replica is ignored."""
         if replica_id in self._loads:
             self._loads[replica_id] -= 1
             self._push(replica_id)
 
     def _home(self, session_id: str, prefix: Sequence[int], least: int, limit: int | None) -> int | None:
-        """Where the request's tokens are likely cached, unless that replica is overloaded (has more than `limit`, or
-        too many more than `least`) or of another tier."""
+        """The replica that has likely cached the request's tokens, unless it is overloaded (has more than `limit`, or
+        too many more than `least`) or in another tier."""
         if session_id and (home := self._sessions.get(session_id)) is not None:
             return home if self._fits(home, least, self._max_imbalance, limit) else None
         blocks = self._blocks
@@ -162,7 +165,9 @@ class Router:
         return not self._mixed or (self._tiers[home] == self._tiers[least] and (limit is None or load <= limit))
 
     def _remember(self, prefix: Sequence[int], replica_id: int) -> None:
-        """Later blocks are forgotten before those that they build on."""
+        """Remembers the replica for these prefixes. Longer prefixes are dropped before the shorter ones that they
+        extend.
+        """
         blocks = self._blocks
         for block in reversed(prefix[: self._max_blocks]):
             blocks[block] = replica_id
@@ -171,7 +176,7 @@ class Router:
             blocks.popitem(last=False)
 
     def _sort(self, replica_id: int | None = None) -> None:
-        """Puts this replica, or all when there is another newest version, where it belongs. O(replicas)."""
+        """Puts this replica into its tier, or all replicas when the newest version has changed. O(replicas)."""
         newest = max((v for i, v in self._versions.items() if i not in self._held), default=-1)
         moved = () if replica_id is None else (replica_id,)
         if newest != self._newest:
@@ -182,7 +187,7 @@ class Router:
         self._mixed = any(self._tiers.values())
 
     def _push(self, replica_id: int) -> None:
-        # The latest entry of a replica is the one that counts. Its number breaks ties: equal loads are served in turn.
+        # Only the latest entry of a replica counts. Its number breaks ties, so that equal loads are served in turn.
         self._changes += 1
         self._latest[replica_id] = self._changes
         heap = self._heaps[self._tiers[replica_id]]
@@ -202,8 +207,8 @@ class Router:
         return None
 
     def _mixed_least(self) -> tuple[int | None, int | None]:
-        """The least loaded replica of the tier that serves the next request, and the most requests that one of its
-        replicas may have to be taken."""
+        """The least loaded replica of the tier that serves the next request, and the largest number of requests with
+        which a replica of that tier may still be picked."""
         newest, older = self._least(_NEWEST), self._least(_OLDER)
         if newest is None:
             return self._least(_HELD), None  # the newest tier is empty only when all are held

@@ -1,4 +1,4 @@
-"""What the rollouter writes down for people: samples of trajectories, and the prompts that failed for good."""
+"""The rollouter's files for people: samples of trajectories, and the prompts whose groups ended `failed`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SampleFile:
 
 
 class QuarantineFile:
-    """Keeps every prompt that spent its attempts, with what its last one raised, one JSON object a line."""
+    """Records every prompt that spent its attempts, with the error of its last one, one JSON object per line."""
 
     def __init__(self, path: Path, hide: Hidden) -> None:
         self._path, self._hide = path, hide

@@ -90,7 +90,7 @@ class RolloutSupervisor:
 
     @property
     def client_id(self) -> str:
-        """The rollouter of now among the clients of the replicas."""
+        """Name of the current rollouter among the clients of the replicas."""
         return self._current.client_id
 
     async def start(self, timeout_s: float) -> RolloutStats:
@@ -121,7 +121,7 @@ class RolloutSupervisor:
                 await self._restart(error)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
-        """As of a rollouter; starts again on the next rollouter when this one dies. Raises DeadlineExceeded.
+        """As `Rollouter.evaluate`; starts again on the next rollouter when this one dies. Raises DeadlineExceeded.
 
         Args:
             leased: the replicas that answer all of it; None: those that serve.
@@ -146,8 +146,8 @@ class RolloutSupervisor:
                     raise
 
     async def set_replicas(self, table: ReplicaTable) -> None:
-        """The rollouter sends requests to the replicas that serve in this table, and so do those that replace it. One
-        that is not up gets the table when it is, and one that dies over it is replaced."""
+        """Gives the table to the rollouter, and later to each replacement. A rollouter that is not up yet gets it at
+        its start; one that dies during the call is replaced."""
         self._table = table
         current = self._current
         if current.up:
@@ -157,7 +157,7 @@ class RolloutSupervisor:
                 self._blame(current, error)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
-        """The groups that run now; none while no rollouter is up: the groups of a dead one start again anyway."""
+        """The running groups; none while no rollouter is up, since the groups of a dead one start again anyway."""
         current = self._current
         if not current.up:
             return []
@@ -194,12 +194,12 @@ class RolloutSupervisor:
             self.kill()
 
     def kill(self) -> None:
-        """Ends the rollouter for good, whatever it does. Idempotent."""
+        """Kills the rollouter; it is not replaced. Idempotent."""
         self._stopping = True
         self._current.control.kill()
 
     async def ended(self, timeout_s: float) -> None:
-        """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
+        """Returns when the killed process has exited. Raises DeadlineExceeded."""
         await self._current.control.ended(timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class RolloutSupervisor:
             current.told = table
 
     async def _restart(self, failure: ProcessDied) -> None:
-        """Replaces the rollouter of now, which is gone. Raises RunFailed."""
+        """Replaces the current rollouter, which is dead. Raises RunFailed."""
         while True:
             dead = self._current
             logger.error("the rollouter has failed: %s", failure)
@@ -262,8 +262,8 @@ class RolloutSupervisor:
             logger.warning("replicas may still work for the dead rollouter %s: %s", client_id, error)
 
     async def _answer(self, current: _Incarnation, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits a call of this rollouter. Raises ProcessDied also when it is given up meanwhile: what was stopped and
-        then killed may take long to be known as dead."""
+        """Awaits a call of this rollouter. Raises ProcessDied as soon as the supervisor drops the rollouter: Ray may
+        take long to report the death of a process that was stopped and then killed."""
         answer = asyncio.create_task(work)
         given_up = asyncio.create_task(current.given_up.wait())
         try:
@@ -278,7 +278,7 @@ class RolloutSupervisor:
             answer.add_done_callback(_seen)
 
     def _is_gone(self, current: _Incarnation, error: AsyncRLError) -> bool:
-        """Whether `error` says that this rollouter is dead; then it is given up."""
+        """True when `error` says that this rollouter is dead; drops the rollouter then."""
         if error is current.failure:
             return True
         if isinstance(error, ProcessDied) and self._is_its_own(error):
@@ -288,11 +288,11 @@ class RolloutSupervisor:
 
     @staticmethod
     def _is_its_own(error: AsyncRLError) -> bool:
-        """Whether the rollouter failed, and not another process that it needs."""
+        """True when the rollouter failed, and not another process that it needs."""
         return failure_action(error.process, error, restarts_left=True) is FailureAction.RESTART_ROLLOUTER
 
     def _blame(self, current: _Incarnation, error: AsyncRLError) -> ProcessDied:
-        """Gives this rollouter up for not answering, or being gone; raises errors about another process."""
+        """Drops this rollouter because it is dead or did not answer; raises errors about another process."""
         if not self._is_gone(current, error):
             if not self._is_its_own(error):
                 raise error

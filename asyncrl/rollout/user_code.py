@@ -1,4 +1,4 @@
-"""Code of users in the rollouter's event loop: environments, agents, and the tasks that they start themselves."""
+"""Runs user code in the rollouter's event loop: environments, agents, and the tasks that they start themselves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAVE_S = 1.0
-"""Longest that a call which was cancelled is waited for. It may go on after that; a stop has 3 s for everything."""
+"""Longest wait for a cancelled call. The call may run on after that: a stop has only 3 s for everything."""
 
 _OF_USER: ContextVar[bool] = ContextVar("asyncrl_of_user", default=False)
-"""True in every task that comes of a call."""
+"""True in every task that a call has started."""
 
 
 class UserCode:
     """Runs each call in a task of its own, which it owns as long as that task lives. Belongs to one event loop.
 
-    Whatever leaves a call reaches its caller as an `Exception`. Left alone, `SystemExit` and `KeyboardInterrupt` would
-    end the event loop, and a `CancelledError` would pass for a cancellation of the caller: what a helper raised that
-    was cancelled, or a cancel scope that was left in the wrong order. In tasks that a call has started itself, the
-    first two become the exception of that task, for whoever awaits it.
+    Every error of a call reaches its caller as an `Exception`. Otherwise `SystemExit` and `KeyboardInterrupt` would end
+    the event loop, and a `CancelledError` would look like a cancellation of the caller; it may come from a helper task
+    that was cancelled, or from a cancel scope that was left in the wrong order. In tasks that a call has started
+    itself, the first two become the exception of that task.
 
-    What it cannot hold: callbacks of the event loop that raise `SystemExit`, `loop.stop()`, `os._exit`, signals, and
-    code that cancels tasks of others. They end the rollouter.
+    Not contained are callbacks of the event loop that raise `SystemExit`, `loop.stop()`, `os._exit`, signals, and code
+    that cancels tasks of others. They end the rollouter.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class UserCode:
         loop.set_task_factory(self._new_task)
 
     async def call(self, asked: str, code: str, work: Callable[[], Awaitable[T]], *, timeout_s: float, do: str) -> T:
-        """What `work()` gives. When this is cancelled, so is the call.
+        """The result of `work()`. A cancellation of this call cancels the work.
 
         Args:
             asked, do: parts of the message of DeadlineExceeded; `code` names whose code it is.
 
         Raises:
             DeadlineExceeded: it took longer than `timeout_s`. Its cause says where the call was.
-            RuntimeError: it raised what is no `Exception`, which is the cause.
+            RuntimeError: it raised a BaseException that is not an Exception, which is the cause.
             Exception: what it raised.
         """
         task = asyncio.create_task(_outcome(work), name=code)
@@ -81,7 +81,7 @@ class UserCode:
             self._loop.set_task_factory(self._former)
 
     async def _leave(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Cancels these; what ignores that is left to itself."""
+        """Cancels these tasks; those that ignore it are abandoned."""
         for task in tasks:
             task.cancel()
         if tasks:
@@ -89,7 +89,7 @@ class UserCode:
         for task in tasks:
             if not task.done():
                 logger.warning("%s goes on %g s after it was cancelled: nobody waits for it", task.get_name(), LEAVE_S)
-                asyncio.tasks._unregister_task(task)  # else `asyncio.run` waits for it, without limit, when it ends
+                asyncio.tasks._unregister_task(task)  # otherwise `asyncio.run` would wait for it without limit
                 self._left.add(task)
                 task.add_done_callback(self._left.discard)
 
@@ -104,17 +104,17 @@ class UserCode:
 
 
 def escaped(error: BaseException, code: str) -> RuntimeError:
-    """What stands for an exception that would end more than the attempt which raised it; raise it from `error`."""
+    """The error that replaces an exception which would end more than the attempt; raise it from `error`."""
     return RuntimeError(f"{code} raised {type(error).__name__}, which is no Exception: it counts as one")
 
 
 def summary(error: BaseException) -> str:
-    """Its type and message, also where its own `str` raises, without its notes."""
+    """Type and message of the error, without its notes; works even if its `str` raises."""
     return traceback.format_exception_only(error)[0].strip()
 
 
 async def _outcome(work: Callable[[], Awaitable[T]]) -> tuple[T | None, BaseException | None]:
-    """The first and last frame of a call: nothing leaves it."""
+    """The outermost frame of a call: no exception leaves it."""
     _OF_USER.set(True)
     try:
         return await work(), None
@@ -133,9 +133,9 @@ def _result(task: asyncio.Task[tuple[Any, BaseException | None]]) -> tuple[Any, 
 
 
 class _Guarded(Coroutine[Any, Any, Any]):
-    """The coroutine of a task that a call has started: what would end the event loop leaves it as RuntimeError.
+    """The coroutine of a task that a call has started: errors that would end the event loop leave it as RuntimeError.
 
-    A coroutine function around it would not do: one that is cancelled before it begins never begins what it wraps.
+    A wrapping coroutine function would not work: if it is cancelled before it begins, it never begins what it wraps.
     """
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
