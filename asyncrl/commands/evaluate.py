@@ -149,7 +149,7 @@ def _evaluate_found(
 
 
 def _new_log() -> Path:
-    """A file that nobody else can have made, or can read."""
+    """A new file that no other user can have made or can read."""
     descriptor, path = tempfile.mkstemp(prefix="asyncrl-eval-", suffix=".log")
     os.close(descriptor)
     return Path(path)

@@ -147,7 +147,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
 
 
 def _log_file() -> Path:
-    """A new file that nobody else can have put there, or can read."""
+    """A new file that no other user can have made or can read."""
     descriptor, path = tempfile.mkstemp(prefix="asyncrl-serve-", suffix=".log")
     os.close(descriptor)
     return Path(path)

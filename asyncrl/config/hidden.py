@@ -56,7 +56,7 @@ class Hidden:
 
 def names_in(raw: Any) -> set[str]:
     """Environment variables that the texts in `raw` name in interpolations. Raises ConfigError: one is not named but
-    computed, so that nobody could tell what to hide."""
+    computed, so the values to hide are unknown."""
     if isinstance(raw, Mapping):
         return set().union(*(names_in(key) | names_in(value) for key, value in raw.items()))
     if isinstance(raw, list):

@@ -37,9 +37,9 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
-"""Longest that one part may take to stop before its process is killed."""
+"""Longest time for one part to stop before its process is killed."""
 END_TIMEOUT_S = 30.0
-"""Longest that a killed process may take to be gone; Ray needs 6 s for one that is stopped."""
+"""Longest time for a killed process to exit; Ray needs 6 s for one that is stopped."""
 
 
 class Actors:

@@ -123,7 +123,7 @@ class Evaluations:
         return found if len(results) == len(self._sets) else found | {Metric.EVAL_FAILED: 1}
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """Returns when `work` is done, and catches newcomers up meanwhile; False when a stop came first."""
+        """Returns True when `work` is done, False when a stop came first; publishes to newcomers while it waits."""
         stop = asyncio.create_task(self._stop.wait())
         try:
             while not work.done():
@@ -139,7 +139,9 @@ class Evaluations:
     # -- beside training -----------------------------------------------------------------------------------------
 
     async def _begin(self, step: int) -> None:
-        """Leases replicas and begins; without any it stays due. No publish is under way."""
+        """Leases replicas and begins the evaluation; without a free replica it stays due. Must not run during a
+        publish.
+        """
         assert self._due is not None, "it is due"
         leases = await self._parts.replicas.lease(self._config.leased_replicas)
         if not leases:
@@ -151,7 +153,7 @@ class Evaluations:
         self._beside = _Beside(step, version, tries, work)
 
     async def _by_leased(self, leases: Mapping[int, ReplicaHandle], version: int) -> list[EvalResult]:
-        """Every held-out set by these replicas, which it gives back."""
+        """Evaluates every held-out set on these replicas, then ends their lease."""
         results = []
         try:
             for name in self._sets:
@@ -172,7 +174,7 @@ class Evaluations:
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
 
     async def _end_beside(self) -> None:
-        """Returns when no evaluation is under way beside training, or a stop came."""
+        """Returns when no evaluation is in progress beside training, or a stop came."""
         self._due = None
         if self._beside is not None:
             await self._unless_stopped(self._beside.work)
@@ -236,5 +238,5 @@ class Evaluations:
 
 
 def _versions(result: EvalResult, published: int) -> tuple[int, ...]:
-    """Those that sampled its tokens; an answer without a token tells none."""
+    """The versions that sampled the tokens of a result; `published` for a result without tokens."""
     return result.versions or (published,)

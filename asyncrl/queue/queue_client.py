@@ -57,5 +57,5 @@ class QueueControl:
         self._actor.kill()
 
     async def ended(self, timeout_s: float) -> None:
-        """Returns when the process that was killed is gone. Raises DeadlineExceeded."""
+        """Returns when the killed process has exited. Raises DeadlineExceeded."""
         await self._actor.ended(timeout_s, MessageQueue.ping)

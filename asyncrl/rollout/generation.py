@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaChannel(Protocol):
-    """How the client reaches one replica. Raises ProcessDied when the replica is gone."""
+    """The client's calls to one replica. Raises ProcessDied when the replica has died."""
 
     async def submit(self, requests: list[GenerationRequest]) -> None: ...
 

@@ -218,7 +218,7 @@ class RolloutSupervisor:
         return self._stats
 
     async def _introduce(self, current: _Incarnation) -> None:
-        """Sends the table until it is the newest one: another may come while a call is under way."""
+        """Sends the table until the rollouter has the newest one: another may come during a call."""
         while current.told is not self._table:
             table = self._table
             await self._answer(current, current.control.set_replicas(table))
@@ -311,6 +311,6 @@ class RolloutSupervisor:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """Marks the error of a call that nobody awaits any more as retrieved."""
+    """Marks the error of an abandoned call as retrieved."""
     if not task.cancelled():
         task.exception()

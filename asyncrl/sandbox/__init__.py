@@ -294,7 +294,7 @@ def _communicate(
 
 
 def _feed(pipe: int, left: memoryview) -> memoryview:
-    """What is still to be written; nothing when nobody reads."""
+    """Writes what the pipe takes; returns the rest, which is empty when the reading end is closed."""
     try:
         return left[os.write(pipe, left[:_CHUNK_BYTES]) :] if len(left) else left
     except BlockingIOError:
@@ -307,7 +307,7 @@ def _read_now(pipe: int) -> bytes:
     try:
         return os.read(pipe, _CHUNK_BYTES)
     except BlockingIOError:
-        return b""  # whoever writes to it cannot be killed: the program has no outcome
+        return b""  # a process that still writes to it cannot be killed: the program has no outcome
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ class ReplicaHandle(Protocol):
     """Reaches one replica for its owner: `inference.replica_actor.ReplicaControl`. A replaced or suspended replica gets
     another handle, so a handle also says which incarnation is meant.
 
-    Every call raises ProcessDied when the process is gone and DeadlineExceeded when it does not answer.
+    Every call raises ProcessDied when the process has died and DeadlineExceeded when it does not answer.
     """
 
     async def start(self, timeout_s: float) -> ReplicaStats: ...

@@ -42,7 +42,7 @@ def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]
 
 
 def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
-    """The files whose owner is dead. While one is yielded nobody else takes it for abandoned; the caller removes it,
+    """The files whose owner is dead. While one is yielded no other process gets it as abandoned; the caller removes it,
     after what belongs to it."""
     ours = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}" + re.escape(suffix))
     for path in directory.glob(f"{prefix}*{suffix}"):

@@ -165,7 +165,7 @@ class _Answers(asyncio.Protocol):
         self._next: asyncio.Future[bytes] | None = None
 
     def expect(self) -> asyncio.Future[bytes]:
-        """The next frame; EOFError when the process is gone."""
+        """The next frame; EOFError when the process has ended."""
         self._next = asyncio.get_running_loop().create_future()
         if self.ended:
             self._next.set_exception(EOFError())

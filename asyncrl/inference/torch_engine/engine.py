@@ -228,7 +228,7 @@ class TorchEngine:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the event loop was closed without stop(): nobody is left to answer
+        except RuntimeError:  # the event loop was closed without stop(): no request can be answered any more
             logger.warning("the event loop is closed: the torch engine ends")
             self._commands.put(Stop())
 

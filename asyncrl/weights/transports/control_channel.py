@@ -101,7 +101,7 @@ class SenderChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a receiver that is gone fails instead of being dropped
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a dead receiver fails instead of being dropped
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a restarted receiver takes over its number
         public, secret = zmq.curve_keypair()
         self._socket.set(zmq.CURVE_SERVER, 1)
@@ -151,7 +151,7 @@ class SenderChannel:
         return tuple(self._joined[r].value for r in range(self._num_receivers))
 
     def tell(self, kind: Kind, value: int = 0) -> None:
-        """Sends one message to every receiver of the transfer. Raises WeightTransferError: one is gone."""
+        """Sends one message to every receiver of the transfer. Raises WeightTransferError: a receiver has died."""
         for receiver, joined in self._joined.items():
             self._send(receiver, joined, kind, value)
 
@@ -307,7 +307,7 @@ class ReceiverChannel:
         """The next message of this attempt, never a PING.
 
         Raises:
-            TransferEnded: the sender ended the publish, or is gone.
+            TransferEnded: the sender ended the publish or died.
             DeadlineExceeded: nothing came in time.
         """
         while (message := self._take(what)) is None:
@@ -337,7 +337,7 @@ class ReceiverChannel:
         self._send(Kind.ERROR, value, f"{type(error).__name__}: {error}")
 
     def lost(self, what: str) -> TransferEnded:
-        """The error for a sender that is gone."""
+        """The error for a sender that has died."""
         do = "join the group that the trainer forms next"
         return TransferEnded(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
 
@@ -377,7 +377,7 @@ class ReceiverChannel:
             self._poller.poll(int(1000 * remaining))
 
     def _watch(self, what: str) -> None:
-        """Raises TransferEnded: the connection is gone."""
+        """Raises TransferEnded: the connection is lost."""
         while self._monitor.poll(0):
             self._lost = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
         if self._lost:

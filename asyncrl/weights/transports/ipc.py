@@ -58,7 +58,7 @@ class IpcSender:
     ) -> None:
         """
         Args:
-            num_slots: buckets that can be under way at once; the memory is `num_slots * bucket_bytes`.
+            num_slots: buckets that can be in transfer at once; the memory is `num_slots * bucket_bytes`.
             device: where the weights live.
             make_medium: makes device memory of so many bytes; by default that of `device`, if it is a GPU.
         """
@@ -227,7 +227,7 @@ class IpcReceiver:
         self._mapped = self._shared = None
 
     def _attach(self) -> ReceiverChannel:
-        """Joins the sender, once. Raises TransferEnded: it is gone. WeightTransferError: it is on another machine."""
+        """Joins the sender, once. Raises TransferEnded: it has died. WeightTransferError: it is on another machine."""
         if self._channel is None:
             try:
                 self._shared = HostMapping(attach(self._source.path))

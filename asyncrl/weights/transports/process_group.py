@@ -25,7 +25,7 @@ _LOGS = "look at the logs of the trainer and the replicas; the next publish form
 
 def host_store(host: str, world_size: int | None = None, timeout: timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
     """A store at an ephemeral port of `host`, and at no other address of this machine, as TCPStore's own would be. It
-    knows no peers: whoever reaches the address can read it and write to it."""
+    has no authentication: any process that reaches the address can read and write it."""
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -42,7 +42,7 @@ def host_store(host: str, world_size: int | None = None, timeout: timedelta = _S
 
 
 def join_store(address: str, deadline: Deadline) -> dist.TCPStore:
-    """A receiver's view of the store at `host:port`. Raises WeightTransferError: nobody serves it."""
+    """A receiver's view of the store at `host:port`. Raises WeightTransferError: there is no server at that address."""
     host, _, port = address.rpartition(":")
     try:
         return dist.TCPStore(host, int(port), is_master=False, timeout=_left(deadline))
@@ -113,7 +113,7 @@ class BroadcastGroup:
         self._works.popleft()
 
     def close(self) -> None:
-        """Drops the connections, which ends the waits of the peers. Work under way ends by its own deadline at the
+        """Drops the connections, which ends the waits of the peers. Pending work ends by its own deadline at the
         latest, and gloo lets go only then. Idempotent."""
         if self._backend is not None:
             self._backend.abort()

@@ -34,10 +34,10 @@ VLLM_NCCL = "vllm_nccl"
 FITS, LOADED = 0, 1
 """Values of a receiver's ACK."""
 NUM_BUFFERS = 2
-"""Broadcasts under way at once; both sides of vLLM's protocol must use the same number."""
+"""Broadcasts in transfer at once; both sides of vLLM's protocol must use the same number."""
 
 _PING_EVERY_S = 0.5
-"""How often a receiver that is gone is looked for while NCCL blocks."""
+"""Pause between two checks for dead receivers while NCCL blocks."""
 _EXPLANATION_S = 0.5
 """Once a call of NCCL failed: how long to wait for the process that broke it to say why."""
 
@@ -50,7 +50,7 @@ class Endpoint(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends calls of the group that are under way, in other threads too."""
+        """Ends calls of the group that are in progress, in other threads too."""
         ...
 
 
@@ -197,7 +197,7 @@ class VllmNcclSender:
             raise
 
     def _watch(self, channel: SenderChannel) -> None:
-        """Raises what a receiver reports, WeightTransferError: one is gone, or the sender was closed."""
+        """Raises the error that a receiver reports; WeightTransferError: a receiver died, or the sender was closed."""
         channel.check()
         if (now := time.monotonic()) - self._pinged > _PING_EVERY_S:
             self._pinged = now
