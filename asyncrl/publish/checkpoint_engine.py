@@ -61,7 +61,8 @@ class _Publish:
     paused: Replicas = field(default_factory=dict)
     """The replicas that are paused and have not committed yet."""
     served: bool = False
-    """True once a replica has committed: from then on every late replica is handed to the fleet."""
+    """True once some replica serves: from then on every late replica is handed to the fleet, even the last pending
+    one."""
     late: int = 0
     """Transfers that missed their deadline although every process answered."""
     strikes: dict[int, int] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class CheckpointEngine:
         publish = _Publish(version, verify, started + self._config.publish_timeout_s)
         publish.served = len(pending) < len(self._fleet.members)
         while pending or not done:
+            # All replicas of this publish are lost: a version must be served, so wait for a replacement.
             if not pending:
                 if newcomers_only:
                     return None
@@ -151,10 +153,12 @@ class CheckpointEngine:
                 )
             done |= await self._reach(publish, self._wave(publish, pending))
             publish.served = publish.served or bool(done)
+            # What is neither done nor a member any more was replaced or suspended: it joins a later publish.
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
         replicas = await self._fleet.committed(done, version if self._rolling else None)
+        # A replacement is trusted again only after a publish that has compared its bytes.
         if publish.verify or self._config.verify == "off":
             self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
@@ -194,6 +198,7 @@ class CheckpointEngine:
         publish.paused |= paused
         began = time.monotonic()
         done = await self._attempt(publish, paused)
+        # A wave pauses only a part of the fleet, and counts as that part.
         publish.pause_s += (time.monotonic() - began) * min(1.0, len(paused) / max(1, num_members))
         publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
         if self._rolling and done:

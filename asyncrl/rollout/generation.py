@@ -223,6 +223,7 @@ class GenerationClient:
                     complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
                     if complete is not None:
                         break
+                    # Interrupted: send the prompt and the tokens so far again, wherever the router says.
                     interruptions += 1
                     lost += attempt.link.died
                     if lost >= self._max_lost:

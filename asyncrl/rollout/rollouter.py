@@ -278,6 +278,7 @@ class Rollouter:
             admission = await self._queue.admit(self._recipe.batch.groups_per_step, ADMIT_WAIT_S)
             if self._failure.done():
                 return  # `stop` has already cancelled the groups: a new one would never end
+            # Cancellations first: they free requests on the replicas for the groups that begin now.
             for ticket in admission.cancelled:
                 self._cancel(ticket)
             partials = {_key(partial.ticket): partial.trajectories for partial in admission.partials}

@@ -207,6 +207,7 @@ class DecodeLoop:
         if self._slots.n:
             self._step()
         self.counters.running = self._running
+        # A drain ends with its last running request; queued requests wait for the resume.
         if self._draining and self._running == 0:
             self._paused = True
             self._tickets += self._drain_tickets

@@ -57,6 +57,7 @@ class TrainingStep:
             RunFailed: loss or gradient is not finite. That update has changed neither weights nor optimizers.
             ValueError: a trajectory is missing or differs from its plan.
         """
+        # Everything without a gradient is computed first, with the weights before the first update and without dropout.
         self._train(False)
         prepared = self._preparer.prepare(plan, trajectories)
         self._train(True)
@@ -73,6 +74,7 @@ class TrainingStep:
             if critic is not None:
                 critic_norms.append(critic.clip_gradients())
             place = f"update {number} of {len(plan.updates)} in optimizer step {plan.step}"
+            # Checked before any optimizer steps: a NaN on one rank stops all ranks with their weights intact.
             if not self._agree(loss, update, [norms[-1], *critic_norms[-1:]], place):
                 self._drop_gradients()
                 skipped += 1
