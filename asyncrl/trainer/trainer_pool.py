@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
-from asyncrl.remote.actor_client import ActorHandle
-from asyncrl.remote.reply import ended, reply, reply_now
+from asyncrl.remote.actor_client import ActorClient, ActorHandle
+from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
@@ -30,6 +31,10 @@ from asyncrl.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
@@ -54,6 +59,12 @@ class QueueFetch:
         return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 
+def in_group(name: str) -> Callable[[F], F]:
+    """`ray.method` for a concurrency group; the method keeps its type, by which the pool's calls are checked."""
+    decorate: Any = ray.method(concurrency_group=name)
+    return decorate
+
+
 class TrainerActor:
     """A TrainerWorker as a Ray actor. Its constructor imports the worker, so that the driver never imports torch."""
 
@@ -62,21 +73,45 @@ class TrainerActor:
 
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._worker, method)(*args)
-
     def open_rendezvous(self) -> tuple[str, int]:
         return self._worker.address(ray.util.get_node_ip_address())
 
-    @ray.method(concurrency_group=SAVING)
+    def start(self, host: str, port: int, timeout_s: float) -> None:
+        self._worker.start(host, port, timeout_s)
+
+    def train_step(self, plan: RankPlan) -> TrainMetrics:
+        return self._worker.train_step(plan)
+
+    def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
+        return self._worker.reference_kl(plan)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return self._worker.weight_specs()
+
+    def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+        return self._worker.open_weights(config, num_receivers)
+
+    def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
+        return self._worker.send_weights(manifest, timeout_s)
+
+    def capture(self) -> None:
+        self._worker.capture()
+
+    def load(self, path: Path) -> None:
+        self._worker.load(path)
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+    @in_group(SAVING)
     def save(self, path: Path) -> None:
         self._worker.save(path)
 
-    @ray.method(concurrency_group=CONTROL)
+    @in_group(CONTROL)
     def ping(self) -> float:
         return self._worker.ping()
 
-    @ray.method(concurrency_group=CONTROL)
+    @in_group(CONTROL)
     def close_weights(self) -> None:
         self._worker.close_weights()
 
@@ -96,8 +131,8 @@ class TrainerPool:
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
         self._spec = spec
-        self._actors = list(actors)
-        self._killed: list[ActorHandle] = []
+        self._actors = [ActorClient(actor, trainer_rank(rank)) for rank, actor in enumerate(actors)]
+        self._killed: list[ActorClient] = []
 
     @classmethod
     async def start(
@@ -126,10 +161,9 @@ class TrainerPool:
         pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)])
         deadline = time.monotonic() + timeout_s
         try:
-            rendezvous = pool._actors[0].open_rendezvous.remote()
-            address = await pool._named(rendezvous, "open_rendezvous", 0, timeout_s)
+            host, port = await pool._actors[0].call(timeout_s, TrainerActor.open_rendezvous)
             left_s = max(deadline - time.monotonic(), 0)
-            await pool._on_all("start", *address, left_s, timeout_s=left_s)
+            await pool._on_all(left_s, TrainerActor.start, host, port, left_s)
         except BaseException:  # also a cancelled start leaves no actor behind; re-raised
             pool.kill()
             raise
@@ -138,41 +172,43 @@ class TrainerPool:
     async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
         """One optimizer step; one plan for each data-parallel index. Raises RunFailed (not finite; nothing changed),
         DeadlineExceeded, ProcessDied, and what the queue raises for groups that are not leased."""
-        return (await self._with_plans("train_step", plans))[0]
+        return (await self._with_plans(TrainerActor.train_step, plans))[0]
 
     async def reference_kl(self, plans: Sequence[RankPlan]) -> dict[TrajectoryKey, float]:
         """Divergence from the reference model of every trajectory in the plans, over all ranks; see
         `TrainBackend.reference_kl`. Raises as `train_step`."""
-        return {key: nats for found in await self._with_plans("reference_kl", plans) for key, nats in found.items()}
+        found = await self._with_plans(TrainerActor.reference_kl, plans)
+        return {key: nats for part in found for key, nats in part.items()}
 
-    async def _with_plans(self, method: str, plans: Sequence[RankPlan]) -> list[Any]:
-        plans = self._spec.trainer.layout.by_rank(plans)
-        refs = [actor.call.remote(method, plan) for actor, plan in zip(self._actors, plans, strict=True)]
-        return await self._together(refs, method, self._spec.trainer.step_timeout_s)
+    async def _with_plans(self, method: Callable[[TrainerActor, RankPlan], T], plans: Sequence[RankPlan]) -> list[T]:
+        timeout_s, by_rank = self._spec.trainer.step_timeout_s, self._spec.trainer.layout.by_rank(plans)
+        calls = [actor.call(timeout_s, method, plan) for actor, plan in zip(self._actors, by_rank, strict=True)]
+        return await self._together(calls, method.__name__)
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
-        return await self._on(0, "weight_specs", timeout_s=timeout_s)
+        return await self._actors[0].call(timeout_s, TrainerActor.weight_specs)
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
-        return await self._on(0, "open_weights", config, num_receivers, timeout_s=timeout_s)
+        return await self._actors[0].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
 
     async def interrupt_weights(self, timeout_s: float) -> None:
         """Closes the sending end, which ends a send in progress; `open_weights` opens it again. Does not raise."""
         if not self._actors:
             return
         try:
-            await self._named(self._actors[0].close_weights.remote(), "close_weights", 0, timeout_s)
+            await self._actors[0].call(timeout_s, TrainerActor.close_weights)
         except (DeadlineExceeded, ProcessDied) as error:
             logger.warning("a send in progress was not ended: %s", error)
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """Raises WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank)."""
         # the sender's own deadline comes first: its error names the receiver
-        return (await self._on_all("send_weights", manifest, timeout_s, timeout_s=timeout_s + BLAME_S))[0]
+        return (await self._on_all(timeout_s + BLAME_S, TrainerActor.send_weights, manifest, timeout_s))[0]
 
     async def capture(self, timeout_s: float | None = None) -> None:
         """Every rank copies its state into host memory. `timeout_s` None: that of a step."""
-        await self._on_all("capture", timeout_s=self._spec.trainer.step_timeout_s if timeout_s is None else timeout_s)
+        step_s = self._spec.trainer.step_timeout_s
+        await self._on_all(step_s if timeout_s is None else timeout_s, TrainerActor.capture)
 
     async def save(self, path: Path, timeout_s: float) -> None:
         """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
@@ -182,21 +218,19 @@ class TrainerPool:
             StorageError: a rank could not write. The ranks remain usable.
             ProcessDied, DeadlineExceeded: naming the rank.
         """
-        await self._together([actor.save.remote(path) for actor in self._actors], "save", timeout_s)
+        await self._on_all(timeout_s, TrainerActor.save, path)
 
     async def load(self, path: Path) -> None:
-        await self._on_all("load", path, timeout_s=self._spec.trainer.step_timeout_s)
+        await self._on_all(self._spec.trainer.step_timeout_s, TrainerActor.load, path)
 
     async def ping(self, timeout_s: float) -> float:
         """CPU seconds of all ranks, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
-        waits = [self._named(actor.ping.remote(), "ping", rank, timeout_s) for rank, actor in enumerate(self._actors)]
-        return sum(await asyncio.gather(*waits))
+        return sum(await asyncio.gather(*(actor.call(timeout_s, TrainerActor.ping) for actor in self._actors)))
 
     async def stop(self) -> None:
         """Stops every rank, and kills it after a few seconds. Idempotent; does not raise for ranks that have died."""
         await self.interrupt_weights(STOP_TIMEOUT_S)
-        refs = [actor.call.remote("stop") for actor in self._actors]
-        waits = [self._named(ref, "stop", rank, STOP_TIMEOUT_S) for rank, ref in enumerate(refs)]
+        waits = [actor.call(STOP_TIMEOUT_S, TrainerActor.stop) for actor in self._actors]
         for rank, outcome in enumerate(await asyncio.gather(*waits, return_exceptions=True)):
             if isinstance(outcome, BaseException):
                 logger.warning("trainer rank %d did not stop by itself: %s", rank, outcome)
@@ -205,30 +239,25 @@ class TrainerPool:
     def kill(self) -> None:
         """Ends every rank at once. Idempotent."""
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._killed += self._actors
         self._actors = []
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when the killed ranks have exited and their memory is free. Raises DeadlineExceeded."""
-        await asyncio.gather(
-            *(ended(a.ping.remote, timeout_s=timeout_s, process=trainer_rank(i)) for i, a in enumerate(self._killed))
-        )
+        await asyncio.gather(*(actor.ended(timeout_s, TrainerActor.ping) for actor in self._killed))
 
-    def _named(self, ref: Any, method: str, rank: int, timeout_s: float) -> Any:
-        return reply(ref, timeout_s=timeout_s, call=method, process=trainer_rank(rank))
+    async def _on_all(
+        self, timeout_s: float, method: Callable[Concatenate[TrainerActor, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        calls = [actor.call(timeout_s, method, *args, **kwargs) for actor in self._actors]
+        return await self._together(calls, method.__name__)
 
-    async def _on(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
-        return await self._named(self._actors[rank].call.remote(method, *args), method, rank, timeout_s)
-
-    async def _on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return await self._together([actor.call.remote(method, *args) for actor in self._actors], method, timeout_s)
-
-    async def _together(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
+    async def _together(self, calls: Sequence[Coroutine[Any, Any, T]], method: str) -> list[T]:
         """The answers of all ranks. Raises the error that caused the others: a rank that fails makes its peers wait or
         fail, so the first error is seldom the cause."""
         actors = self._actors  # `kill` may clear the list during the wait
-        tasks = [asyncio.ensure_future(self._named(ref, method, rank, timeout_s)) for rank, ref in enumerate(refs)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
@@ -236,11 +265,8 @@ class TrainerPool:
             found = {rank: task.exception() for rank, task in enumerate(tasks) if task.done()}
             errors = {rank: error for rank, error in found.items() if error is not None}
             if errors:
-                unanswered = {
-                    rank: actor
-                    for rank, actor in enumerate(actors)
-                    if rank not in found or _is_late(errors.get(rank), rank)
-                }
+                late = [rank not in found or _is_late(errors.get(rank), rank) for rank in range(len(actors))]
+                unanswered = itertools.compress(actors, late)
                 raise await self._to_blame(method, errors, unanswered)
             return [task.result() for task in tasks]
         finally:
@@ -249,14 +275,14 @@ class TrainerPool:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _to_blame(
-        self, method: str, errors: dict[int, BaseException], unanswered: dict[int, Any]
+        self, method: str, errors: dict[int, BaseException], unanswered: Iterable[ActorClient]
     ) -> BaseException:
         """The error to raise. `errors`: what ranks raised, and missed deadlines, by rank; `unanswered`: the actors of
         the ranks that gave no answer."""
         first = cause(errors.values())
         if isinstance(first, ProcessDied):
             return first
-        pings = [self._named(actor.ping.remote(), "ping", rank, BLAME_S) for rank, actor in unanswered.items()]
+        pings = (actor.call(BLAME_S, TrainerActor.ping) for actor in unanswered)
         silent = await asyncio.gather(*pings, return_exceptions=True)
         for kind in (ProcessDied, DeadlineExceeded):
             for lost in silent:

@@ -336,7 +336,7 @@ async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_b
     await fleet.forget_client("former")
     await fleet.fence()
     assert fleet.serving == {}
-    with pytest.raises(GenerationError, match="forgotten"):
+    with pytest.raises(GenerationError, match="counts as dead"):
         await channel.submit([GenerationRequest("zombie", np.array(PROMPT, np.int32), sampling)])
     again = Publishing(trainer, fleet)
     assert (await again.engine.publish(15)).replicas == 2

@@ -124,7 +124,7 @@ async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
         return threading.get_ident(), torch.get_num_threads(), torch.distributed.get_world_size()
 
     for actor in pool._actors:
-        seen = {ray.get(actor.__ray_call__.remote(threads), timeout=10) for _ in range(3)}
+        seen = {ray.get(actor.handle.__ray_call__.remote(threads), timeout=10) for _ in range(3)}
         assert len(seen) == 1  # one thread for all calls: torch's thread count is a property of the thread
         assert next(iter(seen))[1:] == (1, 2)
 
@@ -245,7 +245,7 @@ async def test_replies_are_bounded_and_typed(queue):
 
 
 async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
-    impatient = TrainerPool(spec("same ranks", step_timeout_s=1.5), pool._actors)
+    impatient = TrainerPool(spec("same ranks", step_timeout_s=1.5), [actor.handle for actor in pool._actors])
     plans = lease.plans(num_plans=2)
     stopped = pids_of(pool)[1]
     os.kill(stopped, signal.SIGSTOP)
@@ -336,7 +336,7 @@ def test_ranks_may_come_later_than_a_collective_may_take():
 
 
 def pids_of(pool):
-    return [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10) for actor in pool._actors]
+    return [ray.get(actor.handle.__ray_call__.remote(lambda _: os.getpid()), timeout=10) for actor in pool._actors]
 
 
 def blocked(directory, rank):

@@ -32,7 +32,7 @@ BUDGET = {
     "root": 190,
     "sandbox": 660,
     "serving": 1600,
-    "trainer": 2160,
+    "trainer": 2180,
     "types": 830,
     "weights": 2430,
     "workers": 460,
