@@ -34,6 +34,15 @@ def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> Traject
     return TrajectoryGroup(ordinal, attempt, tuple(members))
 
 
+def require_sglang() -> None:
+    """Skips where SGLang is not installed; fails where it cannot be used."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs the package sglang: make test-sglang")
+    from asyncrl.inference.sglang import check_sglang
+
+    check_sglang()
+
+
 def require_vllm() -> None:
     """Skips the test where vLLM is not installed; fails where it is and cannot be used."""
     if importlib.util.find_spec("vllm") is None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require_device, require_temperature
+from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
 from asyncrl.config.environments import AgentConfig, ToolUseConfig
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
@@ -94,20 +94,102 @@ class VllmEngineConfig:
         return self.tensor_parallel_size
 
 
-EngineConfig = TorchEngineConfig | VllmEngineConfig
+OWN_SERVER_ARGS = frozenset(
+    [
+        "model_path",
+        "revision",
+        "trust_remote_code",
+        "dtype",
+        "load_format",
+        "random_seed",
+        "tp_size",
+        "context_length",
+        "max_running_requests",
+        "max_total_tokens",
+        "mem_fraction_static",
+        "stream_interval",
+        "disable_radix_cache",
+        "disable_overlap_schedule",
+        "disable_cuda_graph",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+        "skip_tokenizer_init",
+        "incremental_streaming_output",
+        "enable_custom_logit_processor",
+        "custom_weight_loader",
+        "dp_size",
+        "pp_size",
+        "nnodes",
+    ]
+)
+"""Arguments of SGLang that the adapter sets, or that it does not work with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangEngineConfig:
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one replica."""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """As rollout.torch.max_model_len; at least 4096 in place of 512."""
+    max_running_requests: PositiveInt = 256
+    """Requests that one replica decodes at once."""
+    mem_fraction_static: PositiveShare | None = None
+    """Share of the GPU's memory for weights and KV cache; None leaves it to SGLang."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens that the KV cache holds; None takes what mem_fraction_static leaves, on a CPU 65,536."""
+    stream_interval: PositiveInt = 8
+    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed.
+    rollout.interrupt=keep needs 1."""
+    disable_radix_cache: bool = False
+    """Keep no KV cache of prompts for later requests that begin alike. With the cache it serves within one set of
+    weights."""
+    disable_overlap_schedule: bool = False
+    """Prepare no step before the results of the last one. Under rollout.interrupt=keep, requests then continue with
+    their KV cache; otherwise SGLang computes it again with the new weights. Always so on a CPU."""
+    disable_cuda_graph: bool = False
+    """Skip CUDA graphs."""
+    enable_memory_saver: bool = False
+    """Let the engine give its GPU memory back while it is paused. Not on a CPU."""
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of SGLang's ServerArgs, by their names in Python, such as attention_backend or ep_size."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.sglang.", self)
+        own = sorted(OWN_SERVER_ARGS & set(self.server_args))
+        require(
+            not own,
+            asked=f"rollout.sglang.server_args.{own[0]}" if own else "",
+            found="asyncrl sets this argument of SGLang itself, or does not work with it",
+            do="remove it; tp_size, context_length and the others that matter are keys of rollout.sglang",
+        )
+
+    @property
+    def context_tokens(self) -> int:
+        """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
+        return 4096 if self.max_model_len is None else self.max_model_len
+
+    @property
+    def num_workers(self) -> int:
+        """As of engine torch."""
+        return self.tensor_parallel_size
+
+
+EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
-    engine: Literal["torch", "vllm"] = "torch"
-    """torch: the embedded engine, which runs anywhere without another package. vllm: for models of real size; needs the
-    package vllm."""
+    engine: Literal["torch", "vllm", "sglang"] = "torch"
+    """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
+    each needs the package of its name."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
     """Settings of engine vllm."""
+    sglang: SglangEngineConfig = field(default_factory=SglangEngineConfig)
+    """Settings of engine sglang."""
     interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
     """How a publish treats generations in flight. Modes sync and one_step_off always drain."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -135,6 +217,12 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)
+        require(
+            self.engine != "sglang" or self.interrupt != "keep" or self.sglang.stream_interval == 1,
+            asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",
+            found="tokens that SGLang has not streamed when a publish comes could not be told from later ones",
+            do="set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume",
+        )
 
     @property
     def settings(self) -> EngineConfig:

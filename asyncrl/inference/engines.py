@@ -64,6 +64,15 @@ ENGINES: dict[str, EngineSpec] = {
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
         local_environment={"VLLM_RPC_BASE_PATH": SCRATCH, "VLLM_HOST_IP": "127.0.0.1"},
     ),
+    "sglang": EngineSpec(
+        engine="asyncrl.inference.sglang.engine:SglangEngine",
+        unsupported="asyncrl.inference.sglang.support:unsupported",
+        package="sglang",
+        install="pip install 'asyncrl[sglang]', in an environment of its own; docs/sglang.md says how on a CPU",
+        takes_whole_gpus=True,
+        stop_timeout_s=12.0,  # its processes get 10 s to end by themselves
+        serving=("stream_interval=1",),
+    ),
 }
 
 

@@ -14,13 +14,14 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
 from asyncrl.inference.shared.engine_queue import EngineQueue
+from asyncrl.inference.shared.publish_calls import agree
 from asyncrl.inference.shared.request_checks import misfit
+from asyncrl.inference.shared.streams import spans_of
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm import support
 from asyncrl.inference.vllm.launch import engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
-from asyncrl.inference.vllm.streams import RequestStream, spans_of
-from asyncrl.inference.vllm.transfer import agree
+from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl_testing.engine_client import make_request
 
 pytestmark = pytest.mark.unit
@@ -58,7 +59,7 @@ def delta(ids, *, reason=None, versions=None, cached=0):
 
 
 def entered(starts):
-    stream = RequestStream(make_request())
+    stream = VllmStream(make_request())
     state = None if starts is None else SimpleNamespace(weight_version_starts=starts)
     stream.enter(SimpleNamespace(request_id="x", output=None), state)
     return stream
@@ -137,7 +138,7 @@ def test_requests_that_do_not_fit_are_told_why(request_, names):
 def test_admission_keeps_order_limit_and_gate():
     now, sent = [0.0], []
     admission = EngineQueue(2, sent.append, lambda: now[0])
-    a, b, c, d = streams = [RequestStream(make_request()) for _ in range(4)]
+    a, b, c, d = streams = [VllmStream(make_request()) for _ in range(4)]
     for stream in streams:
         admission.enter(stream)
     assert sent == []

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncrl.inference.shared.token_filters import kept_tokens
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -109,10 +111,4 @@ def _kept(logits: torch.Tensor, rows: SamplingRows, filtered: np.ndarray) -> tor
     off = ~filtered | (rows.top_k == 0)
     top_k = torch.from_numpy(np.where(off, vocabulary, rows.top_k)).to(logits.device)
     top_p = torch.from_numpy(np.where(filtered, rows.top_p, np.float32(1))).to(logits.device)
-    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    beyond_k = torch.arange(vocabulary, device=logits.device) >= top_k[:, None]
-    probabilities = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1, dtype=torch.float64)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    # The token that crosses top_p is kept; with top_p=1 nothing may be lost to rounding.
-    beyond_p = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    return torch.zeros_like(beyond_k.expand_as(order)).scatter(1, order, ~(beyond_k | beyond_p))
+    return kept_tokens(logits, top_k, top_p)

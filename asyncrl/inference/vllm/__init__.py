@@ -2,7 +2,7 @@
 
     engine.py (protocol)  --> shared/engine_queue.py (who runs, waits) --> AsyncLLM (launch.py) --> EngineCore, workers
       streams.py: outputs of vLLM -> TokenChunks    sampling_params.py: GenerationRequest -> vLLM's SamplingParams
-      transfer.py: a publish through vLLM's four calls
+      publish_calls.py: a publish through vLLM's four calls
         --> weight_transfer.py, in each worker: weights/encodings -> shared/tensor_feed.py -> layerwise_reload.py
 
 `weight_transfer.py` is what vLLM imports into its processes. Nothing here imports vLLM before an engine starts.

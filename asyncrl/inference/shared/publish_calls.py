@@ -1,10 +1,10 @@
-"""The adapter's side of a publish: vLLM's four calls, and the outcomes of its workers."""
+"""The adapter's side of a publish: an engine's calls under one deadline, and what its workers made of them."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +13,23 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, TransferEnded, Weight
 from asyncrl.types import Digest, Manifest, TransferSource
 
 _GRACE_S = 2.0
-"""Time that vLLM has beyond the deadline of its workers, so that their own error arrives."""
+"""Time that an engine has beyond the deadline of its workers, so that their own error arrives."""
 
 
-class VllmTransfer:
-    """Applies publishes to the workers of `llm`, one after the other."""
+class PublishCalls(ABC):
+    """Applies publishes to the workers of one engine, one after the other."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._source: TransferSource | None = None
+    def __init__(self, package: str) -> None:
+        """`package`: the engine's name in messages."""
+        self._package = package
+        self._joined: TransferSource | None = None
+        """The source that the workers have joined."""
         self._publish: asyncio.Task[Digest | None] | None = None
+
+    @abstractmethod
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        """All calls of one publish; returns `WorkerUpdate.outcome` of each worker. `self._joined` is the source of the
+        last publish that went well; None after one that did not."""
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `InferenceEngine.load_weights`. After a cancellation or a missed deadline the calls still run to their
@@ -32,13 +39,14 @@ class VllmTransfer:
         if self._publish is not None and not self._publish.done():
             await asyncio.wait((self._publish,), timeout=timeout_s)
             if not self._publish.done():
-                found = "vLLM has not ended the publish before it"
+                found = f"{self._package} has not ended the publish before it"
                 raise DeadlineExceeded(explain(asked, found, "restart the replica"))
-        self._publish = asyncio.create_task(self._run(manifest, source, deadline), name="vllm-weight-update")
+        self._publish = asyncio.create_task(self._run(manifest, source, deadline), name="weight-update")
         self._publish.add_done_callback(_look_at_the_error)
         await asyncio.wait((self._publish,), timeout=deadline - time.monotonic() + _GRACE_S)
         if not self._publish.done():
-            raise DeadlineExceeded(explain(asked, "no answer of vLLM's workers", "raise weights.timeout_s"))
+            found = f"no answer of {self._package}'s workers"
+            raise DeadlineExceeded(explain(asked, found, "raise weights.timeout_s"))
         return self._publish.result()
 
     def close(self) -> None:
@@ -46,25 +54,17 @@ class VllmTransfer:
             self._publish.cancel()
 
     async def _run(self, manifest: Manifest, source: TransferSource, deadline: float) -> Digest | None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
-        llm = self._llm
+        if source != self._joined:
+            self._joined = None
         try:
-            if source != self._source:
-                self._source = None
-                await llm.init_weight_transfer_engine(WeightTransferInitRequest({"source": pickle.dumps(source)}))
-            await llm.start_weight_update()
-            update = {"manifest": pickle.dumps(manifest), "timeout_s": max(0.0, deadline - time.monotonic())}
-            await llm.update_weights(WeightTransferUpdateRequest(update))
-            await llm.finish_weight_update()
-            outcomes = await llm.collective_rpc("asyncrl_outcome")
+            outcomes = await self._update(manifest, source, max(0.0, deadline - time.monotonic()))
         except Exception as error:
-            asked = f"update the weights of vLLM, publish {manifest.publish_id}"
+            asked = f"update the weights of {self._package}, publish {manifest.publish_id}"
             raise WeightTransferError(
                 explain(asked, f"{type(error).__name__}: {error}", "look at the log of its processes")
             ) from error
         digest = agree(outcomes)
-        self._source = source
+        self._joined = source
         return digest
 
 
@@ -74,7 +74,7 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
     Args:
         outcomes: per worker (name of the error class or "", message, digest or None).
 
-    Raises the error of the first worker that failed by itself; else that of one that only saw the transfer end.
+    Raises the first worker's error; that of a worker which only saw the transfer end comes last.
     """
     failed = sorted((o for o in outcomes if o[0]), key=lambda o: o[0] == TransferEnded.__name__)
     if failed:
@@ -83,7 +83,7 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
         if isinstance(kind, type) and issubclass(kind, AsyncRLError):
             raise kind(message)
         raise WeightTransferError(
-            explain("update the weights of a vLLM worker", f"{name}: {message}", "see the log of its processes")
+            explain("update the weights of an engine's worker", f"{name}: {message}", "look at the worker's log")
         )
     digests = [outcome[2] for outcome in outcomes]
     if any(digest is None for digest in digests):
@@ -92,6 +92,6 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
 
 
 def _look_at_the_error(task: asyncio.Task[Any]) -> None:
-    """Retrieves the error of a publish whose caller has already got a DeadlineExceeded."""
+    """A publish that nobody waits for any more may fail: its error was the deadline."""
     if not task.cancelled():
         task.exception()

@@ -1,0 +1,179 @@
+"""`SglangEngine`: SGLang behind the protocol of engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments, runs_on_cpu
+from asyncrl.inference.sglang.sampling_params import asked
+from asyncrl.inference.sglang.streams import SglangStream
+from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
+from asyncrl.inference.sglang.wire import Output
+from asyncrl.inference.shared.process_engine import ProcessEngine
+from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
+
+_STOP_S = 10.0
+
+
+class SglangEngine(ProcessEngine[SglangStream]):
+    """An `InferenceEngine` over SGLang, which runs in a process below this one with its schedulers below that.
+
+    Sampling is not deterministic: rounding depends on the batch.
+    """
+
+    package = "SGLang"
+    key = "sglang"
+
+    def __init__(
+        self, model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int = 0
+    ) -> None:
+        """`load_real_weights`: load the model's files and start as version 0; otherwise random weights and version
+        None. `seed`: of SGLang and of the random weights."""
+        super().__init__(
+            model,
+            max_running=settings.max_running_requests,
+            context_tokens=settings.context_tokens,
+            load_real_weights=load_real_weights,
+        )
+        self._settings = settings
+        self._on_cpu = runs_on_cpu()
+        arguments = engine_arguments(
+            model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=self._on_cpu
+        )
+        # A step that was computed ahead of its results would be counted as one of the next version.
+        self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
+        self._host = HostProcess(arguments, self._distribute, on_cpu=self._on_cpu)
+        self._publishes: _SglangPublishCalls | None = None
+        self._facts: dict[str, Any] = {}
+        self._by_rid: dict[str, SglangStream] = {}
+
+    # -- beyond the protocol -------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `SleepingEngine.sleep`."""
+        self._require_sleep(f"sleep(level={level})")
+        if level > 1 and self._publishes is not None:
+            self._publishes.forget()
+        await self._ask(self._host.call("sleep", ["kv_cache", "weights"]))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As `SleepingEngine.wake_up`."""
+        self._require_sleep("wake_up()")
+        await self._ask(self._host.call("wake_up", tags or ["weights", "kv_cache"]))
+
+    # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
+
+    async def _launch(self) -> None:
+        self._facts = await self._host.start()
+        channel = WeightChannel(self._host.directory, self._settings.tensor_parallel_size)
+        self._publishes = _SglangPublishCalls(self._host, channel, self._model)
+
+    async def _shut_down(self) -> None:
+        if self._publishes is not None:
+            self._publishes.close()
+        await self._host.stop(_STOP_S)
+
+    def _death(self) -> str | None:
+        return self._host.death()
+
+    def _vocab_size(self) -> int:
+        return self._facts["vocab_size"]
+
+    def _new_stream(self, request: GenerationRequest) -> SglangStream:
+        return SglangStream(request)
+
+    async def _sample(self, stream: SglangStream) -> None:
+        stream.enter()
+        salt, vocab_size, eos = str(self._salt), self._vocab_size(), self._facts["eos"]
+        self._by_rid[stream.rid] = stream
+        try:
+            request = asked(stream.request, rid=stream.rid, extra_key=salt, vocab_size=vocab_size, eos=eos)
+            await self._host.call("submit", request)
+            stream.entered.set()
+            if stream.fate is not None:
+                await self._abort_inside([stream])
+            is_last = False
+            while not is_last:
+                output = await stream.outputs.get()
+                is_last = output.reason is not None
+                self._hand_over(stream, stream.take(output, self._version), is_last=is_last)
+        finally:
+            self._by_rid.pop(stream.rid, None)
+
+    def _distribute(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if (stream := self._by_rid.get(output.rid)) is not None:
+                stream.outputs.put_nowait(output)
+
+    async def _abort_inside(self, streams: list[SglangStream]) -> None:
+        await self._host.call("abort", [stream.rid for stream in streams])
+
+    async def _freeze_inside(self) -> None:
+        await self._host.call("freeze", self._pause_mode)
+
+    async def _unfreeze_inside(self) -> None:
+        await self._host.call("unfreeze")
+
+    async def _settle(self) -> None:
+        """The host's answer to a pause follows all outputs from before."""
+        while any(s.fate is not None or not s.outputs.empty() for s in self._queue.running):
+            self._require_alive()
+            await asyncio.sleep(0)
+
+    async def _announce(self, version: int) -> None:
+        if not self._paused or self._settings.stream_interval > 1:
+            for stream in self._queue.running:
+                stream.hold()
+        await self._host.call("announce", str(version))
+
+    async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        assert self._publishes is not None, "the engine was started"
+        return await self._publishes.receive(manifest, source, timeout_s)
+
+    def _require_sleep(self, asked: str) -> None:
+        self._require_alive()
+        if not self._settings.enable_memory_saver:
+            do = "set rollout.sglang.enable_memory_saver, on a GPU"
+            raise GenerationError(explain(asked, "the memory saver is off", do))
+        if not self._paused or self._queue.running:
+            raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
+
+
+class _SglangPublishCalls(PublishCalls):
+    """A publish as an order to SGLang's schedulers."""
+
+    def __init__(self, host: HostProcess, channel: WeightChannel, model: ModelConfig) -> None:
+        super().__init__("SGLang")
+        self._host = host
+        self._channel = channel
+        self._model = model
+        self._is_known = False
+        """Whether the weights are those of the last publish."""
+
+    def forget(self) -> None:
+        """The weights are no longer those of the last publish."""
+        self._is_known = False
+
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        model, was_known = self._model, self._is_known
+        self._is_known = False
+        order = PublishOrder(
+            manifest=manifest,
+            source=source,
+            timeout_s=timeout_s,
+            path=model.path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            after_failure=not was_known,
+        )
+        name = self._channel.write(order)
+        await self._host.call("update", LOADER, name)
+        outcomes = self._channel.outcomes(name)
+        self._is_known = True
+        return outcomes

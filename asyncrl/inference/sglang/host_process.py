@@ -1,0 +1,184 @@
+"""Starting SGLang's process, and calling it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl import errors
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.places import check_place
+from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.errors import ConfigError, GenerationError, explain
+from asyncrl.inference.sglang.weight_channel import DIRECTORY_VARIABLE, LOADER
+from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_TOKENS = 1 << 16
+
+
+def engine_arguments(
+    model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
+) -> dict[str, Any]:
+    """The keyword arguments of SGLang's Engine. Raises ConfigError: a directory that is not there."""
+    check_place(model.path)
+    arguments: dict[str, Any] = {
+        "model_path": model.path,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.inference_dtype,
+        "load_format": "auto" if load_real_weights else "dummy",
+        "random_seed": seed,
+        "tp_size": settings.tensor_parallel_size,
+        "context_length": settings.context_tokens,
+        "max_running_requests": settings.max_running_requests,
+        "max_total_tokens": settings.max_total_tokens,
+        "mem_fraction_static": settings.mem_fraction_static,
+        "stream_interval": settings.stream_interval,
+        "disable_radix_cache": settings.disable_radix_cache,
+        "disable_overlap_schedule": settings.disable_overlap_schedule,
+        "disable_cuda_graph": settings.disable_cuda_graph,
+        "enable_memory_saver": settings.enable_memory_saver,
+        "enable_weights_cpu_backup": settings.enable_memory_saver,
+        "skip_tokenizer_init": True,
+        "enable_custom_logit_processor": True,
+        "custom_weight_loader": [LOADER],
+        "log_level": "warning",
+    }
+    if on_cpu:
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": settings.max_total_tokens or _CPU_KV_TOKENS,
+            "mem_fraction_static": settings.mem_fraction_static or 0.1,
+        }
+    return arguments | settings.server_args
+
+
+def runs_on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+class HostProcess:
+    """SGLang's process and the connection to it. Owns both, and the directory of its sockets and temporary files."""
+
+    def __init__(self, arguments: dict[str, Any], on_outputs: Callable[[list[Output]], None], *, on_cpu: bool) -> None:
+        """`on_outputs` is called in the event loop, in the order of the outputs."""
+        self._arguments = arguments
+        self._on_outputs = on_outputs
+        self._on_cpu = on_cpu
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.directory = Path()
+
+    async def start(self) -> dict[str, Any]:
+        """Returns {vocab_size, eos}. Raises ConfigError: SGLang cannot be used; GenerationError: it does not start."""
+        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-"))
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
+        environment = os.environ | {"TMPDIR": str(self.directory), DIRECTORY_VARIABLE: str(self.directory)}
+        if self._on_cpu:
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
+            environment.setdefault("OMP_NUM_THREADS", "1")  # idle threads that spin make it ten times slower
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds, and a thread may not outlive it
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 26)
+        started = self._answers[0] = asyncio.get_running_loop().create_future()
+        self._write({"arguments": self._arguments, "owner_pid": os.getpid(), "directory": str(self.directory)})
+        self._reading = asyncio.create_task(self._read(reader), name="sglang-host")
+        return await started
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of `Host`. Raises GenerationError: it failed, or the process has ended."""
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            if self.death() is not None:
+                raise GenerationError(str(self.death()))
+            self._write((number, method, arguments))
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    def death(self) -> str | None:
+        """Why the process no longer serves; None while it does."""
+        ended = self._process is not None and self._process.poll() is not None
+        return "SGLang's process ended" if ended or (self._reading is not None and self._reading.done()) else None
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends SGLang and removes what it left. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError):
+            self._write((0, "stop", ()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, timeout_s)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a group: what is below it ends too
+        await asyncio.to_thread(process.wait)
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _write(self, message: Any) -> None:
+        assert self._writer is not None, "the process was started"
+        self._writer.write(framed(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
+                message = pickle.loads(await reader.readexactly(size))  # from the process that was started here
+                if message[0] == "outputs":
+                    self._on_outputs(message[1])
+                elif (answer := self._answers.get(message[1])) is not None and not answer.done():
+                    _settle(answer, *message[2:])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # it has ended: `death` says so
+        except Exception:  # task boundary: without the reader the process is as good as ended
+            logger.exception("what SGLang's process sent cannot be read")
+        finally:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(GenerationError("SGLang's process ended"))
+
+
+def _settle(answer: asyncio.Future[Any], result: Any, error: Any) -> None:
+    if not error:
+        answer.set_result(result)
+    elif isinstance(error, tuple):  # of the start: (class name, message)
+        kind = getattr(errors, error[0], None)
+        if kind is ConfigError:
+            answer.set_exception(ConfigError(error[1]))
+        else:
+            do = "the log of its process says more; rollout.sglang has the settings"
+            answer.set_exception(GenerationError(explain("start SGLang", f"{error[0]}: {error[1]}", do)))
+    else:
+        answer.set_exception(GenerationError(error))

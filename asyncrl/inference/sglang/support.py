@@ -1,0 +1,67 @@
+"""Which SGLang can be used, and what the one that is installed can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.inference.shared.package_probe import check_package, lacks
+from asyncrl.types import ModelFacts
+
+TESTED = ">=0.5.6"
+
+_IO = "sglang.srt.managers.io_struct"
+_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+NEEDED = {
+    "sglang.srt.server_args:ServerArgs": (
+        "custom_weight_loader", "skip_tokenizer_init", "stream_interval", "enable_custom_logit_processor",
+        "disable_overlap_schedule", "max_running_requests", "max_total_tokens",
+    ),
+    "sglang.srt.entrypoints.engine:Engine": (),
+    f"{_IO}:GenerateReqInput": ("input_ids", "sampling_params", "rid", "stream", "return_logprob", "extra_key"),
+    f"{_IO}:PauseGenerationReqInput": ("mode",),
+    f"{_IO}:ContinueGenerationReqInput": (),
+    f"{_IO}:UpdateWeightsFromTensorReqInput": ("serialized_named_tensors", "load_format", "flush_cache"),
+    f"{_MANAGER}.generate_request": ("obj", "request"),
+    f"{_MANAGER}.abort_request": ("rid",),
+    f"{_MANAGER}.pause_generation": ("obj",),
+    f"{_MANAGER}.continue_generation": ("obj",),
+    f"{_MANAGER}.update_weights_from_tensor": ("obj",),
+    f"{_MANAGER}.get_internal_state": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What only some versions of SGLang have.
+
+    Attributes:
+        update_session: weights are updated between `begin_weight_update` and `end_weight_update`.
+        version_spans: a finished response says which of its tokens were sampled under which version.
+        filtered_logprobs: log-probabilities after top-p and top-k.
+    """
+
+    update_session: bool
+    version_spans: bool
+    filtered_logprobs: bool
+
+
+def abilities() -> Abilities:
+    """Imports SGLang."""
+    return Abilities(
+        update_session=not lacks(f"{_MANAGER}.begin_weight_update", ("obj",)),
+        version_spans=not lacks(f"{_MANAGER}.update_weight_version", ("obj",)),
+        filtered_logprobs=not lacks(f"{_IO}:GenerateReqInput", ("sampling_logprobs_mode",)),
+    )
+
+
+def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
+    """SGLang runs nearly every decoder; it is sent prompts of token ids, and those of an encoder are no prompt that a
+    response continues."""
+    del context_tokens
+    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
+
+
+def check_sglang() -> None:
+    """Imports SGLang and probes it. Raises ConfigError as `check_package`."""
+    install = f"install sglang{TESTED} in an environment of its own, or set rollout.engine=torch"
+    check_package("sglang", NEEDED, tested=TESTED, install=install, distributions=("sglang",))

@@ -1,0 +1,79 @@
+"""Orders from the replica to SGLang's schedulers, and their answers: files of a directory that only their user reads.
+
+SGLang hands its schedulers named tensors and returns whether that raised. An order goes by the name of a file, as the
+name of an empty tensor; what a scheduler made of it, digest or error, comes back in another file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.types import Manifest, TransferSource
+
+LOADER = "asyncrl.inference.sglang.weight_loader.load"
+"""What SGLang calls in its schedulers."""
+DIRECTORY_VARIABLE = "ASYNCRL_SGLANG_DIRECTORY"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOrder:
+    """One publish for all schedulers of a replica.
+
+    Attributes:
+        source: its `receiver` is the number of the scheduler with tensor-parallel rank 0.
+        timeout_s: what is left of the publish's time.
+        path, revision, trust_remote_code: of the model's files.
+        after_failure: the weights are not known to be those of the last publish.
+    """
+
+    manifest: Manifest
+    source: TransferSource
+    timeout_s: float
+    path: str
+    revision: str | None
+    trust_remote_code: bool
+    after_failure: bool
+
+
+class WeightChannel:
+    """The replica's side."""
+
+    def __init__(self, directory: Path, workers: int) -> None:
+        self._directory = directory
+        self._workers = workers
+
+    def write(self, order: PublishOrder) -> str:
+        """Returns the name that the schedulers find it by."""
+        name = f"publish-{order.manifest.publish_id}"
+        (self._directory / name).write_bytes(pickle.dumps(order))
+        return name
+
+    def outcomes(self, name: str) -> Sequence[Sequence[Any]]:
+        """`WorkerUpdate.outcome` of each scheduler; removes what `write` wrote. Raises FileNotFoundError."""
+        paths = [self._directory / f"{name}.{rank}" for rank in range(self._workers)]
+        try:
+            return [pickle.loads(path.read_bytes()) for path in paths]  # from processes below this one
+        finally:
+            for path in (self._directory / name, *paths):
+                path.unlink(missing_ok=True)
+
+
+def read_order(name: str) -> PublishOrder:
+    """A scheduler's side."""
+    return pickle.loads((_directory() / name).read_bytes())  # from the process above this one
+
+
+def write_outcome(name: str, rank: int, outcome: Sequence[Any]) -> None:
+    path = _directory() / f"{name}.{rank}"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(pickle.dumps(list(outcome)))
+    unfinished.rename(path)
+
+
+def _directory() -> Path:
+    return Path(os.environ[DIRECTORY_VARIABLE])

@@ -1,0 +1,121 @@
+"""What SGLang calls in its scheduler processes for a publish."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from asyncrl.errors import AsyncRLError, WeightTransferError, explain
+from asyncrl.inference.sglang.weight_channel import PublishOrder, read_order, write_outcome
+from asyncrl.inference.shared.weight_update import WorkerUpdate
+from asyncrl.types import TensorSpec
+from asyncrl.weights.encodings.decoder import Decoder
+from asyncrl.weights.experts import MODEL_TYPES, is_fused, unfused
+
+logger = logging.getLogger(__name__)
+
+_DO = "train and serve the same model.path"
+_UPDATES: WeakKeyDictionary[torch.nn.Module, WorkerUpdate] = WeakKeyDictionary()
+
+
+def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
+    """SGLang's custom weight loader: receives one publish into `model`. An exception would end the scheduler."""
+    name, _, number = named_tensors[0][0].partition(":")
+    rank = int(number)
+    try:
+        order = read_order(name)
+        update = _UPDATES.get(model)
+        if update is None:
+            update = _UPDATES[model] = _make_update(model, order)
+        if order.after_failure:
+            update.forget()
+        update.join(replace(order.source, receiver=order.source.receiver + rank))
+        update.start()
+        update.receive(order.manifest, order.timeout_s)
+        update.finish()
+        outcome = update.outcome()
+    except Exception as error:  # process boundary: the replica reads it
+        logger.exception("the publish failed")
+        outcome = [type(error).__name__, str(error), None]
+    write_outcome(name, rank, outcome)
+
+
+def _make_update(model: torch.nn.Module, order: PublishOrder) -> WorkerUpdate:
+    parameter = next(model.parameters())
+    decoder = Decoder(order.path, order.revision, parameter.dtype)
+    return WorkerUpdate(SglangLoader(model, order), decoder, parameter.device)
+
+
+class SglangLoader:
+    """A `WeightLoader` over the model's own `load_weights`, which takes the tensors of a checkpoint one by one."""
+
+    def __init__(self, model: torch.nn.Module, order: PublishOrder) -> None:
+        self._model = model
+        self._shapes, self._also = _checkpoint_shapes(order)
+
+    def check(self, spec: TensorSpec) -> None:
+        shape = self._shapes.get(spec.name) or self._also.get(spec.name)
+        asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
+        if shape is None and self._shapes:
+            raise WeightTransferError(explain(asked, "the model has no tensor of that name", _DO))
+        if shape is not None and shape != tuple(spec.shape):
+            raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
+
+    def start(self, names: Collection[str] | None) -> None:
+        """SGLang was told to begin by its own call."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
+        published: set[str] = set()
+        last = ["no tensor"]
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                published.add(name)
+                last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
+                yield name, tensor
+
+        try:
+            with torch.no_grad():
+                self._model.load_weights(watched())  # type: ignore[operator]
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise WeightTransferError(explain(f"{last[0]} into SGLang", found, _DO)) from error
+        missing = [name for name in names or self._shapes if name not in published]
+        if missing:
+            found = f"{len(missing)} did not come, the first is {missing[0]!r}"
+            raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
+
+    def finish(self) -> None:
+        """SGLang is told to finish by its own call."""
+
+    def abandon(self) -> None:
+        """The next publish brings all tensors."""
+
+
+def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of the tensors of the model's checkpoint by name, and of those that it may have besides: parameters that
+    are tied to others. Both are empty for a model that transformers does not know, or whose experts it arranges in an
+    unknown way; SGLang's loader then has to find what is wrong."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        trust = order.trust_remote_code
+        config = AutoConfig.from_pretrained(order.path, revision=order.revision, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    except (ValueError, ImportError, OSError) as error:
+        logger.warning("the shapes of a publish are not checked before SGLang loads them: %s", error)
+        return {}, {}
+    own = dict(model.named_parameters())
+    if any(is_fused(name) for name in own) and config.model_type not in MODEL_TYPES:
+        return {}, {}
+    shapes = {part: tuple(t.shape) for name, parameter in own.items() for part, t in unfused(name, parameter)}
+    tied = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False) if name not in own}
+    return shapes, tied

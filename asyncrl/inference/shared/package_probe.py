@@ -1,0 +1,70 @@
+"""Which version of an engine's package can be used: probed by what it has, not by its version alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+from asyncrl.errors import ConfigError, explain
+
+Needed = Mapping[str, tuple[str, ...]]
+"""`module:attribute` -> the parameters that it must accept."""
+
+
+def check_package(package: str, needed: Needed, *, tested: str, install: str, distributions: tuple[str, ...]) -> None:
+    """Imports the package, which takes seconds, and probes it; where it is not installed nothing is imported.
+
+    Args:
+        tested: the versions that the tests run against.
+        install: what to do where the package is missing.
+        distributions: names that the package may be installed under.
+
+    Raises ConfigError: it is missing, cannot be imported, or lacks something that the adapter calls.
+    """
+    asked = f"rollout.engine={package}"
+    if find_spec(package) is None:
+        raise ConfigError(explain(asked, f"the package {package} is not installed", install))
+    found = f"{package} {version_of(distributions)}"
+    try:
+        missing = [name for target, names in needed.items() for name in lacks(target, names)]
+    except (ImportError, RuntimeError) as error:  # a broken torchvision raises RuntimeError from torch's registry
+        do = _remedy(package, tested, str(error))
+        raise ConfigError(explain(asked, f"{found} cannot be imported: {error}", do)) from error
+    if missing:
+        do = f"install {package}{tested}; that is the range that the tests run against"
+        raise ConfigError(explain(asked, f"{found} lacks {', '.join(missing)}", do))
+
+
+def version_of(distributions: tuple[str, ...]) -> str:
+    """The version of whichever of the distributions is installed; "of unknown version" if none says so."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def lacks(target: str, names: tuple[str, ...]) -> list[str]:
+    """What of `target`, `module:attribute`, is missing: itself, or `target(name)`."""
+    module, _, path = target.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ModuleNotFoundError, AttributeError) as error:
+        package = module.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(package):
+            raise
+        return [f"{module}.{path}"]
+    accepted = inspect.signature(found).parameters
+    return [f"{path}({name})" for name in names if name not in accepted]
+
+
+def _remedy(package: str, tested: str, message: str) -> str:
+    if any(word in message for word in ("torchvision", "torchaudio", "torchcodec", "libcudart", "libc10_cuda")):
+        return "pip uninstall torchvision torchaudio torchcodec: they were built for another torch, and are not needed"
+    return f"reinstall {package}{tested} with the torch that it was built for"

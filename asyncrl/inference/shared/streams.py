@@ -1,0 +1,116 @@
+"""One request inside an engine that samples in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from asyncrl.errors import GenerationError, explain
+from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
+
+NO_VERSION = -1
+"""On a chunk without tokens that ends before the first commit."""
+
+Fate = Literal["abort", "requeue"]
+"""What follows when a request is taken out of the engine: it ends with the tokens so far, or is sent again."""
+
+
+class Mailbox:
+    """The queue of one request, for one consumer. asyncio.Queue supports many and costs twice as much per token."""
+
+    def __init__(self) -> None:
+        self._items: deque[TokenChunk | GenerationError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, item: TokenChunk | GenerationError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> TokenChunk | GenerationError:
+        """The oldest item; one consumer at a time. A cancelled call takes nothing."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+class RequestStream:
+    """The adapter's record of one request; an engine's own class adds how its outputs become chunks.
+
+    `entered` is set once the engine has the request (or has refused it), `ended` once its last chunk is in `chunks`.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.chunks = Mailbox()
+        self.num_tokens = 0
+        self.fate: Fate | None = None
+        self.entered = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def cut(self, ids: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[TokenChunk]:
+        """Chunks of one version each, of tokens that follow those so far. `spans`: as `spans_of` returns them."""
+        self.num_tokens += len(ids)
+        if len(spans) == 1:
+            return [TokenChunk(self.request.request_id, ids, logprobs, spans[0][0])]
+        return [TokenChunk(self.request.request_id, ids[a:b], logprobs[a:b], v) for v, a, b in spans]
+
+    def finished(
+        self, chunks: list[TokenChunk], version: int | None, reason: str, cached_tokens: int
+    ) -> list[TokenChunk]:
+        """The same chunks, the last of which ends the response; `version` stamps an end without tokens.
+
+        Raises GenerationError: the engine ended the request with an error.
+        """
+        if reason not in ("stop", "length", "abort"):
+            asked = f"generate {self.request.request_id!r}"
+            raise GenerationError(
+                explain(asked, f"the engine ended it with {reason!r}", "look at the log of its process")
+            )
+        last = chunks.pop() if chunks else empty_chunk(self.request, version)
+        final = TokenChunk(
+            last.request_id,
+            last.token_ids,
+            last.logprobs,
+            last.version,
+            reason,  # type: ignore[arg-type]
+            cached_tokens=cached_tokens,
+        )
+        return [*chunks, final]
+
+    def end(self, last: TokenChunk | GenerationError) -> None:
+        """Puts the last item for the consumer; ignored when the stream has ended."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self.entered.set()
+            self.chunks.put_nowait(last)
+
+
+def empty_chunk(request: GenerationRequest, version: int | None, reason: FinishReason | None = None) -> TokenChunk:
+    stamp = NO_VERSION if version is None else version
+    return TokenChunk(request.request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), stamp, reason)
+
+
+def spans_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> list[tuple[int, int, int]]:
+    """Cuts response tokens `[first, first + count)` where the version changes.
+
+    Args:
+        starts: (version, index of its first response token), ascending: the engine's tags of the whole response.
+
+    Returns: (version, start, stop), the latter two relative to `first`.
+    """
+    if count and starts and starts[-1][1] <= first:  # nearly always: no publish since the last output
+        return [(int(starts[-1][0]), 0, count)]
+    stop = first + count
+    ends = [*(index for _, index in starts[1:]), stop]
+    spans: list[tuple[int, int, int]] = []
+    for (label, start), end in zip(starts, ends, strict=False):  # without tokens there is no start
+        a, b = max(start, first), min(end, stop)
+        if a < b:
+            spans.append((int(label), a - first, b - first))
+    return spans

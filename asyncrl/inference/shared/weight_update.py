@@ -1,0 +1,188 @@
+"""Publishes in a worker process of an engine: whatever the package calls there, these phases follow each other.
+
+An exception inside a worker reaches the adapter as text at best, and may cost the engine. So no phase raises: the first
+error is kept, and the adapter fetches it when the update has ended (`outcome`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, cast
+
+import torch
+
+from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed
+from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
+from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.transport import WeightReceiver
+from asyncrl.weights.transports import build_receiver
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0
+"""Time for an abandoned receiver to disconnect from its sender."""
+_GRACE_S = 5.0
+"""Time that a receiver has beyond its deadline before it is abandoned."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class WeightLoader(Protocol):
+    """How one engine puts tensors of a checkpoint into the model that it serves. All methods run in the worker's own
+    thread, but for `check`."""
+
+    def check(self, spec: TensorSpec) -> None:
+        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        ...
+
+    def start(self, names: Collection[str] | None) -> None:
+        """`names`: the tensors that will come; None: all of the model."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
+        """Consumes all of `tensors`; `names` as in `start`.
+
+        Raises WeightTransferError naming a tensor that is missing or that the engine refused, and what `tensors`
+        raises.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Everything was loaded."""
+        ...
+
+    def abandon(self) -> None:
+        """After a failure, whatever the phase: the next `start` must succeed."""
+        ...
+
+
+class WorkerUpdate:
+    """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`.
+
+    Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
+    """
+
+    def __init__(self, loader: WeightLoader, decoder: Decoder, device: torch.device) -> None:
+        self._loader = loader
+        self._decoder = decoder
+        self._device = device
+        self._loaded: Manifest | None = None
+        """The publish that was loaded and not finished."""
+        self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
+        self._source: TransferSource | None = None
+        self._receiver: Closable | None = None
+        self._failure: Exception | None = None
+        self._digest: Digest | None = None
+
+    def join(self, source: TransferSource) -> None:
+        """`source`: with the number of this worker as `receiver`."""
+        if source == self._source:
+            return
+        self._source = None
+        self._failure = None
+        try:
+            self._executor.submit(self._close_receiver).result(_CLOSE_S)
+        except TimeoutError:
+            self._failure = DeadlineExceeded(
+                explain("leave the former sender", f"not done within {_CLOSE_S:g} s", "restart this replica")
+            )
+            return
+        self._source = source
+
+    def start(self) -> None:
+        self._digest = self._loaded = None
+        if self._source is not None:
+            self._failure = None
+
+    def receive(self, manifest: Manifest, timeout_s: float) -> None:
+        self._attempt(lambda: self._receive(manifest, timeout_s))
+
+    def finish(self) -> None:
+        self._attempt(self._finish)
+        if self._failure is not None:
+            self.forget()
+            try:
+                self._loader.abandon()
+            except Exception:
+                logger.exception("the model cannot be made whole after a failed update")
+
+    def forget(self) -> None:
+        """Records that the weights are no longer those of the last publish: the next one must send all of them."""
+        self._decoder.forget()
+
+    def outcome(self) -> list[Any]:
+        """Of the last update, as `publish_calls.agree` reads it."""
+        if self._failure is None:
+            return ["", "", None if self._digest is None else list(self._digest)]
+        return [type(self._failure).__name__, str(self._failure), None]
+
+    def close(self) -> None:
+        self._source = None
+        self._executor.submit(self._close_receiver)
+        self._executor.shutdown(wait=False)  # the process ends with it
+
+    # -- for subclasses ------------------------------------------------------------------------------------------
+
+    def _build_receiver(self, source: TransferSource) -> Closable:
+        return build_receiver(source, device=self._device)
+
+    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
+        """In the receiver's thread: moves one publish into `feed`."""
+        sink = CheckedSink(self._loader.check, feed.offer)
+        return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Does nothing after a failure; keeps the first one."""
+        if self._failure is not None:
+            return
+        try:
+            step()
+        except Exception as error:
+            logger.warning("the weight update failed", exc_info=True)
+            self._failure = error
+
+    def _finish(self) -> None:
+        self._loader.finish()
+        if self._loaded is not None:
+            self._decoder.applied(self._loaded)
+
+    def _receive(self, manifest: Manifest, timeout_s: float) -> None:
+        """The receiver fills the feed in its thread; this thread, the engine's own, loads from it."""
+        plan = self._decoder.plan(manifest)
+        names = None if plan.whole else plan.names
+        self._loader.start(names)
+        # The receiver keeps the deadline and says more about it.
+        feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
+        received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
+        try:
+            self._loader.load(feed, names)
+        except Exception as error:
+            feed.fail(error)
+            received.exception(timeout_s + _GRACE_S)
+            raise
+        feed.finish()
+        self._digest = received.result(timeout_s + _GRACE_S)
+        self._loaded = manifest
+
+    def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
+        """In the receiver's thread."""
+        try:
+            if self._receiver is None:
+                assert self._source is not None, "receive before join"
+                self._receiver = self._build_receiver(self._source)
+            return self._take(self._receiver, manifest, plan, feed, timeout_s)
+        except BaseException as error:
+            feed.fail(error)
+            raise
+
+    def _close_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
