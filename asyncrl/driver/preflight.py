@@ -182,7 +182,7 @@ def check_packages(recipe: Recipe) -> None:
             found=f"the package {sink} is not installed",
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
-    require_package(recipe.rollout.engine)
+    require_package(recipe.rollout)
     if recipe.weights.transport == "vllm_nccl":
         torch = metadata.version("torch")
         require(

@@ -31,6 +31,9 @@ class EngineSpec:
     that the engine cannot run. Its module imports neither torch nor the engine."""
     package: str | None = None
     """The package that has to be importable."""
+    check: str = ""
+    """`package.module:function`; called with the settings before anything starts, where the package is there. Raises
+    ConfigError: the installed version cannot be used, or does not know a setting. Imports the package elsewhere."""
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
@@ -68,6 +71,7 @@ ENGINES: dict[str, EngineSpec] = {
         engine="asyncrl.inference.sglang.engine:SglangEngine",
         unsupported="asyncrl.inference.sglang.support:unsupported",
         package="sglang",
+        check="asyncrl.inference.sglang.support:check_installed",
         install="pip install 'asyncrl[sglang]', in an environment of its own; docs/sglang.md says how on a CPU",
         takes_whole_gpus=True,
         stop_timeout_s=12.0,  # its processes get 10 s to end by themselves
@@ -82,15 +86,17 @@ def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weight
     return build(model, rollout.settings, load_real_weights=load_real_weights)
 
 
-def require_package(engine: str) -> None:
-    """Raises ConfigError: the package of the engine is not installed."""
-    spec = ENGINES[engine]
+def require_package(rollout: RolloutConfig) -> None:
+    """Raises ConfigError: the package of the engine is not installed, or cannot be used with these settings."""
+    spec = ENGINES[rollout.engine]
     require(
         spec.package is None or importlib.util.find_spec(spec.package) is not None,
-        asked=f"rollout.engine={engine}",
+        asked=f"rollout.engine={rollout.engine}",
         found=f"the package {spec.package} is not installed",
         do=spec.install,
     )
+    if spec.check:
+        resolve_name(spec.check)(rollout.settings)
 
 
 def require_transport(engine: str, transport: str) -> None:

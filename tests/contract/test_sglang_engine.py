@@ -10,7 +10,7 @@ from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.make import require_sglang
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.contract, pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
 
 START_S = 240.0
 

@@ -127,7 +127,8 @@ def start(inputs, cluster, tmp_path):
     def call(*overrides: str, name: str = "run", recipe: str = "quickstart", joined: bool = True) -> Run:
         directory = tmp_path / name
         place = [f"ray.address={cluster}"] if joined else []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
         with directory.with_suffix(".out").open("a") as output:
             process = subprocess.Popen(
                 [*COMMAND, f"recipes/{recipe}.yaml", f"run.dir={directory}", *place, *overrides],
@@ -203,6 +204,32 @@ def assert_damage_is_found(directory: Path, place: Path) -> int:
         changed = [*metrics[:-1], metrics[-1] | {"staleness/lag_max": lag}]
         assert is_found("metrics.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in changed)), lag
     return tried
+
+
+def assert_a_dead_engine_is_replaced(start, recipe: str) -> None:
+    """A run serves what is published, and a killed engine process is replaced. One replica, so that the run depends on
+    each engine that it gets."""
+    torch = start("run.max_steps=1", "eval.every_steps=1", name="torch", joined=False)
+    assert torch.wait() == 0, torch.log
+    alone = "rollout.num_replicas=1", "weights.verify=always"
+    run = start("run.max_steps=6", *alone, recipe=recipe, joined=False)
+    run.wait_for_step(2, timeout_s=400)
+    (replica,) = run.actor_pids("Replica")
+    tree = psutil.Process(run.process.pid).children(recursive=True)
+    engine = max(psutil.Process(replica).children(recursive=True), key=lambda p: p.memory_info().rss)
+    engine.send_signal(signal.SIGKILL)
+    run.wait_for_event("replica_serving", count=2, timeout_s=300)
+    assert run.wait(500) == 0, run.log
+    assert_sound(run, max_lag=2, steps=6)
+    assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0]
+    assert all(e["verified"] for e in run.events if e["event"] == "publish")
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    # Greedy decoding of the same weights: what differs is rounding.
+    initial = [r.metrics[0]["eval/initial_accuracy"] for r in (torch, run)]
+    assert initial[0] == pytest.approx(initial[1], abs=0.02)
+    samples = run.directory / "samples.jsonl"
+    assert samples.stat().st_size > 0
 
 
 def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:

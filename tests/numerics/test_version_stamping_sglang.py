@@ -10,7 +10,7 @@ from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import StampingSuite
 from tests.make import require_sglang
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
 
 START_S = 240.0
 

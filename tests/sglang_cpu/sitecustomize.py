@@ -1,5 +1,5 @@
-"""Python runs this at start where the directory is on PYTHONPATH. SGLang imports torchvision; the one on PyPI is built for
-CUDA and needs two operators at its import that only its CUDA library defines."""
+"""Python runs this at start where the directory is on PYTHONPATH. SGLang imports torchvision; the one on PyPI is built
+for CUDA and needs two operators at its import that only its CUDA library defines."""
 
 import importlib.abc
 import sys

@@ -125,6 +125,8 @@ LIGHT = {
     "asyncrl.weights.transports": ("ray", "vllm", "sglang", "megatron", "transformers"),
     "asyncrl.inference.engines": HEAVY,
     "asyncrl.inference.vllm.support": HEAVY,
+    "asyncrl.inference.sglang.engine": HEAVY,
+    "asyncrl.inference.sglang.support": HEAVY,
     "asyncrl.inference.torch_engine.support": HEAVY,
     "asyncrl.trainer.fsdp.supports": HEAVY,
     "asyncrl.inference.torch_engine.engine": ("ray", "vllm", "sglang", "megatron"),

@@ -18,6 +18,9 @@ ALLOWED = {
         "workers/worker_process.py",
         "workers/worker_loop.py",
         "inference/vllm/weight_transfer.py",
+        "inference/sglang/host.py",
+        "inference/sglang/host_process.py",
+        "inference/sglang/weight_channel.py",
     },
     r"allow_pickle=True|weights_only=False": set(),
 }

@@ -87,7 +87,7 @@ CONFIGS = {
     "empty": {},
 }
 RUNS = None
-# model: (what the fsdp backend refuses, what engine torch refuses, what engine vllm refuses); None: it runs
+# model: (what the fsdp backend refuses, what engine torch refuses, what engines vllm and sglang refuse); None: it runs
 EXPECTED = {
     "llama": (RUNS, RUNS, RUNS),
     "qwen3": (RUNS, RUNS, RUNS),
@@ -136,7 +136,7 @@ def overrides(directory, engine):
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_of, capsys, name, engine):
     backend, *of_engines = EXPECTED[name]
-    refused = backend or dict(zip(["torch", "vllm"], of_engines, strict=True))[engine]
+    refused = backend or of_engines[engine != "torch"]
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
     code = main([recipe, *overrides(model_of(name), engine), "--dry-run"])
     said = capsys.readouterr().err
@@ -150,13 +150,16 @@ def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_o
         assert "trainer.backend=fsdp" in said
         assert "such as Qwen2, Qwen3" in said
     elif name == "mistral_256":
-        assert "set rollout.engine=vllm, or lower rollout.torch.max_model_len to 256, or use a" in said
+        assert (
+            "set rollout.engine=vllm, or set rollout.engine=sglang, or lower rollout.torch.max_model_len to 256" in said
+        )
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_an_evaluation_asks_the_engine_and_no_backend(name):
     facts = ModelFacts.of_config("m", CONFIGS[name])
-    for engine, refused in zip(["torch", "vllm"], EXPECTED[name][1:], strict=True):
+    for engine in ENGINES:
+        refused = EXPECTED[name][1 if engine == "torch" else 2]
         rollout = RolloutConfig(engine=engine, **{engine: type(getattr(RolloutConfig(), engine))(max_model_len=LENGTH)})
         if refused is RUNS:
             require_runs(rollout, facts)
@@ -192,4 +195,4 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
         assert {key.partition("=")[0] for key in (*spec.serving, "max_model_len")} <= known
         assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
         engine = build_engine(RolloutConfig(engine=name), ModelConfig(path="m"), load_real_weights=False)
-        assert isinstance(engine, SleepingEngine) == (name == "vllm")
+        assert isinstance(engine, SleepingEngine) == (name != "torch")

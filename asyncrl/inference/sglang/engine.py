@@ -42,13 +42,9 @@ class SglangEngine(ProcessEngine[SglangStream]):
             load_real_weights=load_real_weights,
         )
         self._settings = settings
-        self._on_cpu = runs_on_cpu()
-        arguments = engine_arguments(
-            model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=self._on_cpu
-        )
-        # A step that was computed ahead of its results would be counted as one of the next version.
-        self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
-        self._host = HostProcess(arguments, self._distribute, on_cpu=self._on_cpu)
+        self._seed = seed
+        self._pause_mode = ""
+        self._host = HostProcess(self._distribute)
         self._publishes: _SglangPublishCalls | None = None
         self._facts: dict[str, Any] = {}
         self._by_rid: dict[str, SglangStream] = {}
@@ -70,7 +66,13 @@ class SglangEngine(ProcessEngine[SglangStream]):
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 
     async def _launch(self) -> None:
-        self._facts = await self._host.start()
+        on_cpu = runs_on_cpu()
+        arguments = engine_arguments(
+            self._model, self._settings, load_real_weights=self._real_weights, seed=self._seed, on_cpu=on_cpu
+        )
+        # A step that was computed ahead of its results would be counted as one of the next version.
+        self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
+        self._facts = await self._host.start(arguments, on_cpu=on_cpu)
         channel = WeightChannel(self._host.directory, self._settings.tensor_parallel_size)
         self._publishes = _SglangPublishCalls(self._host, channel, self._model)
 

@@ -21,7 +21,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import numpy as np
 
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
+from asyncrl.inference.shared.orphan_guard import when_ended
 
 logger = logging.getLogger(__name__)
 
@@ -245,24 +245,6 @@ def _require(answer: Any) -> None:
 # -- the process -------------------------------------------------------------------------------------------------
 
 
-def end_with(owner_pid: int, directory: str) -> None:
-    """Ends this process and all below it when `owner_pid` ends, and removes `directory`. Returns at once."""
-    try:
-        owner = os.pidfd_open(owner_pid)
-    except ProcessLookupError:
-        end(directory)
-        return
-    threading.Thread(target=lambda: (_wait_for(owner), end(directory)), name="owner-watch", daemon=True).start()
-
-
-def _wait_for(pidfd: int) -> None:
-    import select
-
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()  # no deadline: it ends with this process
-
-
 def end(directory: str) -> None:
     """This process leads a group of its own, in which SGLang's processes are."""
     import psutil
@@ -328,7 +310,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
     config = engine.tokenizer_manager.model_config
     eos = sorted(getattr(config, "hf_eos_token_id", None) or ())
     send(("answer", 0, {"vocab_size": config.vocab_size, "eos": eos}, ""))
-    with contextlib.suppress(asyncio.IncompleteReadError):
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
             number, method, arguments = pickle.loads(await reader.readexactly(size))  # from the replica
@@ -346,9 +328,8 @@ def main() -> None:
     size = int.from_bytes(_exactly(connection, SIZE_BYTES), "little")
     start: dict[str, Any] = pickle.loads(_exactly(connection, size))  # from the replica
     directory = start["directory"]
-    end_with(start["owner_pid"], directory)
+    when_ended(start["owner_pid"], lambda: end(directory))
     try:
-        from asyncrl.errors import ConfigError
         from asyncrl.inference.sglang.support import check_sglang
 
         try:
@@ -356,7 +337,7 @@ def main() -> None:
             from sglang.srt.entrypoints.engine import Engine
 
             engine = Engine(**start["arguments"])
-        except (ConfigError, Exception) as error:
+        except Exception as error:  # process boundary: the replica gets it
             logger.exception("SGLang does not start")
             connection.sendall(framed(("answer", 0, None, (type(error).__name__, str(error)))))
             return

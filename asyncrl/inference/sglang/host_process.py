@@ -80,11 +80,9 @@ def runs_on_cpu() -> bool:
 class HostProcess:
     """SGLang's process and the connection to it. Owns both, and the directory of its sockets and temporary files."""
 
-    def __init__(self, arguments: dict[str, Any], on_outputs: Callable[[list[Output]], None], *, on_cpu: bool) -> None:
+    def __init__(self, on_outputs: Callable[[list[Output]], None]) -> None:
         """`on_outputs` is called in the event loop, in the order of the outputs."""
-        self._arguments = arguments
         self._on_outputs = on_outputs
-        self._on_cpu = on_cpu
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,13 +90,16 @@ class HostProcess:
         self._reading: asyncio.Task[None] | None = None
         self.directory = Path()
 
-    async def start(self) -> dict[str, Any]:
-        """Returns {vocab_size, eos}. Raises ConfigError: SGLang cannot be used; GenerationError: it does not start."""
+    async def start(self, arguments: dict[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+        """`arguments`: of SGLang's Engine. Returns {vocab_size, eos}.
+
+        Raises ConfigError: SGLang cannot be used; GenerationError: it does not start.
+        """
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-"))
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
         environment = os.environ | {"TMPDIR": str(self.directory), DIRECTORY_VARIABLE: str(self.directory)}
-        if self._on_cpu:
+        if on_cpu:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
             environment.setdefault("OMP_NUM_THREADS", "1")  # idle threads that spin make it ten times slower
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds, and a thread may not outlive it
@@ -107,7 +108,7 @@ class HostProcess:
         theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 26)
         started = self._answers[0] = asyncio.get_running_loop().create_future()
-        self._write({"arguments": self._arguments, "owner_pid": os.getpid(), "directory": str(self.directory)})
+        self._write({"arguments": arguments, "owner_pid": os.getpid(), "directory": str(self.directory)})
         self._reading = asyncio.create_task(self._read(reader), name="sglang-host")
         return await started
 

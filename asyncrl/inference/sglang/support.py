@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.inference.shared.package_probe import check_package, lacks
+from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.shared.package_probe import check_package, lacks, version_of
 from asyncrl.types import ModelFacts
 
 TESTED = ">=0.5.6"
@@ -28,6 +35,9 @@ NEEDED = {
     f"{_MANAGER}.update_weights_from_tensor": ("obj",),
     f"{_MANAGER}.get_internal_state": (),
 }  # fmt: skip
+
+
+_PROBE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,40 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
     response continues."""
     del context_tokens
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
+
+
+def check_installed(settings: SglangEngineConfig) -> None:
+    """Probes the installed SGLang in a process of its own: the import takes seconds and changes the process.
+
+    Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; no answer in time.
+    """
+    asked = "rollout.engine=sglang"
+    command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *settings.server_args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        found = f"SGLang was not imported within {_PROBE_S:g} s"
+        raise ConfigError(explain(asked, found, "try `python -c 'import sglang'`")) from error
+    if done.returncode == 2:
+        raise ConfigError(done.stdout.strip())
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(explain(asked, f"SGLang cannot be imported: {last}", "try `python -c 'import sglang'`"))
+
+
+def check_server_args(names: Sequence[str]) -> None:
+    """Raises ConfigError: SGLang has no argument of one of these names. Imports SGLang."""
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            do = (
+                f"one of these was meant: {', '.join(near)}" if near else "remove it; SGLang's documentation lists them"
+            )
+            found = f"SGLang {version_of(('sglang',))} has no argument of that name"
+            raise ConfigError(explain(f"rollout.sglang.server_args.{name}", found, do))
 
 
 def check_sglang() -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 
 from asyncrl.sandbox.confine import die_with_parent
 
@@ -19,19 +20,24 @@ def die_with(owner_pid: int) -> None:
     """
     die_with_parent()
     parent = os.getppid()
+    when_ended(owner_pid, lambda: _kill(parent, owner_pid))
+
+
+def when_ended(pid: int, then: Callable[[], None]) -> None:
+    """Calls `then` when the process ends, in a thread; at once if it has ended. Returns at once otherwise."""
     try:
-        owner = os.pidfd_open(owner_pid)
-    except ProcessLookupError:  # it died while this process started
-        _kill(parent, owner_pid)
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        then()
         return
-    threading.Thread(target=_watch, args=(owner, parent, owner_pid), name="owner-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(descriptor, then), name="owner-watch", daemon=True).start()
 
 
-def _watch(owner: int, parent: int, owner_pid: int) -> None:
+def _watch(descriptor: int, then: Callable[[], None]) -> None:
     poll = select.poll()
-    poll.register(owner, select.POLLIN)
+    poll.register(descriptor, select.POLLIN)
     poll.poll()  # no deadline: it ends with this process
-    _kill(parent, owner_pid)
+    then()
 
 
 def _kill(parent: int, owner_pid: int) -> None:

@@ -1,0 +1,125 @@
+"""SGLang's processes: a dead scheduler, and none that is left behind. One test runs this file as a program: an owner
+that starts an engine, says so, and waits to be killed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl_testing.engine_client import Client, complete, make_request, within
+from asyncrl_testing.random_model import write_random_qwen3
+from tests.make import require_sglang
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.contract, pytest.mark.sglang]
+
+START_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    require_sglang()
+    return write_random_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    def left():
+        return {*Path("/dev/shm").glob("sglang*"), *Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")}
+
+    before = left()
+    yield
+    end = time.monotonic() + 20
+    while left() - before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left() == before
+
+
+def make_engine(path, *, real=True):
+    from asyncrl.inference.sglang import SglangEngine
+
+    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
+    return SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=real)
+
+
+async def test_a_dead_scheduler_is_noticed_and_costs_no_token_that_had_arrived(model_path):
+    engine = make_engine(model_path)
+    await within(engine.start(), START_S)
+    try:
+        running = Client(engine, make_request(max_tokens=400))
+        await running.first_tokens()
+        below = psutil.Process().children(recursive=True)
+        scheduler = next(p for p in below if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline()))
+        os.kill(scheduler.pid, signal.SIGKILL)
+        with pytest.raises(GenerationError, match="SGLang's process ended"):
+            await within(running.task, 20.0)
+        assert running.ids
+        health = engine.health()
+        assert (health.alive, health.running, health.waiting) == (False, 0, 0)
+        for call in (engine.resume(), engine.commit(1), engine.pause("keep"), complete(engine)):
+            with pytest.raises(GenerationError, match="SGLang's process ended"):
+                await within(call)
+        await within(engine.abort(None))
+    finally:
+        await within(engine.stop())
+    _, alive = psutil.wait_procs(below, timeout=10.0)
+    assert not alive
+
+
+@pytest.mark.timeout(400)
+def test_nothing_outlives_an_owner_that_is_killed(model_path):
+    command = [sys.executable, "-m", "tests.contract.test_sglang_processes", str(model_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert next(line for line in owner.stdout if line.startswith("started"))
+            below = psutil.Process(owner.pid).children(recursive=True)
+            assert len(below) >= 2
+        finally:
+            owner.kill()
+        _, alive = psutil.wait_procs(below, timeout=20.0)
+        for process in alive:
+            process.kill()
+        assert not alive
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path):
+    model = tmp_path / "broken-model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    engine = make_engine(model)
+    with pytest.raises(GenerationError, match="SGLang"):
+        await within(engine.start(), START_S)
+    assert not engine.health().alive
+    await within(engine.stop())
+
+
+def test_arguments_that_sglang_does_not_know_are_named_before_anything_starts(model_path):
+    from asyncrl.inference.sglang.support import check_installed
+
+    check_installed(SglangEngineConfig(server_args={"attention_backend": "torch_native"}))
+    with pytest.raises(ConfigError, match=r"server_args\.atention_backend(?s:.)*attention_backend"):
+        check_installed(SglangEngineConfig(server_args={"atention_backend": "torch_native"}))
+
+
+async def _own(path):
+    engine = make_engine(path)
+    await engine.start()
+    await complete(engine, max_tokens=4)
+    sys.stdout.write("started\n")
+    sys.stdout.flush()
+    await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(_own(sys.argv[1]))

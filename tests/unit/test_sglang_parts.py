@@ -1,0 +1,183 @@
+"""The parts of the SGLang adapter that need no SGLang, against what a real one has answered (`make record-sglang`)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.inference.sglang.host import _output
+from asyncrl.inference.sglang.host_process import engine_arguments
+from asyncrl.inference.sglang.sampling_params import asked
+from asyncrl.inference.sglang.streams import SglangStream
+from asyncrl.inference.sglang.wire import Output
+from asyncrl_testing.engine_client import make_request
+
+pytestmark = pytest.mark.unit
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data/sglang_responses.json").read_text())["responses"]
+
+
+def test_importing_the_adapter_loads_neither_sglang_nor_torch():
+    code = "import sys, asyncrl.inference.sglang; print({'sglang', 'torch', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+def outputs(rid):
+    """What the host makes of the recorded responses."""
+    sent, made = 0, []
+    for out in RECORDED[rid]:
+        made.append(_output(rid, out, sent, incremental=False))
+        sent += len(made[-1].ids)
+    return made
+
+
+def chunks(rid, version_of=lambda output: 3):
+    stream = SglangStream(make_request())
+    stream.enter()
+    return [chunk for output in outputs(rid) for chunk in stream.take(output, version_of(output))]
+
+
+@pytest.mark.parametrize(
+    ("rid", "reason", "tokens"),
+    [("whole", "length", 24), ("greedy", "length", 24), ("filtered", "length", 8), ("stopped", "stop", 10)],
+)
+def test_every_token_of_a_response_comes_once(rid, reason, tokens):
+    made = chunks(rid)
+    last = RECORDED[rid][-1]
+    assert [i for chunk in made for i in chunk.token_ids.tolist()] == last["output_ids"]
+    logprobs = [entry[0] for entry in last["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_array_equal(np.concatenate([c.logprobs for c in made]), np.array(logprobs, np.float32))
+    assert len(last["output_ids"]) == tokens
+    assert [chunk.finish_reason for chunk in made if chunk.finish_reason] == [reason]
+    assert made[-1].finish_reason == reason
+    assert {chunk.version for chunk in made} == {3}
+    assert len(made) > 1 or tokens < 5
+
+
+@pytest.mark.parametrize("rid", ["aborted", "queued-0", "queued-39"])
+def test_an_aborted_request_keeps_its_tokens(rid):
+    """Also one that SGLang had not begun, whose last response repeats a token."""
+    made = chunks(rid)
+    assert made[-1].finish_reason == "abort"
+    sent = max(out["meta_info"]["completion_tokens"] for out in RECORDED[rid])
+    assert sum(len(chunk.token_ids) for chunk in made) == sent
+    assert sent < 400
+
+
+def test_a_commit_in_mid_response_is_stamped_where_sglang_has_it():
+    spans = [(span["version"], span["start"]) for span in RECORDED["kept"][-1]["meta_info"]["weight_versions"]]
+    assert [version for version, _ in spans] == ["3", "4"]
+    boundary, before = spans[1][1], 0
+    stream = SglangStream(make_request())
+    stream.enter()
+    made = []
+    for output in outputs("kept"):
+        if before + len(output.ids) > boundary:
+            stream.hold()  # four tokens are streamed together: the boundary lies inside of one output
+        before += len(output.ids)
+        made += stream.take(output, 3)
+    versions = [chunk.version for chunk in made for _ in chunk.token_ids]
+    assert versions == [3] * boundary + [4] * (400 - boundary)
+
+
+def test_a_stamp_that_sglang_contradicts_is_an_error():
+    with pytest.raises(GenerationError, match=r"stamped(?s:.)*SGLang has"):
+        chunks("whole", lambda output: 4)
+
+
+def test_tokens_under_two_versions_without_spans_are_refused():
+    stream = SglangStream(make_request())
+    stream.enter()
+    stream.hold()
+    ids, logprobs = np.array([1], np.int32), np.array([-0.5], np.float32)
+    with pytest.raises(GenerationError, match=r"abort_resume(?s:.)*0\.5\.19"):
+        stream.take(Output("x", ids, logprobs, "length"), 3)
+
+
+def test_a_refused_request_says_why():
+    out = {"output_ids": [], "meta_info": {"completion_tokens": 0, "output_token_logprobs": []}}
+    out["meta_info"]["finish_reason"] = {"type": "abort", "message": "too long", "status_code": 400}
+    stream = SglangStream(make_request())
+    stream.enter()
+    with pytest.raises(GenerationError, match="too long"):
+        stream.take(_output("x", out, 0, incremental=False), 3)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_last_response_that_repeats_tokens_adds_none(incremental):
+    last = {"type": "abort", "message": "Abort in waiting queue"}
+    meta = {"completion_tokens": 3, "finish_reason": last, "output_token_logprobs": [[-1, 7], [-2, 8], [-3, 9]]}
+    out = {"output_ids": [9] if incremental else [7, 8, 9], "meta_info": meta}
+    assert len(_output("x", out, 3, incremental=incremental).ids) == 0
+
+
+def test_tokens_without_log_probabilities_are_an_error():
+    out = {"output_ids": [7, 8], "meta_info": {"completion_tokens": 2, "output_token_logprobs": [[-1, 7]]}}
+    with pytest.raises(RuntimeError, match="2 ids and 1"):
+        _output("x", out, 0, incremental=False)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def ask(eos=(), **settings):
+    return asked(make_request(**settings), rid="r", extra_key="0", vocab_size=128, eos=eos)
+
+
+def test_what_sglang_is_asked():
+    plain = ask(max_tokens=7, temperature=0.7, seed=2**70)
+    assert plain.filters is None
+    assert plain.sampling_params["ignore_eos"]
+    assert plain.sampling_params["temperature"] == 0.7
+    assert plain.sampling_params["max_new_tokens"] == 7
+    assert 0 <= plain.sampling_params["sampling_seed"] < 2**63
+    assert ask(temperature=0.0, top_p=0.5, top_k=3).filters is None  # greedy as it is
+    assert ask(temperature=0.7, top_p=0.5).filters == {"top_p": 0.5, "temperature": 0.7}
+    assert ask(temperature=1.0, top_k=10**6).filters == {"top_k": 128, "temperature": 1.0}
+    barred = ask(temperature=0.0, min_tokens=2, stop=(5, 999)).filters
+    assert barred == {"barred": [5], "min_tokens": 2, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("stop", "eos", "native"), [((5,), (), True), ((5, 6), (6,), True), ((5,), (6,), False), ((), (6,), False)]
+)
+def test_only_the_stop_tokens_of_the_request_end_it(stop, eos, native):
+    """SGLang looks at its model's end tokens wherever it looks at stop tokens."""
+    request = ask(stop=stop, eos=eos)
+    assert request.sampling_params["ignore_eos"] != native
+    assert request.sampling_params.get("stop_token_ids", []) == (list(stop) if native else [])
+    assert request.stops == (frozenset() if native else frozenset(stop))
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_arguments_of_sglang(tmp_path):
+    settings = SglangEngineConfig(tensor_parallel_size=2, server_args={"ep_size": 2})
+    model = ModelConfig(path=str(tmp_path), inference_dtype="bfloat16")
+    made = engine_arguments(model, settings, load_real_weights=False, seed=3, on_cpu=False)
+    assert (made["tp_size"], made["load_format"], made["random_seed"], made["ep_size"]) == (2, "dummy", 3, 2)
+    assert not made["disable_overlap_schedule"]
+    on_cpu = engine_arguments(model, settings, load_real_weights=True, seed=3, on_cpu=True)
+    assert (on_cpu["device"], on_cpu["load_format"], on_cpu["disable_overlap_schedule"]) == ("cpu", "auto", True)
+
+
+def test_arguments_that_asyncrl_sets_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.server_args\.tp_size"):
+        SglangEngineConfig(server_args={"tp_size": 2})
+
+
+def test_keep_needs_every_token_streamed():
+    with pytest.raises(ConfigError, match="stream_interval=1"):
+        RolloutConfig(engine="sglang", interrupt="keep")
+    RolloutConfig(engine="sglang", interrupt="keep", sglang=SglangEngineConfig(stream_interval=1))
