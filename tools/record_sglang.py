@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -83,18 +84,20 @@ async def record(engine: Any) -> dict[str, Any]:
         await begin(f"queued-{i}", max_tokens=64, seed=i)
     await some("queued-0")
     await host.abort([f"queued-{i}" for i in range(40)])
-    await begin("kept", max_tokens=400)
+    for rid in ("filtered", "stopped", "aborted"):
+        await ended.setdefault(rid, asyncio.Event()).wait()
+    await begin("kept", max_tokens=60)
     await some("kept")
     await host.freeze("in_place")
     await host.announce("4")
     await host.unfreeze()
-    for rid in ("filtered", "stopped", "aborted", "kept"):
-        await ended.setdefault(rid, asyncio.Event()).wait()
+    await ended.setdefault("kept", asyncio.Event()).wait()
     wanted = ["whole", "filtered", "greedy", "stopped", "aborted", "kept", "queued-0", "queued-39"]
     return {rid: recorder.responses.get(rid, []) for rid in wanted}
 
 
 def main() -> int:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     from sglang.srt.entrypoints.engine import Engine
 
     with tempfile.TemporaryDirectory() as directory:

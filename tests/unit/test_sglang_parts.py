@@ -87,7 +87,7 @@ def test_a_commit_in_mid_response_is_stamped_where_sglang_has_it():
         before += len(output.ids)
         made += stream.take(output, 3)
     versions = [chunk.version for chunk in made for _ in chunk.token_ids]
-    assert versions == [3] * boundary + [4] * (400 - boundary)
+    assert versions == [3] * boundary + [4] * (60 - boundary)
 
 
 def test_a_stamp_that_sglang_contradicts_is_an_error():

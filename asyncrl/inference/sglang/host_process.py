@@ -23,7 +23,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
-from asyncrl.inference.sglang.weight_channel import DIRECTORY_VARIABLE, LOADER
+from asyncrl.inference.sglang.weight_channel import LOADER
 from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class HostProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-"))
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
-        environment = os.environ | {"TMPDIR": str(self.directory), DIRECTORY_VARIABLE: str(self.directory)}
+        environment = os.environ | {"TMPDIR": str(self.directory)}
         if on_cpu:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
             environment.setdefault("OMP_NUM_THREADS", "1")  # idle threads that spin make it ten times slower

@@ -6,8 +6,8 @@ name of an empty tensor; what a scheduler made of it, digest or error, comes bac
 
 from __future__ import annotations
 
-import os
 import pickle
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from asyncrl.types import Manifest, TransferSource
 
 LOADER = "asyncrl.inference.sglang.weight_loader.load"
 """What SGLang calls in its schedulers."""
-DIRECTORY_VARIABLE = "ASYNCRL_SGLANG_DIRECTORY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +75,5 @@ def write_outcome(name: str, rank: int, outcome: Sequence[Any]) -> None:
 
 
 def _directory() -> Path:
-    return Path(os.environ[DIRECTORY_VARIABLE])
+    """Of this process, set by the replica for all of SGLang's."""
+    return Path(tempfile.gettempdir())
