@@ -13,6 +13,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.inference.shared import package_probe
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.publish_calls import agree
 from asyncrl.inference.shared.request_checks import misfit
@@ -242,8 +243,8 @@ def test_what_vllm_is_started_with():
 
 
 def test_a_missing_vllm_is_named_without_an_import(monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
-    monkeypatch.setattr(support, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    monkeypatch.setattr(package_probe, "find_spec", lambda name: None)
+    monkeypatch.setattr(package_probe, "import_module", lambda name: pytest.fail(f"imported {name}"))
     with pytest.raises(ConfigError, match=r"not installed(.|\n)*>=0\.32,<0\.33"):
         support.check_vllm()
 
@@ -251,7 +252,7 @@ def test_a_missing_vllm_is_named_without_an_import(monkeypatch):
 def test_what_an_installed_vllm_lacks_is_named(monkeypatch):
     needed = {"json:JSONDecoder.decode": ("s", "weight_version"), "json:Pause": (), "vllm.no_such_module:x": ()}
     monkeypatch.setattr(support, "NEEDED", needed)
-    monkeypatch.setattr(support, "find_spec", lambda name: object())
+    monkeypatch.setattr(package_probe, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"lacks JSONDecoder.decode\(weight_version\), json.Pause, vllm.no_such_mod"):
         support.check_vllm()
 
@@ -260,7 +261,7 @@ def test_the_torchvision_of_another_torch_is_recognised(monkeypatch):
     def broken(name):
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(support, "find_spec", lambda name: object())
-    monkeypatch.setattr(support, "import_module", broken)
+    monkeypatch.setattr(package_probe, "find_spec", lambda name: object())
+    monkeypatch.setattr(package_probe, "import_module", broken)
     with pytest.raises(ConfigError, match="pip uninstall torchvision"):
         support.check_vllm()
