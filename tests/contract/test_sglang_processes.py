@@ -27,9 +27,13 @@ pytestmark = [pytest.mark.contract, pytest.mark.sglang]
 START_S = 240.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sglang_is_there():
+    require_sglang()
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    require_sglang()
     return write_random_qwen3(tmp_path_factory.mktemp("model"))
 
 
