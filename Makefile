@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang test test-sglang lint types fast fuzz lock clean
 
 help:
-	@sed -n '2,7p' Makefile
+	@sed -n '2,6p' Makefile
 
 install: $(STAMP)
 
@@ -39,22 +39,23 @@ install-sglang: $(STAMP_SGLANG)
 define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
 	  echo "do:    install Python 3.11 or newer, or pass PYTHON=/path/to/python"; exit 2; }
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(1)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@[ -x $(2)/bin/python ] || $(PYTHON) -m venv $(2)
+	$(2)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(1)
+	$(2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 endef
 
 $(STAMP): $(LOCK) pyproject.toml
-	$(call set-up,$(LOCK))
+	$(call set-up,$(LOCK),$(VENV))
 	@touch $@
 
 # The larger lock file holds all of the smaller one.
 $(STAMP_VLLM): $(LOCK_VLLM) $(LOCK) pyproject.toml
-	$(call set-up,$(LOCK_VLLM))
+	$(call set-up,$(LOCK_VLLM),$(VENV))
 	@touch $(STAMP) $@
 
 $(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
-	$(MAKE) $(STAMP) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+	$(call set-up,$(LOCK_SGLANG),$(VENV_SGLANG))
+	@touch $@
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --out $(MODEL)

@@ -126,10 +126,10 @@ def model_of(tmp_path_factory):
 
 
 def overrides(directory, engine):
-    train = f"data.train={directory}/train.jsonl"
+    data = [f"data.{key}={directory}/train.jsonl" for key in ("train", "eval.held_out")]
     lengths = ["data.max_prompt_tokens=450", "rollout.sampling.max_response_tokens=32"]
     engine_settings = [f"rollout.engine={engine}", f"rollout.{engine}.max_model_len={LENGTH}"]
-    return [f"model.path={directory}", train, "data.eval={}", "eval.every_steps=0", *lengths, *engine_settings]
+    return [f"model.path={directory}", *data, "eval.every_steps=0", *lengths, *engine_settings]
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
