@@ -22,6 +22,9 @@ from asyncrl_testing.engine_sampling_suite import SamplingConformance
 
 
 class EngineConformance(SamplingConformance, PauseConformance):
+    context_tokens = 512
+    """At most `max_model_len` of the engine."""
+
     async def test_chunks_arrive_in_order_with_one_finish_reason(self, engine: InferenceEngine) -> None:
         client = await complete(engine, max_tokens=24)
         assert len(client.chunks) > 1
@@ -114,6 +117,13 @@ class EngineConformance(SamplingConformance, PauseConformance):
         with pytest.raises(GenerationError, match="max_model_len"):
             await complete(engine, max_tokens=10**6)
         assert (await complete(engine)).finish_reasons == ["length"]
+
+    @pytest.mark.parametrize("response", [1, 6, 300])
+    async def test_a_request_may_fill_the_context(self, engine: InferenceEngine, response: int) -> None:
+        """Its last tokens come too, also where a resumed request has few of them left."""
+        prompt = [3 + i % 90 for i in range(self.context_tokens - response)]
+        client = await complete(engine, prompt=prompt, max_tokens=response)
+        assert (len(client.ids), client.finish_reasons) == (response, ["length"])
 
     async def test_health_counts(self, engine: InferenceEngine) -> None:
         before = engine.health()

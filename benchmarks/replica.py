@@ -1,15 +1,16 @@
-"""What a vLLM replica costs beside bare vLLM, what a routing decision costs, and what routing saves.
+"""What a replica costs beside its bare engine, what a routing decision costs, and what routing saves.
 
-    OMP_NUM_THREADS=1 python benchmarks/replica.py [--quick] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/replica.py [--engine vllm|sglang] [--quick] [--write]
 
-Overhead: tokens per second through a replica (a Ray actor) and the generation client, against vLLM's AsyncLLM in a
-process of its own whose outputs are counted and dropped. Both start with the same engine arguments, get the same
-prompts and sampling parameters at once, stream deltas with log-probabilities, and take turns in one run.
+Overhead: tokens per second through a replica (a Ray actor) and the generation client, against the engine in a process
+of its own whose outputs are counted and dropped. Both start with the same engine arguments, get the same prompts and
+sampling parameters at once, stream deltas with log-probabilities, and take turns in one run.
 
 Router: one decision among 1,000 replicas; the time to hash a prompt apart. Prefix cache: conversations whose prompts
 grow by their answers, on two replicas, routed in four ways.
 
-`--write` keeps the tables in benchmarks/results/replica.md; `--quick` leaves the larger model out and repeats less.
+`--write` keeps the tables in benchmarks/results/replica.md (replica_sglang.md); `--quick` leaves the larger model out
+and repeats less.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import platform
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -36,15 +36,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import psutil
 import ray
+from bare_engines import BARE_ENGINES, BareEngine, model_config
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import environment_defaults
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
-from asyncrl.inference.vllm.launch import Launcher
-from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import replica as replica_process
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
@@ -54,13 +52,10 @@ from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl_testing.local import Rows
 from asyncrl_testing.random_model import write_random_qwen3
 
-RESULTS = Path(__file__).parent / "results" / "replica.md"
+RESULTS = Path(__file__).parent / "results"
 START_S, RUN_S = 240.0, 180.0
 NICENESS = 15
-"""Of Ray's workers; this process takes the same and bare vLLM inherits it, so that none of them goes first."""
-SETTINGS = VllmEngineConfig(
-    max_model_len=4096, max_num_seqs=256, enforce_eager=True, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=True
-)
+"""Of Ray's workers; this process takes the same and the bare engine inherits it: none of them goes first."""
 PROMPT_TOKENS = 16
 
 
@@ -109,8 +104,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """`wall_s` from the first request to the last token; CPU seconds of vLLM's EngineCore, of the process that holds
-    AsyncLLM, and of the client in this process."""
+    """`wall_s` from the first request to the last token; CPU seconds of the processes below the engine's owner, of that
+    process itself, and of the client in this process."""
 
     wall_s: float
     core_s: float
@@ -129,64 +124,39 @@ def cpu_of(pid: int) -> tuple[float, float]:
     return sum(seconds(child) for child in process.children(recursive=True)), seconds(process)
 
 
-def model_config(path: Path) -> ModelConfig:
-    return ModelConfig(path=str(path), inference_dtype="float32")
-
-
-def conditions(llm) -> dict[str, object]:
-    """What could put one engine ahead of another. Asked for in AsyncLLM's process: EngineCore's title hides its own."""
-    cores = llm.engine_core.resources.engine_manager.processes
-    return {
-        "niceness": [os.nice(0), *(psutil.Process(core.pid).nice() for core in cores)],
-        "start": [type(core).__name__ for core in cores],
-        "variables": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "LD_PRELOAD")},
-    }
-
-
-async def check_equal(bare: dict[str, object], control: ReplicaControl) -> None:
+async def check_equal(bare: dict[str, object], control: ReplicaControl, engine: BareEngine) -> None:
     """Raises SystemExit: the two run under different conditions, and no ratio of them means anything."""
-    call = control.handle.__ray_call__.remote(lambda replica: conditions(replica._engine._llm))
+    call = control.handle.__ray_call__.remote(lambda replica: engine.conditions_of_adapter(replica._engine))
     replica = await reply(call, timeout_s=30.0, call="conditions", process=replica_process(0))
     if bare != replica or os.nice(0) != NICENESS:
-        raise SystemExit(f"bare vLLM runs as {bare}, the replica as {replica}, the client with {os.nice(0)}")
+        raise SystemExit(f"the bare engine runs as {bare}, the replica as {replica}, the client with {os.nice(0)}")
 
 
-# -- bare vLLM ---------------------------------------------------------------------------------------------------------
+# -- the bare engine ---------------------------------------------------------------------------------------------------
 
 
-def bare_process(pipe: Connection, path: Path) -> None:
+def bare_process(pipe: Connection, engine: BareEngine, path: Path) -> None:
     """Answers every Load with a Run until it gets None."""
-    # Beside a second thread vLLM spawns EngineCore, as it does below Ray; else the adapter would fork it.
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    launcher = Launcher(model_config(path), SETTINGS, load_real_weights=True, seed=0)
-    launcher.start()
-    asyncio.run(answer_loads(pipe, launcher.started.result(START_S)))
-    launcher.stop(30.0)
+    engine.start(path)
+    asyncio.run(answer_loads(pipe, engine))
+    engine.stop()
 
 
-async def answer_loads(pipe: Connection, llm) -> None:
-    pipe.send((conditions(llm), llm.vllm_config.cache_config.block_size))
+async def answer_loads(pipe: Connection, engine: BareEngine) -> None:
+    pipe.send((engine.conditions(engine.inner), engine.block_tokens))
     for number in itertools.count():
         load = await asyncio.to_thread(pipe.recv)
         if load is None:
             return
-        pipe.send(await bare_run(llm, load, f"bare-{number}"))
+        pipe.send(await bare_run(engine, load, f"bare-{number}"))
 
 
-async def bare_run(llm, load: Load, tag: str) -> Run:
-    from vllm.inputs import tokens_input
-
-    async def one(number: int, prompt: np.ndarray) -> int:
-        params = sampling_params(GenerationRequest(f"{tag}-{number}", prompt, load.sampling, number), load.vocab_size)
-        count = 0
-        async for output in llm.generate(tokens_input(prompt.tolist()), params, f"{tag}-{number}"):
-            count += len(output.outputs[0].token_ids)
-        return count
-
+async def bare_run(engine: BareEngine, load: Load, tag: str) -> Run:
     prompts = load.prompts()
+    requests = [GenerationRequest(f"{tag}-{i}", prompt, load.sampling, i) for i, prompt in enumerate(prompts)]
     core, front = cpu_of(os.getpid())
     started = time.perf_counter()
-    counts = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    counts = await asyncio.gather(*(engine.generate(request, load.vocab_size) for request in requests))
     wall_s = time.perf_counter() - started
     assert sum(counts) == load.requests * load.tokens
     core_end, front_end = cpu_of(os.getpid())
@@ -194,17 +164,17 @@ async def bare_run(llm, load: Load, tag: str) -> Run:
 
 
 class Bare:
-    """vLLM without a replica, in a process of its own."""
+    """An engine without a replica, in a process of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, engine: BareEngine, path: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=bare_process, args=(theirs, path))
+        self._process = context.Process(target=bare_process, args=(theirs, engine, path))
         self._process.start()
 
     async def answer(self, timeout_s: float):
         if not await asyncio.to_thread(self._pipe.poll, timeout_s):
-            raise SystemExit(f"bare vLLM did not answer within {timeout_s} s")
+            raise SystemExit(f"the bare engine did not answer within {timeout_s} s")
         return self._pipe.recv()
 
     async def run(self, load: Load) -> Run:
@@ -222,11 +192,10 @@ class Bare:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-def spawn(path: Path, replica_id: int) -> ReplicaControl:
-    rollout = RolloutConfig(engine="vllm", vllm=SETTINGS)
-    environment = ENGINES["vllm"].environment
+def spawn(engine: BareEngine, path: Path, replica_id: int) -> ReplicaControl:
+    environment = ENGINES[engine.name].environment
     return spawn_replica(
-        rollout, model_config(path), replica_id, num_gpus=0, environment=environment, load_real_weights=True
+        engine.rollout, model_config(path), replica_id, num_gpus=0, environment=environment, load_real_weights=True
     )
 
 
@@ -236,7 +205,7 @@ def client_of(name: str, replicas: Mapping[int, ReplicaControl]) -> GenerationCl
         name,
         Rows(channels).table,
         request_timeout_s=RUN_S,
-        poll_interval_s=RolloutConfig(engine="vllm").poll_interval_s,
+        poll_interval_s=RolloutConfig().poll_interval_s,
     )
 
 
@@ -275,7 +244,7 @@ class Compared:
         return [b / a for a, b in zip(self.speeds(self.bare), self.speeds(self.replica), strict=True)]
 
     def cpu_us(self, runs: list[Run]) -> list[float]:
-        """Per token: of EngineCore, of AsyncLLM's process, of the client."""
+        """Per token: below the owner of the engine, of the owner, of the client."""
         columns = zip(*((run.core_s, run.front_s, run.client_s) for run in runs), strict=True)
         return [statistics.median(column) / (self.requests * self.tokens) * 1e6 for column in columns]
 
@@ -315,7 +284,7 @@ async def compare(size: Size, bare: Bare, control: ReplicaControl, pid: int, rep
 
 
 OVERHEAD_HEAD = [
-    "| model | requests x tokens | engine | tokens/s (spread) | of bare (pairs) | EngineCore | AsyncLLM's process "
+    "| model | requests x tokens | engine | tokens/s (spread) | of bare (pairs) | processes below | owner "
     "| client | all |",
     "|---|---|---|---|---|---|---|---|---|",
 ]
@@ -466,15 +435,15 @@ def cache_lines(found: dict[str, Cached]) -> list[str]:
 
 
 async def measure_size(
-    size: Size, path: Path, repeats: int, cache_rounds: int
+    engine: BareEngine, size: Size, path: Path, repeats: int, cache_rounds: int
 ) -> tuple[list[Compared], dict[str, Cached], int]:
     """The overhead; with `cache_rounds` the effect of routing; tokens of a block of the cache."""
-    bare = Bare(path)
-    replicas = {i: spawn(path, i) for i in range(2 if cache_rounds else 1)}
+    bare = Bare(engine, path)
+    replicas = {i: spawn(engine, path, i) for i in range(2 if cache_rounds else 1)}
     try:
         started = await asyncio.gather(*(control.start(START_S) for control in replicas.values()))
         of_bare, block_tokens = await bare.answer(START_S)
-        await check_equal(of_bare, replicas[0])
+        await check_equal(of_bare, replicas[0], engine)
         compared = await compare(size, bare, replicas[0], started[0].pid, repeats)
         bare.close()
         routed = await route(replicas, block_tokens, cache_rounds) if cache_rounds else {}
@@ -486,22 +455,22 @@ async def measure_size(
             control.kill()
 
 
-async def measure(directory: Path, *, quick: bool) -> list[str]:
+async def measure(engine: BareEngine, directory: Path, *, quick: bool) -> list[str]:
     compared: list[Compared] = []
     routed, block_tokens = {}, 0
     for size in SIZES[: 1 if quick else None]:
         path = write_random_qwen3(directory / size.name, **size.shape)
         small = size is SIZES[0]
         rounds = (1 if quick else 2) if small else 0
-        found, by_routing, tokens = await measure_size(size, path, 3 if quick or not small else 5, rounds)
+        found, by_routing, tokens = await measure_size(engine, size, path, 3 if quick or not small else 5, rounds)
         compared += found
         if small:
             routed, block_tokens = by_routing, tokens
     decided = decisions()
     return [
-        "## A replica beside bare vLLM\n",
+        f"## A replica beside bare {engine.title}\n",
         f"Random Qwen3 in float32, {PROMPT_TOKENS} prompt tokens, all requests at once, medians of runs that take",
-        "turns. The right-hand columns are CPU microseconds per sampled token.\n",
+        f"turns. The right-hand columns are CPU microseconds per sampled token: {engine.processes}.\n",
         *OVERHEAD_HEAD,
         *(line for c in compared for line in c.lines()),
         "\n## One decision among 1,000 replicas\n",
@@ -512,11 +481,13 @@ async def measure(directory: Path, *, quick: bool) -> list[str]:
         f"Possible: every whole block of {block_tokens} tokens of the turn before.\n",
         *cache_lines(routed),
         "\n## What this says\n",
-        *conclusions(compared, decided, routed),
+        *conclusions(engine, compared, decided, routed),
     ]
 
 
-def conclusions(compared: list[Compared], decided: list[Decision], routed: dict[str, Cached]) -> list[str]:
+def conclusions(
+    engine: BareEngine, compared: list[Compared], decided: list[Decision], routed: dict[str, Cached]
+) -> list[str]:
     worst = min(compared, key=lambda c: c.ratio)
     ratios = ", ".join(f"{c.ratio:.2f} ({c.model}, {c.requests})" for c in compared)
     pairs = [pair for c in compared for pair in c.pairs]
@@ -524,10 +495,11 @@ def conclusions(compared: list[Compared], decided: list[Decision], routed: dict[
     slowest = max(decided, key=lambda d: d.median_us)
     hits = ", ".join(f"{c.cached_tokens / c.prompt_tokens:.0%} by {name}" for name, c in routed.items())
     return [
-        f"A replica and its client reach these shares of bare vLLM's tokens per second: {ratios}; single pairs "
-        f"range from {min(pairs):.2f} to {max(pairs):.2f}, and what lies above 1 is the error of this measurement, "
-        f"not a gain; where the share is least, a token costs {sum(worst.cpu_us(worst.replica)) - own:.0f} us of CPU "
-        f"on top of vLLM's {own:.0f}.",
+        f"A replica and its client reach these shares of bare {engine.title}'s tokens per second: {ratios}; single "
+        f"pairs range from {min(pairs):.2f} to {max(pairs):.2f}, and what lies above 1 is the error of this "
+        f"measurement, not a gain; where the share is least, a token costs "
+        f"{sum(worst.cpu_us(worst.replica)) - own:.0f} us of CPU "
+        f"on top of the engine's {own:.0f}.",
         f"The slowest decision ({slowest.name}) takes {slowest.median_us:.0f} us; a session or the least loaded one "
         f"{max(d.median_us for d in decided[:2]):.1f} us.",
         f"Of the prompt tokens, {hits} were in the cache.",
@@ -547,10 +519,12 @@ def hardware() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model only, fewer repetitions")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
+    parser.add_argument("--write", action="store_true", help=f"write into {RESULTS}")
+    parser.add_argument("--engine", choices=list(BARE_ENGINES), default="vllm")
     arguments = parser.parse_args()
     about, started = hardware(), time.monotonic()
-    os.environ.update(ENGINES["vllm"].environment)  # of bare vLLM; a replica gets it from `spawn_replica`
+    engine = BARE_ENGINES[arguments.engine]()
+    os.environ.update(ENGINES[engine.name].environment)  # of the bare engine; a replica gets it from `spawn_replica`
     environment = {"env_vars": environment_defaults()}
     ray.init(
         "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment
@@ -558,16 +532,16 @@ def main() -> None:
     os.nice(NICENESS)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            lines = asyncio.run(measure(Path(directory), quick=arguments.quick))
+            lines = asyncio.run(measure(engine, Path(directory), quick=arguments.quick))
     finally:
         ray.shutdown()
-    command = f"python benchmarks/replica.py{' --quick' * arguments.quick}{' --write' * arguments.write}"
-    head = f"# Replicas of vLLM and routing\n\n`{command}`, {time.monotonic() - started:.0f} s.\n\n{about}\n"
+    flags = f"{' --quick' * arguments.quick}{' --write' * arguments.write}"
+    command = f"python benchmarks/replica.py --engine {engine.name}{flags}"
+    head = f"# Replicas of {engine.title} and routing\n\n`{command}`, {time.monotonic() - started:.0f} s.\n\n{about}\n"
     text = "\n".join([head, *lines]) + "\n"
     print(text)
     if arguments.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(text)
+        (RESULTS / engine.results).write_text(text)
 
 
 if __name__ == "__main__":

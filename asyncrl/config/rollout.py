@@ -94,35 +94,16 @@ class VllmEngineConfig:
         return self.tensor_parallel_size
 
 
-OWN_SERVER_ARGS = frozenset(
-    [
-        "model_path",
-        "revision",
-        "trust_remote_code",
-        "dtype",
-        "load_format",
-        "random_seed",
-        "tp_size",
-        "context_length",
-        "max_running_requests",
-        "max_total_tokens",
-        "mem_fraction_static",
-        "stream_interval",
-        "disable_radix_cache",
-        "disable_overlap_schedule",
-        "disable_cuda_graph",
-        "enable_memory_saver",
-        "enable_weights_cpu_backup",
-        "skip_tokenizer_init",
-        "incremental_streaming_output",
-        "enable_custom_logit_processor",
-        "custom_weight_loader",
-        "dp_size",
-        "pp_size",
-        "nnodes",
-    ]
-)
-"""Arguments of SGLang that the adapter sets, or that it does not work with."""
+OWN_SERVER_ARGS = frozenset([
+    "model_path", "revision", "trust_remote_code", "dtype", "load_format", "random_seed", "tp_size",
+    "context_length", "max_running_requests", "max_total_tokens", "mem_fraction_static", "stream_interval",
+    "disable_radix_cache", "disable_overlap_schedule", "disable_cuda_graph", "enable_memory_saver",
+    "enable_weights_cpu_backup", "skip_tokenizer_init", "incremental_streaming_output",
+    "enable_custom_logit_processor", "custom_weight_loader", "dp_size", "pp_size", "nnodes",
+    "allow_auto_truncate", "disaggregation_mode", "enable_mixed_chunk", "preferred_sampling_params",
+    "tokenizer_worker_num",
+])  # fmt: skip
+"""Arguments of SGLang that the adapter sets, or that it does not work with, as with all names in `speculative...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +136,7 @@ class SglangEngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.sglang.", self)
-        own = sorted(OWN_SERVER_ARGS & set(self.server_args))
+        own = sorted(name for name in self.server_args if name in OWN_SERVER_ARGS or name.startswith("speculative"))
         require(
             not own,
             asked=f"rollout.sglang.server_args.{own[0]}" if own else "",

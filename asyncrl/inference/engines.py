@@ -32,8 +32,9 @@ class EngineSpec:
     package: str | None = None
     """The package that has to be importable."""
     check: str = ""
-    """`package.module:function`; called with the settings before anything starts, where the package is there. Raises
-    ConfigError: the installed version cannot be used, or does not know a setting. Imports the package elsewhere."""
+    """`package.module:function`; called with the RolloutConfig before anything starts, where the package is there.
+    Raises ConfigError: the installed version cannot be used, or cannot do what is asked. Imports the package in
+    another process."""
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
@@ -96,7 +97,7 @@ def require_package(rollout: RolloutConfig) -> None:
         do=spec.install,
     )
     if spec.check:
-        resolve_name(spec.check)(rollout.settings)
+        resolve_name(spec.check)(rollout)
 
 
 def require_transport(engine: str, transport: str) -> None:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig, VllmEngineConfig
+from asyncrl.config.rollout import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.weights.encodings.base import merged
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl_testing.weight_swap_suite import Part, check_recomputed
-from tests.make import require_vllm
+from tests.make import require_sglang, require_vllm
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio]
 
@@ -38,6 +38,14 @@ def vllm_engine(path):
 
     settings = VllmEngineConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
     return VllmEngine(ModelConfig(path=path), settings, load_real_weights=False)
+
+
+def sglang_engine(path):
+    require_sglang()
+    from asyncrl.inference.sglang import SglangEngine
+
+    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
+    return SglangEngine(ModelConfig(path=path), settings, load_real_weights=False)
 
 
 def adapters(seed, layers):
@@ -74,10 +82,12 @@ async def strange(publisher):
         await publisher.publish(absent, publisher.next_version(), "abort")
 
 
-@pytest.mark.parametrize("make_engine", [torch_engine, vllm_engine])
+@pytest.mark.parametrize(
+    "make_engine", [torch_engine, vllm_engine, pytest.param(sglang_engine, marks=pytest.mark.sglang)]
+)
 async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, make_engine):
     engine = make_engine(path)
-    await within(engine.start(), 180.0)
+    await within(engine.start(), 240.0)
     publisher = Publisher(engine)
     try:
         # over dummy weights; over the same adapters; over other weights; over others adapters; after one that failed

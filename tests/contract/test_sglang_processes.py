@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
@@ -40,7 +40,7 @@ def model_path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     def left():
-        return {*Path("/dev/shm").glob("sglang*"), *Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")}
+        return {*Path("/dev/shm").glob("sgl*"), *Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")}
 
     before = left()
     yield
@@ -81,6 +81,44 @@ async def test_a_dead_scheduler_is_noticed_and_costs_no_token_that_had_arrived(m
     assert not alive
 
 
+async def test_a_scheduler_that_fails_leaves_nothing(model_path):
+    """It says so by SIGQUIT to the process that started it, where SGLang's own handler kills everything at once."""
+    engine = make_engine(model_path)
+    await within(engine.start(), START_S)
+    try:
+        below = psutil.Process().children(recursive=True)
+        (host,) = [p for p in psutil.Process().children() if "asyncrl.inference.sglang.host" in " ".join(p.cmdline())]
+        host.send_signal(signal.SIGQUIT)
+        _, alive = psutil.wait_procs(below, timeout=20.0)
+        assert not alive
+    finally:
+        await within(engine.stop())
+
+
+async def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(model_path):
+    engine = make_engine(model_path)
+    starting = asyncio.create_task(engine.start())
+    while len(psutil.Process().children(recursive=True)) < 3:  # the scheduler too
+        await asyncio.sleep(0.05)
+        assert not starting.done()
+    below = psutil.Process().children(recursive=True)
+    await within(engine.stop(), 30.0)
+    with pytest.raises(GenerationError, match="stopped"):
+        await within(starting)
+    _, alive = psutil.wait_procs(below, timeout=20.0)
+    assert not alive
+
+
+async def test_a_cache_smaller_than_the_longest_request_is_refused_at_the_start(model_path):
+    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=256)
+    from asyncrl.inference.sglang import SglangEngine
+
+    engine = SglangEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)
+    with pytest.raises(ConfigError, match="max_total_tokens"):
+        await within(engine.start(), START_S)
+    await within(engine.stop())
+
+
 @pytest.mark.timeout(400)
 def test_nothing_outlives_an_owner_that_is_killed(model_path):
     command = [sys.executable, "-m", "tests.contract.test_sglang_processes", str(model_path)]
@@ -111,9 +149,14 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path):
 def test_arguments_that_sglang_does_not_know_are_named_before_anything_starts(model_path):
     from asyncrl.inference.sglang.support import check_installed
 
-    check_installed(SglangEngineConfig(server_args={"attention_backend": "torch_native"}))
+    def settings(**server_args):
+        return RolloutConfig(
+            engine="sglang", interrupt="keep", sglang=SglangEngineConfig(stream_interval=1, server_args=server_args)
+        )
+
+    check_installed(settings(attention_backend="torch_native"))
     with pytest.raises(ConfigError, match=r"server_args\.atention_backend(?s:.)*attention_backend"):
-        check_installed(SglangEngineConfig(server_args={"atention_backend": "torch_native"}))
+        check_installed(settings(atention_backend="torch_native"))
 
 
 async def _own(path):

@@ -1,274 +1,82 @@
-"""What vLLM generates after a publish, against Hugging Face's forward pass with the published weights."""
+"""vLLM against the suite of published weights, and its own NCCL backend."""
 
-import asyncio
-import itertools
-import re
 import time
 from contextlib import closing
 
-import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 import zmq
 
-from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.config.trainer import TrainerConfig
-from asyncrl.errors import DeadlineExceeded, WeightTransferError
+from asyncrl.errors import WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
-from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import TensorSpec, VllmNcclSource
+from asyncrl.types import VllmNcclSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
-from asyncrl_testing.engine_client import Client, make_request, within
-from asyncrl_testing.random_model import greedy_continuation, random_qwen3, random_qwen3_moe, write_random_qwen3
+from asyncrl_testing.engine_client import within
+from asyncrl_testing.random_model import random_qwen3
+from asyncrl_testing.served_weights_suite import (
+    BUCKET_BYTES,
+    ServedWeightsConformance,
+    assert_serves,
+    publish,
+    publish_ids,
+)
 from tests.make import require_vllm
 
-pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module")]
-
-BUCKET_BYTES = 1 << 16
-"""Far below the larger tensors, so that every part of the receiver's memory is used again within a publish."""
-LONG_PROMPT = [int(i) for i in np.random.default_rng(5).integers(0, 128, 300)]
-"""Of more than two blocks of vLLM's KV cache on a CPU."""
-
-torch.set_num_threads(1)
-numbers = itertools.count(1)
+pytestmark = pytest.mark.numerics
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_works():
-    require_vllm()
+class TestVllmServesWhatIsPublished(ServedWeightsConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def make_engine(cls):
+        require_vllm()
 
+        async def make(path):
+            settings = VllmEngineConfig(
+                max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, enforce_eager=True
+            )
+            engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
+            await within(engine.start(), 120.0)
+            return engine
 
-async def started(path, **settings):
-    """An engine with placeholder weights: nothing that it generates can come from its files."""
-    config = VllmEngineConfig(
-        max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **settings
+        return make
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a vLLM without CUDA")
+    async def test_vllms_own_backend_without_cuda_is_refused_by_name(self, engine, link):
+        """Whether or not somebody sends, before anything is received."""
+        model = random_qwen3(seed=43)
+        key = zmq.curve_keypair()[0].decode()
+        common = {"bucket_bytes": BUCKET_BYTES, "num_receivers": 1, "epoch": 1, "key": key}
+        source = VllmNcclSource(endpoint="tcp://127.0.0.1:9", host="127.0.0.1", **common)
+        tensors = [spec_of(name, tensor) for name, tensor in model.named_parameters()]
+        manifest = make_manifest(next(publish_ids), 80, tensors, BUCKET_BYTES, verify=False)
+        await within(engine.pause("keep"))
+        for _ in range(2):  # the second time it is still paused, or it would say that it samples
+            started_s = time.monotonic()
+            with pytest.raises(WeightTransferError, match=r"vllm_nccl into a vLLM worker on cpu(?s:.)*CUDA"):
+                await within(engine.load_weights(manifest, source, 20.0))
+            assert time.monotonic() - started_s < 5.0
+        await publish(engine, link, model.named_parameters(), 81)
+        await assert_serves(engine, model, 81)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL joins no two processes on one"
     )
-    engine = VllmEngine(ModelConfig(path=str(path)), config, load_real_weights=False)
-    await within(engine.start(), 120.0)
-    return engine
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(tmp_path_factory):
-    engine = await started(write_random_qwen3(tmp_path_factory.mktemp("model")))
-    yield engine
-    await within(engine.stop())
-
-
-@pytest.fixture(scope="module")
-def link():
-    with closing(build_sender("ipc", BUCKET_BYTES, 1)) as sender:
-        yield sender, sender.open()
-
-
-async def publish(engine, link, weights, version, *, mode="keep", timeout_s=30.0, verify=True):
-    """One publish as the checkpoint engine does it; returns the sender's and the engine's digest."""
-    sender, source = link
-    weights = list(weights)
-    tensors = [spec_of(name, tensor) for name, tensor in weights]
-    manifest = make_manifest(next(numbers), version, tensors, BUCKET_BYTES, verify=verify)
-    await within(engine.pause(mode))
-    sending = asyncio.create_task(asyncio.to_thread(sender.send, manifest, weights, timeout_s))
-    receiving = asyncio.create_task(engine.load_weights(manifest, source, timeout_s))
-    sent, received = await within(asyncio.gather(sending, receiving, return_exceptions=True))
-    if isinstance(received, BaseException):
-        assert isinstance(sent, WeightTransferError)
-        raise received
-    assert not isinstance(sent, BaseException), sent
-    await within(engine.commit(version))
-    await within(engine.resume())
-    return sent, received
-
-
-@torch.no_grad()
-def reference_logprobs(model, prompt, ids):
-    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-
-
-async def assert_serves(engine, model, version):
-    """Greedy tokens are Hugging Face's, and so are the log-probabilities of sampled ones."""
-    greedy = await Client(engine, make_request(max_tokens=48, temperature=0.0)).done()
-    assert greedy.ids == greedy_continuation(model, (5, 6, 7, 8), 48)
-    sampled = await asyncio.gather(*(Client(engine, make_request(max_tokens=48, seed=i)).done() for i in range(8)))
-    for client in (greedy, *sampled):
-        assert set(client.versions) == {version}
-        reference = reference_logprobs(model, client.request.prompt_ids.tolist(), client.ids)
-        np.testing.assert_allclose(client.logprobs, reference, rtol=0, atol=2e-5)
-
-
-async def test_before_the_first_publish_nothing_is_sampled(engine, link):
-    client = Client(engine, make_request(max_tokens=4))
-    await asyncio.sleep(0.2)
-    assert (client.chunks, engine.health().version, engine.health().waiting) == ([], None, 1)
-    await publish(engine, link, random_qwen3(seed=9).named_parameters(), 3)
-    assert (await client.done()).versions == [3] * 4
-
-
-async def test_new_weights_reach_every_layer(engine, link):
-    """The output layer shares the embeddings, and vLLM computes with a packed copy of it; the tensors come in pieces
-    through memory that is used again. Both go wrong in silence."""
-    for version in (4, 5):
-        model = random_qwen3(seed=version)
-        sent, received = await publish(engine, link, model.named_parameters(), version)
-        assert sent == received is not None
-        await assert_serves(engine, model, version)
-
-
-@pytest.mark.parametrize("version", [6, None])
-async def test_the_prefix_cache_of_other_weights_is_never_hit(engine, link, version):
-    """Also when a publish leaves the version as it is."""
-
-    async def ask():
-        client = await Client(engine, make_request(prompt=LONG_PROMPT, max_tokens=16, temperature=0.0)).done()
-        return client, client.chunks[-1].cached_tokens
-
-    await ask()
-    _, cached = await ask()
-    assert cached > 128
-    model = random_qwen3(seed=20 + (version or 0))
-    await publish(engine, link, model.named_parameters(), version)
-    client, cached = await ask()
-    assert cached == 0
-    np.testing.assert_allclose(client.logprobs, reference_logprobs(model, LONG_PROMPT, client.ids), rtol=0, atol=2e-5)
-
-
-async def test_a_publish_in_mid_generation_is_stamped_where_it_came(engine, link):
-    old, new = random_qwen3(seed=30), random_qwen3(seed=31)
-    await publish(engine, link, old.named_parameters(), 7)
-    client = Client(engine, make_request(max_tokens=400, temperature=0.0))
-    await client.first_tokens()
-    await publish(engine, link, new.named_parameters(), 8)
-    await client.done()
-    swap = client.versions.index(8)
-    assert client.versions == [7] * swap + [8] * (400 - swap)
-    assert client.ids[:swap] == greedy_continuation(old, (5, 6, 7, 8), swap)
-    stale = client.logprobs[swap:]  # the prompt's KV cache is of version 7: neither model alone explains them
-    assert not np.allclose(stale, reference_logprobs(old, [5, 6, 7, 8], client.ids)[swap:], atol=1e-3)
-
-
-WRONG = {
-    "missing": (lambda w: [(n, t) for n, t in w if "layers.2.mlp.up_proj" not in n], r"layers\.2\.mlp\.up_proj"),
-    "missing norm": (lambda w: [(n, t) for n, t in w if n != "model.norm.weight"], r"model\.norm\.weight"),
-    "missing last": (lambda w: w[:-1], r"did not come"),
-    "extra": (lambda w: [*w, ("model.layers.9.mlp.up_proj.weight", w[5][1])], r"layers\.9\.mlp\.up_proj"),
-    "larger": (
-        lambda w: [(n, torch.cat([t, t]) if "layers.1.self_attn.k_proj" in n else t) for n, t in w],
-        r"layers\.1\.self_attn\.k_proj(.|\n)*64, 128",
-    ),
-    "transposed": (
-        lambda w: [(n, t.T.contiguous() if "layers.3.mlp.down_proj" in n else t) for n, t in w],
-        r"layers\.3\.mlp\.down_proj",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", list(WRONG))
-async def test_weights_that_do_not_fit_are_refused_by_name(engine, link, fault):
-    make_wrong, names_it = WRONG[fault]
-    model = random_qwen3(seed=40)
-    with pytest.raises(WeightTransferError, match=names_it):
-        await publish(engine, link, make_wrong(list(model.named_parameters())), 50)
-    await publish(engine, link, model.named_parameters(), 51)
-    await assert_serves(engine, model, 51)
-
-
-async def test_a_sender_that_does_not_come_costs_its_deadline_and_no_more(engine, link):
-    _, source = link
-    specs = [TensorSpec("model.norm.weight", (128,), "float32", 512)]
-    await within(engine.pause("keep"))
-    started_s = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
-        await engine.load_weights(make_manifest(next(numbers), 60, specs, BUCKET_BYTES), source, 1.5)
-    assert time.monotonic() - started_s < 5.0
-    model = random_qwen3(seed=41)
-    await publish(engine, link, model.named_parameters(), 61)
-    await assert_serves(engine, model, 61)
-
-
-async def test_weights_come_only_while_paused(engine, link):
-    manifest = make_manifest(next(numbers), 1, [], BUCKET_BYTES)
-    with pytest.raises(WeightTransferError, match="sampling"):
-        await engine.load_weights(manifest, link[1], 1.0)
-
-
-async def test_another_sender_takes_over(engine):
-    model = random_qwen3(seed=42)
-    with closing(build_sender("collective", BUCKET_BYTES, 1)) as sender:
-        await publish(engine, (sender, sender.open()), model.named_parameters(), 70)
-        await assert_serves(engine, model, 70)
-
-
-def weights_in_training(path):
-    spec = TrainerSpec(model=ModelConfig(path=str(path)), trainer=TrainerConfig(), algorithm=AlgorithmConfig())
-    backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-    return [(name, tensor.clone()) for name, tensor in backend.named_weights()]
-
-
-@pytest.mark.usefixtures("process_group")
-async def test_experts_from_the_trainer_are_served(tmp_path, link):
-    """One tensor for all experts of a layer in the trainer, one for each in a publish, packed ones in vLLM."""
-    models = [random_qwen3_moe(seed=seed) for seed in range(2)]
-    paths = [tmp_path / str(seed) for seed in range(2)]
-    for model, path in zip(models, paths, strict=True):
-        model.save_pretrained(path)
-    trained = [weights_in_training(path) for path in paths]
-    engine = await started(paths[0])
-    try:
-        for version in (1, 2):
-            sent, received = await publish(engine, link, trained[version % 2], version)
-            assert sent == received is not None
-            await assert_serves(engine, models[version % 2], version)
-        one = "model.layers.1.mlp.experts.3.up_proj.weight"
-        for wrong in (
-            [(name, tensor) for name, tensor in trained[1] if name != one],
-            [(name, tensor[:-1] if name == one else tensor) for name, tensor in trained[1]],
-        ):
-            with pytest.raises(WeightTransferError, match=re.escape(one)):
-                await publish(engine, link, wrong, 3)
-        await publish(engine, link, trained[1], 4)
-        await assert_serves(engine, models[1], 4)
-    finally:
-        await within(engine.stop())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a vLLM without CUDA")
-async def test_vllms_own_backend_without_cuda_is_refused_by_name(engine, link):
-    """Whether or not somebody sends, before anything is received."""
-    model = random_qwen3(seed=43)
-    key = zmq.curve_keypair()[0].decode()
-    common = {"bucket_bytes": BUCKET_BYTES, "num_receivers": 1, "epoch": 1, "key": key}
-    source = VllmNcclSource(endpoint="tcp://127.0.0.1:9", host="127.0.0.1", **common)
-    tensors = [spec_of(name, tensor) for name, tensor in model.named_parameters()]
-    manifest = make_manifest(next(numbers), 80, tensors, BUCKET_BYTES, verify=False)
-    await within(engine.pause("keep"))
-    for _ in range(2):  # the second time it is still paused, or it would say that it samples
-        started_s = time.monotonic()
-        with pytest.raises(WeightTransferError, match=r"vllm_nccl into a vLLM worker on cpu(?s:.)*CUDA"):
-            await within(engine.load_weights(manifest, source, 20.0))
-        assert time.monotonic() - started_s < 5.0
-    await publish(engine, link, model.named_parameters(), 81)
-    await assert_serves(engine, model, 81)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL joins no two processes on one")
-async def test_vllms_own_backend_between_two_gpus(engine):
-    """vLLM takes the first GPU, the trainer of this test the second."""
-    model = random_qwen3(seed=44)
-    weights = [(name, tensor.detach().to("cuda:1")) for name, tensor in model.named_parameters()]
-    with closing(build_sender("vllm_nccl", BUCKET_BYTES, 1, device="cuda:1")) as sender:
-        link = sender, sender.open()
-        for version in (90, 91):
-            await publish(engine, link, weights, version, verify=False)
-        await assert_serves(engine, model, 91)
-        with pytest.raises(WeightTransferError, match="no tensor of that name"):
-            await publish(engine, link, [*weights, ("extra", weights[0][1])], 92, verify=False)
-        await publish(engine, link, weights, 93, verify=False)
-        await assert_serves(engine, model, 93)
+    async def test_vllms_own_backend_between_two_gpus(self, engine):
+        """vLLM takes the first GPU, the trainer of this test the second."""
+        model = random_qwen3(seed=44)
+        weights = [(name, tensor.detach().to("cuda:1")) for name, tensor in model.named_parameters()]
+        with closing(build_sender("vllm_nccl", BUCKET_BYTES, 1, device="cuda:1")) as sender:
+            link = sender, sender.open()
+            for version in (90, 91):
+                await publish(engine, link, weights, version, verify=False)
+            await assert_serves(engine, model, 91)
+            with pytest.raises(WeightTransferError, match="no tensor of that name"):
+                await publish(engine, link, [*weights, ("extra", weights[0][1])], 92, verify=False)
+            await publish(engine, link, weights, 93, verify=False)
+            await assert_serves(engine, model, 93)

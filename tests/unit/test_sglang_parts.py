@@ -1,5 +1,6 @@
 """The parts of the SGLang adapter that need no SGLang, against what a real one has answered (`make record-sglang`)."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import zmq
+import zmq.asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.sglang.host import _output
+from asyncrl.inference.sglang.host import _output, all_read
 from asyncrl.inference.sglang.host_process import engine_arguments
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
@@ -181,3 +185,57 @@ def test_keep_needs_every_token_streamed():
     with pytest.raises(ConfigError, match="stream_interval=1"):
         RolloutConfig(engine="sglang", interrupt="keep")
     RolloutConfig(engine="sglang", interrupt="keep", sglang=SglangEngineConfig(stream_interval=1))
+
+
+# -- barriers and marks ------------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_returns_after_all_outputs_that_had_queued_up():
+    context, address, read = zmq.asyncio.Context(), "inproc://outputs", []
+    with context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        receiver.bind(address)
+        sender.connect(address)
+        for number in range(40):
+            await sender.send_pyobj(number)
+
+        async def reader():  # as SGLang's: what it reads takes some turns
+            while True:
+                read.append(await receiver.recv_pyobj())
+                for _ in range(3):
+                    await asyncio.sleep(0)
+
+        reading = asyncio.create_task(reader())
+        await asyncio.wait_for(all_read(receiver, 8), 20.0)
+        assert read == list(range(40))
+        reading.cancel()
+    context.term()
+
+
+def test_parameters_that_a_publish_does_not_reach_are_found_and_keep_their_values():
+    from asyncrl.inference.sglang.weight_loader import _Probes
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 3), torch.nn.LayerNorm(3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    probes = _Probes(model)
+    with torch.no_grad():
+        model[0].weight.copy_(before["0.weight"])
+        model[1].weight[:2].copy_(before["1.weight"][:2])  # in part, as with padded rows
+        for name in ("0.bias", "2.weight"):
+            model.get_parameter(name).copy_(before[name])
+    assert probes.untouched() == ["1.bias", "2.bias"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_arguments_leave_room_for_a_request_as_long_as_the_context():
+    """SGLang takes prompts up to 7 tokens below its context, and responses up to 2 below it."""
+    arguments = engine_arguments(
+        ModelConfig(path="org/m"), SglangEngineConfig(max_model_len=512), load_real_weights=True, seed=0, on_cpu=True
+    )
+    assert arguments["context_length"] == 518
+
+
+@pytest.mark.parametrize("name", ["speculative_algorithm", "allow_auto_truncate", "enable_mixed_chunk"])
+def test_arguments_that_would_break_a_promise_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"server_args\.{name}"):
+        SglangEngineConfig(server_args={name: True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,14 +169,17 @@ class _SglangPublishCalls(PublishCalls):
         order = PublishOrder(
             manifest=manifest,
             source=source,
-            timeout_s=timeout_s,
+            deadline_s=time.monotonic() + timeout_s,
             path=model.path,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
             after_failure=not was_known,
         )
         name = self._channel.write(order)
-        await self._host.call("update", LOADER, name)
-        outcomes = self._channel.outcomes(name)
+        try:
+            await self._host.call("update", LOADER, name)
+            outcomes = self._channel.outcomes(name)
+        finally:
+            self._channel.remove(name)
         self._is_known = True
         return outcomes

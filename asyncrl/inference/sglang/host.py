@@ -7,7 +7,7 @@ replica's end of a socket pair.
 Consumes: frames of the replica: (call id, method of `Host`, arguments).
 Produces: frames ("answer", call id, result or error) and ("outputs", [Output, ...]), in the order of their making.
 Waits for: frames; SGLang's answers.
-Stops when: told to, when the replica's end closes, or when a scheduler process has ended.
+Stops when: the replica's end closes, or a scheduler process has ended; also while SGLang is still starting.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
-from asyncrl.inference.shared.orphan_guard import when_ended
+from asyncrl.inference.shared.orphan_guard import when_closed, when_ended
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ class Host:
         self._begun: set[str] = set()
         """Requests of which an output has come: SGLang has them."""
         self._frozen = False
+        self._order = asyncio.Lock()
+        """Of calls that stop, change or start the schedulers: they work in the order of their arrival, also where the
+        replica waits no longer for the one before."""
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -82,26 +86,29 @@ class Host:
         """`mode`: in_place, or retract where SGLang computes a step ahead."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._let_enter(list(self._requests))
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))  # type: ignore[arg-type]
-        self._frozen = True
-        await self._settle()
+        async with self._order:
+            await self._let_enter(list(self._requests))
+            await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))  # type: ignore[arg-type]
+            self._frozen = True
+            await self._settle()
 
     async def unfreeze(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        self._frozen = False
-        await self._manager.continue_generation(ContinueGenerationReqInput())
+        async with self._order:
+            self._frozen = False
+            await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def announce(self, version: str) -> None:
         """Tokens sampled from now on are of this version, for an SGLang that keeps count."""
         if self._abilities.version_spans:
             from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-            await self._settle()
-            await self._manager.update_weight_version(
-                UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-            )
+            async with self._order:
+                await self._settle()
+                await self._manager.update_weight_version(
+                    UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+                )
 
     async def update(self, loader: str, payload: str) -> None:
         """Calls `loader` in every scheduler process, with `payload`, a colon and its tensor-parallel rank. Raises
@@ -116,26 +123,33 @@ class Host:
             for rank in range(self._workers)
         ]
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=notes, load_format=loader, flush_cache=False)
-        if not self._abilities.update_session:
-            _require(await manager.update_weights_from_tensor(request))
-            return
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+        async with self._order:
+            if not self._abilities.update_session:
+                _require(await manager.update_weights_from_tensor(request))
+                return
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-        _require(await manager.begin_weight_update(BeginWeightUpdateReqInput()))
-        try:
-            _require(await manager.update_weights_from_tensor(request))
-        finally:
-            _require(await manager.end_weight_update(EndWeightUpdateReqInput()))
+            _require(await manager.begin_weight_update(BeginWeightUpdateReqInput()))
+            updated = await manager.update_weights_from_tensor(request)
+            ended = await manager.end_weight_update(EndWeightUpdateReqInput())
+            _require(updated)
+            _require(ended)
 
     async def sleep(self, tags: list[str] | None) -> None:
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+        """Without a request of the replica's. Frozen in place, a scheduler still has those that were aborted, and would
+        end; retracting drops them."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput, ReleaseMemoryOccupationReqInput
 
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+        async with self._order:
+            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            await self._settle()
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
 
     async def wake_up(self, tags: list[str] | None) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+        async with self._order:
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -196,12 +210,20 @@ class Host:
 
     async def _settle(self) -> None:
         """Returns when the scheduler has done all that was asked of it before, and its outputs have been emitted. It
-        answers by another socket than the one of the outputs, which a second answer leaves time for."""
+        answers by another socket than the one of the outputs: a second answer leaves these time to arrive, and then
+        none may be left to read for as many turns as the last of them takes to be handed on."""
         for _ in range(2):
             await self._manager.get_internal_state()
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
+        await all_read(self._manager.recv_from_detokenizer, _TURNS + len(self._requests) // _TURNS)
         self.flush()
+
+
+async def all_read(socket: zmq.Socket[Any], turns: int) -> None:
+    """Returns when nothing has been left to read in a socket for so many turns of the event loop."""
+    quiet = 0
+    while quiet < turns:
+        quiet = 0 if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else quiet + 1
+        await asyncio.sleep(0)
 
 
 def _output(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) -> Output:
@@ -268,7 +290,7 @@ def _segments(pid: int) -> set[Path]:
         words = Path(f"/proc/{pid}/maps").read_text().split()
     except OSError:  # it has ended
         return set()
-    return {Path(word) for word in words if word.startswith("/dev/shm/sglang")}
+    return {Path(word) for word in words if word.startswith(("/dev/shm/sglang", "/dev/shm/sgl_shm"))}
 
 
 def _is_tracker(process: Any) -> bool:
@@ -307,15 +329,18 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
         end(directory)
 
     watching = asyncio.create_task(watch())
+    # SGLang's own handler, for a scheduler that failed, kills all at once and leaves its files.
+    engine.tokenizer_manager.auto_create_handle_loop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, end, directory)
     config = engine.tokenizer_manager.model_config
     eos = sorted(getattr(config, "hf_eos_token_id", None) or ())
-    send(("answer", 0, {"vocab_size": config.vocab_size, "eos": eos}, ""))
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    segments = [str(path) for process in processes for path in _segments(process.pid)]
+    send(("answer", 0, {"vocab_size": config.vocab_size, "eos": eos, "segments": segments}, ""))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
             number, method, arguments = pickle.loads(await reader.readexactly(size))  # from the replica
-            if method == "stop":
-                break
             task = asyncio.create_task(call(number, method, arguments))
             calls.add(task)
             task.add_done_callback(calls.discard)
@@ -329,6 +354,7 @@ def main() -> None:
     start: dict[str, Any] = pickle.loads(_exactly(connection, size))  # from the replica
     directory = start["directory"]
     when_ended(start["owner_pid"], lambda: end(directory))
+    when_closed(connection, lambda: end(directory))
     try:
         from asyncrl.inference.sglang.support import check_sglang
 
@@ -337,6 +363,7 @@ def main() -> None:
             from sglang.srt.entrypoints.engine import Engine
 
             engine = Engine(**start["arguments"])
+            _check_context(engine, start["arguments"]["context_length"])
         except Exception as error:  # process boundary: the replica gets it
             logger.exception("SGLang does not start")
             connection.sendall(framed(("answer", 0, None, (type(error).__name__, str(error)))))
@@ -346,6 +373,18 @@ def main() -> None:
         logger.exception("SGLang's process ends")
     finally:
         end(directory)
+
+
+def _check_context(engine: Any, context_length: int) -> None:
+    """Raises ConfigError: the KV cache holds less than the longest request. SGLang would cut responses short."""
+    from asyncrl.errors import ConfigError, explain
+    from asyncrl.inference.sglang.host_process import SPARE_TOKENS
+
+    needed, limit = context_length - SPARE_TOKENS, engine.tokenizer_manager.max_req_input_len
+    if limit is not None and limit < needed:
+        found = f"SGLang's KV cache has room for requests of {limit}"
+        do = "raise rollout.sglang.max_total_tokens or mem_fraction_static, or lower max_model_len"
+        raise ConfigError(explain(f"requests of {needed} tokens (rollout.sglang.max_model_len)", found, do))
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -29,6 +29,17 @@ from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
 logger = logging.getLogger(__name__)
 
 _CPU_KV_TOKENS = 1 << 16
+SPARE_TOKENS = 6
+"""SGLang takes no prompt within six tokens of its context, and ends responses two tokens before it."""
+_WATCHDOG_S = 86_400.0
+"""SGLang ends itself after so long without a step. It takes a pause with requests in flight for one, and a pause may
+last until the next publish."""
+_VARIABLES = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare tokens
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probabilities are those of the distribution that was drawn from
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",
+}
+"""Of the environment of SGLang's processes."""
 
 
 def engine_arguments(
@@ -44,7 +55,7 @@ def engine_arguments(
         "load_format": "auto" if load_real_weights else "dummy",
         "random_seed": seed,
         "tp_size": settings.tensor_parallel_size,
-        "context_length": settings.context_tokens,
+        "context_length": settings.context_tokens + SPARE_TOKENS,
         "max_running_requests": settings.max_running_requests,
         "max_total_tokens": settings.max_total_tokens,
         "mem_fraction_static": settings.mem_fraction_static,
@@ -57,6 +68,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
+        "watchdog_timeout": _WATCHDOG_S,
         "log_level": "warning",
     }
     if on_cpu:
@@ -89,6 +101,8 @@ class HostProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self.directory = Path()
+        self._left: list[Path] = []
+        """What SGLang leaves when it is killed: its directory and its shared memory."""
 
     async def start(self, arguments: dict[str, Any], *, on_cpu: bool) -> dict[str, Any]:
         """`arguments`: of SGLang's Engine. Returns {vocab_size, eos}.
@@ -96,21 +110,30 @@ class HostProcess:
         Raises ConfigError: SGLang cannot be used; GenerationError: it does not start.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-"))
+        self._left = [self.directory]
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
-        environment = os.environ | {"TMPDIR": str(self.directory)}
+        environment = os.environ | _VARIABLES | {"TMPDIR": str(self.directory)}
         if on_cpu:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
             environment.setdefault("OMP_NUM_THREADS", "1")  # idle threads that spin make it ten times slower
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds, and a thread may not outlive it
-            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
+        try:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds; a thread may not outlive it
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError:
+            ours.close()
+            self._clean_up()
+            raise
+        finally:
+            theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 26)
         started = self._answers[0] = asyncio.get_running_loop().create_future()
         self._write({"arguments": arguments, "owner_pid": os.getpid(), "directory": str(self.directory)})
         self._reading = asyncio.create_task(self._read(reader), name="sglang-host")
-        return await started
+        facts = await started
+        self._left = [self.directory, *map(Path, facts["segments"])]
+        return facts
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Calls a method of `Host`. Raises GenerationError: it failed, or the process has ended."""
@@ -134,19 +157,27 @@ class HostProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(OSError, RuntimeError):
-            self._write((0, "stop", ()))
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()  # it ends itself, with all that is below it
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, timeout_s)
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it leads a group: what is below it ends too
-        await asyncio.to_thread(process.wait)
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a group
+            try:
+                await asyncio.to_thread(process.wait, timeout_s)
+            except subprocess.TimeoutExpired:
+                logger.exception("SGLang's process %d cannot be killed", process.pid)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """The process does this itself unless it is killed."""
+        directory, *segments = self._left
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
     def _write(self, message: Any) -> None:
         assert self._writer is not None, "the process was started"
@@ -162,7 +193,7 @@ class HostProcess:
                 elif (answer := self._answers.get(message[1])) is not None and not answer.done():
                     _settle(answer, *message[2:])
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # it has ended: `death` says so
+            self._clean_up()  # it has ended: `death` says so
         except Exception:  # task boundary: without the reader the process is as good as ended
             logger.exception("what SGLang's process sent cannot be read")
         finally:

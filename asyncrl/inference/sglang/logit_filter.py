@@ -17,7 +17,7 @@ class LogitFilter(CustomLogitProcessor):
         """`logits`: [n, V], changed in place. `custom_param_list`: `Asked.filters` of each row."""
         rows = custom_param_list or []
         for row, filters in enumerate(rows):
-            if _counted(filters) <= filters.get("min_tokens", 0):
+            if "min_tokens" in filters and _number(filters) <= filters["min_tokens"]:
                 logits[row, filters["barred"]] = -torch.inf
         filtered = [i for i, filters in enumerate(rows) if "top_p" in filters or "top_k" in filters]
         if filtered:
@@ -26,14 +26,18 @@ class LogitFilter(CustomLogitProcessor):
         return logits
 
 
-def _counted(filters: dict[str, Any]) -> int:
-    """The number of the token that is drawn now, from 1. The parameters of a request are one object while it lives; a
-    chunk of a prompt that is not its last draws a token that SGLang drops."""
-    request = filters.get("__req__")
-    if getattr(request, "inflight_middle_chunks", 0) or getattr(request, "is_chunked", 0):
-        return filters.get("drawn", 0) + 1
-    filters["drawn"] = filters.get("drawn", 0) + 1
-    return filters["drawn"]
+def _number(filters: dict[str, Any]) -> int:
+    """The number of the token that is drawn now, from 1; 0 or less for a chunk of a prompt that is not its last: SGLang
+    drops what it draws there.
+
+    Results may lag behind draws, so tokens are counted by the steps that SGLang has prepared: up to where the last
+    prefill went, and one for each decoding since. Without these counters, by the results: it may be one too low.
+    """
+    request = filters["__req__"]
+    prefilled = getattr(request, "extend_end", None)
+    if prefilled is None or not hasattr(request, "decode_batch_idx"):
+        return len(request.output_ids) + 1
+    return prefilled + request.decode_batch_idx - len(request.origin_input_ids) + 1
 
 
 def _kept(logits: torch.Tensor, rows: list[dict[str, Any]]) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [SERVER_ARGUMENT...]`.
+"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [SERVER_ARGUMENT...]`.
 
-Exit code 0: it can be used and knows these arguments. 2: it cannot; the reason is on stdout.
+Exit code 0: it can be used, for rollout.interrupt=keep too if asked, and knows these arguments. 2: it cannot; the
+reason is on stdout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import sys
 
 from asyncrl.errors import ConfigError
-from asyncrl.inference.sglang.support import check_server_args, check_sglang
+from asyncrl.inference.sglang.support import KEEP, check_keep, check_server_args, check_sglang
 
 
 def main() -> int:
@@ -19,7 +20,9 @@ def main() -> int:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     try:
         check_sglang()
-        check_server_args(sys.argv[1:])
+        check_server_args([name for name in sys.argv[1:] if name != KEEP])
+        if KEEP in sys.argv:
+            check_keep()
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         return 2

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.shared.package_probe import check_package, lacks, version_of
 from asyncrl.types import ModelFacts
@@ -38,6 +38,8 @@ NEEDED = {
 
 
 _PROBE_S = 300.0
+KEEP = "--keep"
+"""Asks the probe about `rollout.interrupt=keep`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,15 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
-def check_installed(settings: SglangEngineConfig) -> None:
+def check_installed(rollout: RolloutConfig) -> None:
     """Probes the installed SGLang in a process of its own: the import takes seconds and changes the process.
 
-    Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; no answer in time.
+    Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; `keep` with an SGLang that
+    keeps no count of versions; no answer in time.
     """
     asked = "rollout.engine=sglang"
-    command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *settings.server_args]
+    command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *rollout.sglang.server_args]
+    command += [KEEP] * (rollout.interrupt == "keep")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -103,6 +107,16 @@ def check_server_args(names: Sequence[str]) -> None:
             )
             found = f"SGLang {version_of(('sglang',))} has no argument of that name"
             raise ConfigError(explain(f"rollout.sglang.server_args.{name}", found, do))
+
+
+def check_keep() -> None:
+    """Raises ConfigError: SGLang does not say which tokens were sampled under which weights, so that nothing would show
+    a wrong stamp. Imports SGLang."""
+    if not abilities().version_spans:
+        found = f"SGLang {version_of(('sglang',))} keeps no count of the versions that a response was sampled under"
+        raise ConfigError(
+            explain("rollout.interrupt=keep", found, "install sglang>=0.5.19, or set rollout.interrupt=abort_resume")
+        )
 
 
 def check_sglang() -> None:

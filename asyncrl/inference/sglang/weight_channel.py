@@ -25,14 +25,14 @@ class PublishOrder:
 
     Attributes:
         source: its `receiver` is the number of the scheduler with tensor-parallel rank 0.
-        timeout_s: what is left of the publish's time.
+        deadline_s: of the publish, by the machine's monotonic clock.
         path, revision, trust_remote_code: of the model's files.
         after_failure: the weights are not known to be those of the last publish.
     """
 
     manifest: Manifest
     source: TransferSource
-    timeout_s: float
+    deadline_s: float
     path: str
     revision: str | None
     trust_remote_code: bool
@@ -53,13 +53,14 @@ class WeightChannel:
         return name
 
     def outcomes(self, name: str) -> Sequence[Sequence[Any]]:
-        """`WorkerUpdate.outcome` of each scheduler; removes what `write` wrote. Raises FileNotFoundError."""
+        """`WorkerUpdate.outcome` of each scheduler. Raises FileNotFoundError."""
         paths = [self._directory / f"{name}.{rank}" for rank in range(self._workers)]
-        try:
-            return [pickle.loads(path.read_bytes()) for path in paths]  # from processes below this one
-        finally:
-            for path in (self._directory / name, *paths):
-                path.unlink(missing_ok=True)
+        return [pickle.loads(path.read_bytes()) for path in paths]  # from processes below this one
+
+    def remove(self, name: str) -> None:
+        """Removes what `write` and the schedulers wrote."""
+        for path in self._directory.glob(f"{name}*"):
+            path.unlink(missing_ok=True)
 
 
 def read_order(name: str) -> PublishOrder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
             update.forget()
         update.join(replace(order.source, receiver=order.source.receiver + rank))
         update.start()
-        update.receive(order.manifest, order.timeout_s)
+        update.receive(order.manifest, max(0.0, order.deadline_s - time.monotonic()))
         update.finish()
         outcome = update.outcome()
     except Exception as error:  # process boundary: the replica reads it
@@ -79,6 +80,7 @@ class SglangLoader:
                 last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
                 yield name, tensor
 
+        probes = _Probes(self._model) if names is None else None
         try:
             with torch.no_grad():
                 self._model.load_weights(watched())  # type: ignore[operator]
@@ -91,12 +93,42 @@ class SglangLoader:
         if missing:
             found = f"{len(missing)} did not come, the first is {missing[0]!r}"
             raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
+        if probes is not None and (untouched := probes.untouched()):
+            found = f"SGLang took nothing of it for {len(untouched)} of its parameters, the first is {untouched[0]!r}"
+            do = "report this: SGLang and transformers name the tensors of this model in different ways"
+            raise WeightTransferError(explain("load a publish of the whole model", found, do))
 
     def finish(self) -> None:
         """SGLang is told to finish by its own call."""
 
     def abandon(self) -> None:
         """The next publish brings all tensors."""
+
+
+class _Probes:
+    """Marks in every parameter, to find those that a publish of the whole model leaves as they are: SGLang passes over
+    names that it does not know."""
+
+    _PER_PARAMETER = 4
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._marked = []
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.numel() > 1 and parameter.is_contiguous():
+                flat = parameter.data.view(-1)
+                at = torch.linspace(0, len(flat) - 1, self._PER_PARAMETER, device=flat.device).long()
+                self._marked.append((name, flat, at, flat[at]))
+                flat[at] = torch.nan
+
+    def untouched(self) -> list[str]:
+        """Names of the parameters of which no mark was written over; gives them what they had."""
+        names = []
+        for name, flat, at, before in self._marked:
+            gone = flat[at].isnan()
+            if gone.all():
+                names.append(name)
+            flat[at] = torch.where(gone, before, flat[at])
+        return names
 
 
 def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

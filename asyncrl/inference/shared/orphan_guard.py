@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import threading
 from collections.abc import Callable
 
@@ -33,9 +34,15 @@ def when_ended(pid: int, then: Callable[[], None]) -> None:
     threading.Thread(target=_watch, args=(descriptor, then), name="owner-watch", daemon=True).start()
 
 
-def _watch(descriptor: int, then: Callable[[], None]) -> None:
+def when_closed(connection: socket.socket, then: Callable[[], None]) -> None:
+    """Calls `then` when the other end of a connection closes, in a thread. Returns at once."""
+    arguments = connection.fileno(), then, select.POLLRDHUP
+    threading.Thread(target=_watch, args=arguments, name="connection-watch", daemon=True).start()
+
+
+def _watch(descriptor: int, then: Callable[[], None], events: int = select.POLLIN) -> None:
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
+    poll.register(descriptor, events)
     poll.poll()  # no deadline: it ends with this process
     then()
 

@@ -53,7 +53,10 @@ class ProcessEngine(ABC, Generic[S]):
         self._ended: asyncio.Future[str] | None = None
         """Set with the reason when the engine dies or is stopped."""
         self._closed = False
-        self._paused = False
+        self._paused: bool | None = False
+        """Whether the processes are frozen; None while a call that changes it has no answer, also if nobody waits for
+        that any more."""
+        self._closings = 0
         self._version: int | None = None
         self._salt = 0
         """Counts sets of weights: the KV cache of a prompt is found only by requests with the same number."""
@@ -166,6 +169,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._require_alive()
         first = not self._closed
         self._closed = True
+        self._closings += 1
         self._set_gate()
         if mode == "drain" and not self._paused and self._queue.running:
             drained = asyncio.get_running_loop().create_future()
@@ -180,12 +184,15 @@ class ProcessEngine(ABC, Generic[S]):
         self._require_alive()
         found = explain("pause(drain)", "resume() came before the running requests had finished", "pause again")
         self._end_drains(GenerationError(found))
+        closings = self._closings
         async with self._frozen:
-            if self._paused:
+            if self._paused is not False:
+                self._paused = None
                 await self._ask(self._unfreeze_inside())
                 self._paused = False
-        self._closed = False
-        self._set_gate()
+        if closings == self._closings:  # no pause came meanwhile
+            self._closed = False
+            self._set_gate()
 
     async def commit(self, version: int | None) -> None:
         self._require_alive()
@@ -295,8 +302,9 @@ class ProcessEngine(ABC, Generic[S]):
             for stream in list(self._queue.running):
                 await stream.entered.wait()  # otherwise it would enter after the pause
             if not self._paused:
-                self._paused = True  # set before the call: a superfluous resume is harmless, a missing one is not
+                self._paused = None
                 await self._ask(self._freeze_inside())
+                self._paused = True
             await self._settle()
             unborn = [s for s in self._queue.running if s.num_tokens == 0 and s.fate is None]
             for stream in unborn:  # without tokens: they start again with the new weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -165,7 +166,8 @@ class WorkerUpdate:
             self._loader.load(feed, names)
         except Exception as error:
             feed.fail(error)
-            received.exception(timeout_s + _GRACE_S)
+            with suppress(TimeoutError):  # the loader's error says more
+                received.exception(timeout_s + _GRACE_S)
             raise
         feed.finish()
         self._digest = received.result(timeout_s + _GRACE_S)
