@@ -144,7 +144,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
         assert after.busy_s >= before.busy_s
 
     async def test_stop_ends_everything_with_an_error(self, make_engine: MakeEngine) -> None:
-        engine = await within(make_engine())
+        engine = await within(make_engine(), 300.0)
         running = Client(engine, make_request(max_tokens=self.long_response))
         await running.first_tokens()
         await within(engine.pause("keep"))
@@ -162,7 +162,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
         assert not engine.health().alive
 
     async def test_stop_ends_a_drain_in_progress(self, make_engine: MakeEngine) -> None:
-        engine = await within(make_engine())
+        engine = await within(make_engine(), 300.0)
         running = Client(engine, make_request(max_tokens=self.long_response))
         await running.first_tokens()
         pausing: Coroutine[Any, Any, None] = engine.pause("drain")

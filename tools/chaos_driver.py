@@ -16,15 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "ASYNCRL_CHAOS"
 """In the environment of every process of a driver: its number."""
 COMMANDS = {
-    "replica": "ray::Replica",
-    "engine": "EngineCore",
-    "rollouter": "ray::Rollouter",
-    "trainer": "ray::TrainerActor",
-    "queue": "ray::MessageQueue",
-    "reward": "asyncrl.rewards.reward_worker",
+    "replica": ("ray::Replica",),
+    "engine": ("EngineCore", "sglang::scheduler"),
+    "rollouter": ("ray::Rollouter",),
+    "trainer": ("ray::TrainerActor",),
+    "queue": ("ray::MessageQueue",),
+    "reward": ("asyncrl.rewards.reward_worker",),
 }
-"""Role -> what the command line of its processes contains."""
-FOREIGN = re.compile(r"ray|torchinductor_.*|pymp-.*|vllm.*")
+"""Role -> what the command line of its processes contains, one of them."""
+FOREIGN = re.compile(r"ray|torchinductor_.*|pymp-.*|vllm.*|sglang.*|tvm-.*")
 """What other packages leave in the directory for temporary files."""
 
 
@@ -35,7 +35,8 @@ class Driver:
         self.mark = f"{uuid.uuid4().hex[:8]}-{number}"
         self.seen: dict[int, psutil.Process] = {}
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: sockets have paths of 107 bytes
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT), MARK: self.mark}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, MARK: self.mark}
         with output.open("a") as file:
             self.process = subprocess.Popen(
                 command,
@@ -73,7 +74,7 @@ class Driver:
     def of(self, role: str) -> list[psutil.Process]:
         if role == "driver":
             return [psutil.Process(self.process.pid)]
-        return [p for p in self.look() if COMMANDS[role] in command_of(p)]
+        return [p for p in self.look() if any(part in command_of(p) for part in COMMANDS[role])]
 
     def leftovers(self) -> list[str]:
         """Files that its processes should have removed."""

@@ -33,6 +33,7 @@ from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load
 from asyncrl.driver.preflight import check_packages, check_recipe, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
+from asyncrl.inference.engines import ENGINES, is_installed, require_package
 from asyncrl.registry import make_importable
 
 EXIT_PROGRAM_ERROR = 1
@@ -77,6 +78,8 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     if not dry_run:
         directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
         use_cache_if_unreachable(hub_names(recipe))
+    elif is_installed(ENGINES[recipe.rollout.engine]):  # a dry run may be for another machine
+        require_package(recipe.rollout)
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
     show = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)

@@ -69,6 +69,7 @@ def engine_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
         "watchdog_timeout": _WATCHDOG_S,
+        "sleep_on_idle": True,  # a scheduler without work takes a whole core otherwise
         "log_level": "warning",
     }
     if on_cpu:

@@ -21,7 +21,7 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 NEEDED = {
     "sglang.srt.server_args:ServerArgs": (
         "custom_weight_loader", "skip_tokenizer_init", "stream_interval", "enable_custom_logit_processor",
-        "disable_overlap_schedule", "max_running_requests", "max_total_tokens",
+        "disable_overlap_schedule", "max_running_requests", "max_total_tokens", "watchdog_timeout", "sleep_on_idle",
     ),
     "sglang.srt.entrypoints.engine:Engine": (),
     f"{_IO}:GenerateReqInput": ("input_ids", "sampling_params", "rid", "stream", "return_logprob", "extra_key"),

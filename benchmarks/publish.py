@@ -1,19 +1,20 @@
-"""What a publish of adapters costs an engine, against a publish of all weights.
+"""What a publish costs an engine: all weights by each transport, and adapters.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapter_publish.py [--engines torch vllm] [--sizes tiny 0.5B] [--rounds 5]
+    OMP_NUM_THREADS=1 python benchmarks/publish.py [--engines torch vllm sglang] [--sizes tiny 0.5B] [--rounds 5]
 
-One engine receives over `ipc`, buckets of 4 MiB, no digest, float32: from the pause to the resume, nothing in flight.
-The sender is a thread of this process and its tensors are there already, so the trainer's own walk is not in the
-figures. Sizes: `tiny` has the shapes of runs/tiny-qwen3, `0.5B` those of Qwen2.5-0.5B (494M parameters); weights are
-random. Adapters have rank 16, on all linear layers (the default of a recipe) or on the attention's. "first" is the
+One engine receives, buckets of 4 MiB, no digest, float32: from the pause to the resume, nothing in flight. The sender
+is a thread of this process and its tensors are there already, so the trainer's own walk is not in the figures. Adapters
+go by `ipc`. Sizes: `tiny` has the shapes of runs/tiny-qwen3, `0.5B` those of Qwen2.5-0.5B (494M parameters); weights
+are random. Adapters have rank 16, on all linear layers (the default of a recipe) or on the attention's. "first" is the
 publish after other weights, which merges and loads the whole model; "next" the median of those that follow. Writes
-benchmarks/results/adapter_publish.md with --write.
+benchmarks/results/publish.md, or the file that --out names, with --write.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.engines import ENGINES, build_engine
 from asyncrl.types import Encoding
@@ -41,7 +42,10 @@ SIZES = {
     "0.5B": {"hidden": 896, "heads": 14, "kv_heads": 2, "inner": 4864, "layers": 24, "vocabulary": 151936},
 }
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-RESULTS = Path(__file__).parent / "results" / "adapter_publish.md"
+TRANSPORTS = ("ipc", "collective", "disk")
+RESULTS = Path(__file__).parent / "results" / "publish.md"
+
+NUMBERS = itertools.count(1)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -83,25 +87,24 @@ def adapters_of(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
 class Publishes:
     """The sending side, in a thread of its own."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, engine: InferenceEngine, transport: str, directory: str) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1)
-        self._sender = build_sender("ipc", BUCKET_BYTES, 1)
+        self._sender = build_sender(transport, BUCKET_BYTES, 1, directory=directory)
         self._source = self._thread.submit(self._sender.open).result()
-        self._count = 0
 
     async def timed(self, tensors: Tensors, encoding: Encoding) -> float:
         """Seconds from the pause to the resume."""
-        self._count += 1
+        number = next(NUMBERS)
         specs = [spec_of(*item) for item in tensors.items()]
-        manifest = make_manifest(self._count, self._count, specs, BUCKET_BYTES, verify=False, encoding=encoding)
+        manifest = make_manifest(number, number, specs, BUCKET_BYTES, verify=False, encoding=encoding)
         started = time.perf_counter()
         await self._engine.pause("abort")
         send = asyncio.get_running_loop().run_in_executor(
             self._thread, self._sender.send, manifest, iter(tensors.items()), TIMEOUT_S
         )
         await asyncio.gather(send, self._engine.load_weights(manifest, self._source, TIMEOUT_S))
-        await self._engine.commit(self._count)
+        await self._engine.commit(number)
         await self._engine.resume()
         return time.perf_counter() - started
 
@@ -115,6 +118,7 @@ async def measure(engine_name: str, size: str, rounds: int) -> list[str]:
     settings = {
         "torch": TorchEngineConfig(num_slots=4, max_model_len=128, device="cpu"),
         "vllm": VllmEngineConfig(max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=64 << 20, enforce_eager=True),
+        "sglang": SglangEngineConfig(max_model_len=128, max_running_requests=4, max_total_tokens=1 << 12),
     }
     rows = []
     with tempfile.TemporaryDirectory() as directory:
@@ -122,10 +126,16 @@ async def measure(engine_name: str, size: str, rounds: int) -> list[str]:
         rollout = RolloutConfig(engine=engine_name, **{engine_name: settings[engine_name]})  # type: ignore[arg-type]
         engine = build_engine(rollout, ModelConfig(path=directory), load_real_weights=False)
         await engine.start()
-        publishes = Publishes(engine)
+        base = 0.0
+        for transport in TRANSPORTS:
+            publishes = Publishes(engine, transport, str(Path(directory) / "published"))
+            median = statistics.median([await publishes.timed(full, "full") for _ in range(rounds + 1)][1:])
+            publishes.close()
+            base = base or median  # by the first transport
+            rows.append(row(engine_name, size, f"all weights, {transport}", full, None, median, base))
+        publishes = Publishes(engine, TRANSPORTS[0], "")
         try:
-            base = statistics.median([await publishes.timed(full, "full") for _ in range(rounds + 1)][1:])
-            rows.append(row(engine_name, size, "all weights", full, None, base, base))
+            await publishes.timed(full, "full")
             for label, names in (("adapters of all linear layers", ("proj",)), ("adapters of attention", ATTENTION)):
                 sent = adapters_of(full, names)
                 first, *others = [await publishes.timed(sent, "lora") for _ in range(rounds + 1)]
@@ -148,7 +158,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=["torch"])
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny", "0.5B"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/adapter_publish.md too")
+    parser.add_argument("--write", action="store_true", help="write the results too")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -161,11 +172,16 @@ def main() -> None:
 
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     about = f"{os.cpu_count()} cores, load average {load:.1f} at the start; commit {git_commit()}; {versions}"
-    table = ["| engine | model | sent | MB | first, ms | next, ms | of all weights |", "|---|---|---|---|---|---|---|"]
-    command = f"python benchmarks/adapter_publish.py --engines {' '.join(options.engines)} --rounds {options.rounds}"
-    text = "\n".join(["# Publishing adapters", "", f"`{command}`", "", about + ".", "", *table, *rows]) + "\n"
+    table = [
+        "| engine | model | sent | MB | first, ms | next, ms | of all weights by ipc |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    command = f"python benchmarks/publish.py --engines {' '.join(options.engines)} --rounds {options.rounds}"
+    text = (
+        "\n".join(["# What a publish costs an engine", "", f"`{command}`", "", about + ".", "", *table, *rows]) + "\n"
+    )
     if options.write:
-        RESULTS.write_text(text)
+        options.out.write_text(text)
     print(text)
 
 
