@@ -116,9 +116,10 @@ class BareSglang:
         self.inner: Any = None
 
     def start(self, path: Path) -> None:
-        from asyncrl.inference.sglang.host_process import engine_arguments, runs_on_cpu
+        from asyncrl.inference.sglang.host_process import VARIABLES, engine_arguments, runs_on_cpu
 
         on_cpu = runs_on_cpu()
+        os.environ.update(VARIABLES)
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         arguments = engine_arguments(

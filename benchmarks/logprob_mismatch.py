@@ -2,6 +2,7 @@
 
     python benchmarks/logprob_mismatch.py                         # both engines, about 3 minutes on 2 cores
     python benchmarks/logprob_mismatch.py --engines torch --model Qwen/Qwen2.5-0.5B
+    python benchmarks/logprob_mismatch.py --engines sglang --out benchmarks/results/logprob_mismatch_sglang.md
 
 Every engine loads the model's files and samples responses; the FSDP backend computes the log-probabilities of the same
 tokens from the same files. What differs is the arithmetic: kernels, the order of sums, the dtype. Writes
@@ -30,7 +31,13 @@ DTYPES = ("float32", "bfloat16")
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     """Prints one JSON object a response: prompt, tokens, log-probabilities."""
     from asyncrl.config.model import ModelConfig
-    from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
+    from asyncrl.config.rollout import (
+        RolloutConfig,
+        SamplingConfig,
+        SglangEngineConfig,
+        TorchEngineConfig,
+        VllmEngineConfig,
+    )
     from asyncrl.data.dataset import load_rows
     from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
     from asyncrl.inference.engines import build_engine
@@ -45,6 +52,7 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
         sampling=SamplingConfig(max_response_tokens=64),
         torch=TorchEngineConfig(num_slots=64, max_model_len=256),
         vllm=VllmEngineConfig(max_model_len=256, max_num_seqs=64, enforce_eager=True, kv_cache_memory_bytes=1 << 26),
+        sglang=SglangEngineConfig(max_model_len=256, max_running_requests=64, max_total_tokens=1 << 15),
     )
     engine = build_engine(rollout, config, load_real_weights=True)
     await engine.start()
@@ -102,7 +110,7 @@ def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", nargs="+", default=("torch", "vllm"), choices=("torch", "vllm"))
+    parser.add_argument("--engines", nargs="+", default=("torch", "vllm"), choices=("torch", "vllm", "sglang"))
     parser.add_argument("--model", default=str(ROOT / "runs" / "tiny-qwen3"))
     parser.add_argument("--count", type=int, default=256, help="responses per engine and dtype")
     parser.add_argument("--out", type=Path, default=OUT)

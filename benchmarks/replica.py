@@ -297,7 +297,7 @@ def decision_us(arguments: list[tuple]) -> tuple[float, float]:
     """Median and 99th percentile of a pick among 1,000 replicas with about 3,000 requests in flight."""
     router, chance = Router(), random.Random(0)
     for replica_id in range(1000):
-        router.add(replica_id)
+        router.put(replica_id)
     in_flight, times = [], []
     for words in arguments:
         started = time.perf_counter_ns()

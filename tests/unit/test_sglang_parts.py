@@ -227,6 +227,15 @@ def test_parameters_that_a_publish_does_not_reach_are_found_and_keep_their_value
         assert torch.equal(tensor, before[name])
 
 
+def test_marks_of_large_parameters_lie_inside():
+    """Beyond 2^24 not every position is a float32."""
+    from asyncrl.inference.sglang.weight_loader import _Probes
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros((1 << 24) + 4, dtype=torch.bfloat16))
+    assert _Probes(model).untouched() == ["weight"]
+
+
 def test_arguments_leave_room_for_a_request_as_long_as_the_context():
     """SGLang takes prompts up to 7 tokens below its context, and responses up to 2 below it."""
     arguments = engine_arguments(

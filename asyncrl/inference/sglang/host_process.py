@@ -34,7 +34,9 @@ SPARE_TOKENS = 6
 _WATCHDOG_S = 86_400.0
 """SGLang ends itself after so long without a step. It takes a pause with requests in flight for one, and a pause may
 last until the next publish."""
-_VARIABLES = {
+_ENDED = "SGLang's process ended"
+_LOOK = "the log of its processes says more; rollout.sglang has the settings"
+VARIABLES = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare tokens
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probabilities are those of the distribution that was drawn from
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",
@@ -79,7 +81,7 @@ def engine_arguments(
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
             "max_total_tokens": settings.max_total_tokens or _CPU_KV_TOKENS,
-            "mem_fraction_static": settings.mem_fraction_static or 0.1,
+            "mem_fraction_static": settings.mem_fraction_static or 0.5,
         }
     return arguments | settings.server_args
 
@@ -114,7 +116,7 @@ class HostProcess:
         self._left = [self.directory]
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
-        environment = os.environ | _VARIABLES | {"TMPDIR": str(self.directory)}
+        environment = os.environ | VARIABLES | {"TMPDIR": str(self.directory)}
         if on_cpu:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
             environment.setdefault("OMP_NUM_THREADS", "1")  # idle threads that spin make it ten times slower
@@ -151,7 +153,7 @@ class HostProcess:
     def death(self) -> str | None:
         """Why the process no longer serves; None while it does."""
         ended = self._process is not None and self._process.poll() is not None
-        return "SGLang's process ended" if ended or (self._reading is not None and self._reading.done()) else None
+        return _ENDED if ended or (self._reading is not None and self._reading.done()) else None
 
     async def stop(self, timeout_s: float) -> None:
         """Ends SGLang and removes what it left. Idempotent."""
@@ -198,9 +200,9 @@ class HostProcess:
         except Exception:  # task boundary: without the reader the process is as good as ended
             logger.exception("what SGLang's process sent cannot be read")
         finally:
-            for answer in self._answers.values():
+            for number, answer in self._answers.items():
                 if not answer.done():
-                    answer.set_exception(GenerationError("SGLang's process ended"))
+                    answer.set_exception(GenerationError(_ENDED if number else explain("start SGLang", _ENDED, _LOOK)))
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Any) -> None:
@@ -211,7 +213,6 @@ def _settle(answer: asyncio.Future[Any], result: Any, error: Any) -> None:
         if kind is ConfigError:
             answer.set_exception(ConfigError(error[1]))
         else:
-            do = "the log of its process says more; rollout.sglang has the settings"
-            answer.set_exception(GenerationError(explain("start SGLang", f"{error[0]}: {error[1]}", do)))
+            answer.set_exception(GenerationError(explain("start SGLang", f"{error[0]}: {error[1]}", _LOOK)))
     else:
         answer.set_exception(GenerationError(error))
