@@ -132,6 +132,7 @@ class Recipe:
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
         self._check_algorithm()
+        self._check_backend()
         self._check_schedule()
         self._check_weights()
 
@@ -182,6 +183,16 @@ class Recipe:
             f"clip_high={algorithm.clip_high}",
             found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
+        )
+
+    def _check_backend(self) -> None:
+        """Checks what the training backend cannot do of the algorithm."""
+        coefficient = self.algorithm.router_aux_coefficient
+        require(
+            self.trainer.backend != "megatron" or coefficient == 0,
+            asked=f"algorithm.router_aux_coefficient={coefficient:g} with trainer.backend=megatron",
+            found="this backend does not compute the load-balancing loss",
+            do="set algorithm.router_aux_coefficient=0, or trainer.backend=fsdp",
         )
 
     def _check_schedule(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -29,6 +30,48 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig:
+    tensor_parallel: PositiveInt = 1
+    """Ranks that split each matrix. It divides the heads and the feed-forward width."""
+    pipeline_parallel: PositiveInt = 1
+    """Ranks that hold one stage of the layers each. With chunks_per_stage it divides the layers."""
+    chunks_per_stage: PositiveInt = 1
+    """Parts of a stage, with parts of other stages between them (virtual pipeline): shorter waits, more transfers."""
+    context_parallel: PositiveInt = 1
+    """Ranks that split each sequence. Above 1 needs TransformerEngine; this version refuses it."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that hold different experts of a mixture. It divides the experts."""
+    expert_tensor_parallel: PositiveInt | None = None
+    """Ranks that split each expert. None takes tensor_parallel."""
+    sequence_parallel: bool = True
+    """With tensor_parallel above 1, norms and residuals are split by token too: less memory. A mixture needs it."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights in forward and backward; master weights and optimizer are float32."""
+    recompute: Literal["none", "attention", "full"] = "none"
+    """What the backward pass computes again: nothing, attention, or each layer."""
+
+    @property
+    def experts_split_by(self) -> int:
+        """`expert_tensor_parallel`, set or derived."""
+        return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel
+
+    def __post_init__(self) -> None:
+        check_ranges("trainer.megatron.", self)
+        require(
+            self.context_parallel == 1,
+            asked=f"trainer.megatron.context_parallel={self.context_parallel}",
+            found="this version does not split sequences: it has no TransformerEngine layers",
+            do="set it to 1, and tensor_parallel higher or recompute=full to save memory",
+        )
+        require(
+            self.chunks_per_stage == 1 or self.pipeline_parallel > 1,
+            asked=f"trainer.megatron.chunks_per_stage={self.chunks_per_stage}",
+            found="trainer.megatron.pipeline_parallel=1: there are no other stages to interleave with",
+            do="set chunks_per_stage to 1, or pipeline_parallel to 2 or more",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains all weights."""
@@ -53,11 +96,15 @@ class LoraConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     num_ranks: PositiveInt = 1
-    """Ranks, one process each. Backend fsdp: all of them are data-parallel."""
-    backend: Literal["fsdp"] = "fsdp"
-    """fsdp: FSDP2 over torch.distributed."""
+    """Ranks, one process each. Backend fsdp: all of them are data-parallel. Backend megatron: tensor_parallel x
+    pipeline_parallel of them hold one copy of the model."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """fsdp: FSDP2 over torch.distributed. megatron: Megatron-core, for models that need tensor, pipeline or expert
+    parallelism (docs/megatron.md)."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Settings of backend fsdp."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """Settings of backend megatron."""
     device: str = "auto"
     """auto takes cuda where there is one."""
     lr: Positive = 1e-6
@@ -97,10 +144,15 @@ class TrainerConfig:
     @property
     def layout(self) -> Layout:
         """Which ranks share a plan."""
-        return Layout(self.num_ranks)  # backend fsdp
+        if self.backend == "fsdp":
+            return Layout(self.num_ranks)
+        megatron = self.megatron
+        return Layout(self.num_ranks, megatron.tensor_parallel, megatron.context_parallel, megatron.pipeline_parallel)
 
     def __post_init__(self) -> None:
         check_ranges("trainer.", self)
+        if self.backend == "megatron":
+            self._check_megatron()
         require_device("trainer.device", self.device)
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
@@ -113,4 +165,25 @@ class TrainerConfig:
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.schedule=constant",
             found="a constant learning rate does not fall",
             do="set trainer.schedule=linear or cosine, or leave trainer.decay_steps out",
+        )
+
+    def _check_megatron(self) -> None:
+        """Checks what does not depend on the model; `trainer/megatron/supports.py` checks the rest."""
+        for key, is_set in (("trainer.lora.rank", self.lora.rank > 0), ("trainer.compile", self.compile)):
+            require(
+                not is_set,
+                asked=f"{key} with trainer.backend=megatron",
+                found="this backend trains all weights and compiles nothing",
+                do=f"leave {key} out, or set trainer.backend=fsdp",
+            )
+        megatron, ranks = self.megatron, self.num_ranks
+        of_model = self.layout.num_ranks // self.layout.num_plans
+        of_experts = megatron.expert_parallel * megatron.experts_split_by * megatron.pipeline_parallel
+        require(
+            ranks % of_experts == 0,
+            asked=f"trainer.num_ranks={ranks}",
+            found=f"the experts take {of_experts} ranks: expert {megatron.expert_parallel} x expert tensor "
+            f"{megatron.experts_split_by} x pipeline {megatron.pipeline_parallel}",
+            do=f"set trainer.num_ranks to a multiple of {math.lcm(of_model, of_experts)}, or "
+            "trainer.megatron.expert_parallel lower",
         )

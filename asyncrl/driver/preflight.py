@@ -31,7 +31,7 @@ from asyncrl.inference.engines import require_package, require_runs, require_tra
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
-from asyncrl.trainer.backends import require_trains
+from asyncrl.trainer.backends import require_backend, require_fits, require_trains
 from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
     if trains:
         require_transport(recipe.rollout.engine, recipe.weights.transport)
         require_trains(recipe.trainer.backend, facts)
+        require_fits(recipe.trainer, facts)
     require_runs(recipe.rollout, facts)
 
 
@@ -131,6 +132,7 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
     for key, path in _other_models(recipe).items():
         facts = check_model(path, key)
         require_trains(recipe.trainer.backend, facts, key)
+        require_fits(recipe.trainer, facts, key)
         if not facts.is_local and not use_hub:
             notes.append(f"{key}={path} comes from the hub: it is looked up when the run starts")
             continue
@@ -183,6 +185,7 @@ def check_packages(recipe: Recipe) -> None:
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
     require_package(recipe.rollout)
+    require_backend(recipe.trainer.backend)
     if recipe.weights.transport == "vllm_nccl":
         torch = metadata.version("torch")
         require(

@@ -31,6 +31,13 @@ class BackendSpec:
     wrongly. Its module imports no torch."""
     works: str
     """Advice for a model that the backend does not support."""
+    marker: str
+    """The file that a trainer directory of this backend has, and of no other."""
+    layout: str = ""
+    """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError where
+    the ranks do not divide the model. Its module imports no torch."""
+    package: str = ""
+    """`package.module:function`; raises ConfigError where a package is missing. Its module imports no torch."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
@@ -39,6 +46,16 @@ BACKENDS: dict[str, BackendSpec] = {
         reader="asyncrl.trainer.fsdp.checkpoint_reader:FsdpCheckpoint",
         unsupported="asyncrl.trainer.fsdp.supports:unsupported",
         works="train a decoder-only model of text such as Qwen2, Qwen3 (also MoE) or Llama",
+        marker=".metadata",
+    ),
+    "megatron": BackendSpec(
+        backend="asyncrl.trainer.megatron.backend:MegatronBackend",
+        reader="asyncrl.trainer.megatron.checkpoint_reader:MegatronCheckpoint",
+        unsupported="asyncrl.trainer.megatron.supports:unsupported",
+        works="train Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE, or set trainer.backend=fsdp",
+        marker="rank00000.safetensors",
+        layout="asyncrl.trainer.megatron.supports:check_layout",
+        package="asyncrl.trainer.megatron.supports:require_package",
     ),
 }
 
@@ -55,6 +72,27 @@ def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> 
     if problems := resolve_name(spec.unsupported)(facts):
         asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"
         raise ConfigError(explain(asked, f"the backend does not support {', '.join(problems)}", spec.works))
+
+
+def require_fits(trainer: TrainerConfig, facts: ModelFacts, key: str = "model.path") -> None:
+    """Raises ConfigError: the layout of the trainer's ranks does not divide the model at `key`."""
+    if check := BACKENDS[trainer.backend].layout:
+        resolve_name(check)(trainer, facts, key)
+
+
+def require_backend(backend: str) -> None:
+    """Raises ConfigError: a package that the backend needs is not installed."""
+    if check := BACKENDS[backend].package:
+        resolve_name(check)()
+
+
+def require_written_by(backend: str, directory: Path) -> None:
+    """Raises ConfigError: the trainer directory of a checkpoint is of another backend. One that is of none passes."""
+    if (directory / BACKENDS[backend].marker).exists():
+        return
+    if other := next((name for name, spec in BACKENDS.items() if (directory / spec.marker).exists()), None):
+        do = f"set trainer.backend={other}, or start a new run from what asyncrl-export makes of it"
+        raise ConfigError(explain(f"resume from {directory} with trainer.backend={backend}", f"it is of {other}", do))
 
 
 def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader:

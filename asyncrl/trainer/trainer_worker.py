@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend
-from asyncrl.trainer.backends import build_backend
+from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -165,6 +165,8 @@ class TrainerWorker:
         self._backend.save(directory)
 
     def load(self, directory: Path) -> None:
+        """Raises ConfigError: it is a checkpoint of another backend or model, or none."""
+        require_written_by(self._spec.trainer.backend, directory)
         self._backend.load(directory)
 
     def ping(self) -> float:

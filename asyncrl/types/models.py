@@ -14,11 +14,26 @@ _LOGIT_TRANSFORMS = (
     "lm_head_multiplier",
 )
 """Keys of models that change logits after the output layer (Gemma 2, RecurrentGemma, Cohere, Granite, Falcon-H1)."""
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How Llama 3.1 and later scale rotary positions, beside the factor."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "vit_config", "img_processor", "audio_processor", "mm_vision_tower")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_every")
 """How the keys begin that only models with recurrent layers have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """What a layout must divide; None where the config does not say. `ffn`, `expert_ffn`, `shared_ffn`: widths of the
+    feed-forward block, of an expert and of the expert that every token takes."""
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class ModelFacts:
         changed_attention: the same of attention: soft capping, sinks.
         other_inputs: keys of the parts that read images or sound.
         has_custom_code: the model's class comes with its files.
+        unusual: what few models of a known architecture change: another activation, biases, scaled rotary positions.
     """
 
     path: str
@@ -50,6 +66,8 @@ class ModelFacts:
     num_experts: int = 0
     is_encoder_decoder: bool = False
     has_custom_code: bool = False
+    unusual: tuple[str, ...] = ()
+    sizes: LayerSizes = LayerSizes()
 
     @property
     def name(self) -> str:
@@ -80,7 +98,29 @@ class ModelFacts:
             num_experts=next((text[key] for key in _EXPERTS if text.get(key)), 0),
             is_encoder_decoder=bool(config.get("is_encoder_decoder")),
             has_custom_code=bool(config.get("auto_map")),
+            unusual=tuple(_unusual(text)),
+            sizes=LayerSizes(
+                layers=text.get("num_hidden_layers"),
+                heads=text.get("num_attention_heads"),
+                kv_heads=text.get("num_key_value_heads") or text.get("num_attention_heads"),
+                ffn=text.get("intermediate_size"),
+                expert_ffn=text.get("moe_intermediate_size"),
+                shared_ffn=text.get("shared_expert_intermediate_size"),
+            ),
         )
+
+
+def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
+    activation = text.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        yield f"hidden_act={activation}"
+    yield from (f"{key}=true" for key in ("attention_bias", "mlp_bias") if text.get(key))
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and not (kind == "llama3" and _LLAMA_3.items() <= rope.items()):
+        yield f"rotary positions of kind {kind}"
+    if text.get("partial_rotary_factor", 1) != 1 or rope.get("partial_rotary_factor", 1) != 1:
+        yield "rotary positions of a part of each head"
 
 
 def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:

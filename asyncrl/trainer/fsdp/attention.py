@@ -1,18 +1,13 @@
-"""Attention that keeps the sequences of a packed row apart, without any library beyond torch.
-
-Packed tokens are scattered into a padded [sequences, longest] batch, run through causal attention and gathered back.
-Padding stands at the end, so under a causal mask no real token ever sees it. The packing planner puts sequences of
-similar length together, which keeps the padding small; every other layer computes real tokens only.
-"""
+"""`packed_attention` as an attention implementation of transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from asyncrl.trainer.packed_attention import packed_attention
 from asyncrl.trainer.step.batch import PackedLayout
 
 PACKED_SDPA = "packed_sdpa"
@@ -38,7 +33,7 @@ def packed_sdpa(  # noqa: PLR0913 the signature is that of transformers' interfa
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence of a packed row.
 
-    Legend: H query heads, K key heads, N packed tokens, D head size, S sequences, L longest.
+    Legend: H query heads, K key heads, N packed tokens, D head size.
 
     Args:
         query: [1, H, N, D]; key, value: [1, K, N, D], H a multiple of K.
@@ -54,36 +49,8 @@ def packed_sdpa(  # noqa: PLR0913 the signature is that of transformers' interfa
     unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if features.get(name) is not None)
     if unknown or attention_mask is not None:
         raise ValueError(f"{PACKED_SDPA} supports neither an attention mask nor {unknown or 'other features'}")
-    q_SHLD, k_SKLD, v_SKLD = (_pad(x, packed_layout) for x in (query, key, value))
-    window = None
-    if sliding_window is not None and packed_layout.max_length > sliding_window:
-        window = _band(packed_layout.max_length, sliding_window, query.device)
-    out_SHLD = scaled_dot_product_attention(
-        q_SHLD,
-        k_SKLD,
-        v_SKLD,
-        attn_mask=window,
-        dropout_p=dropout,
-        is_causal=window is None,
-        scale=scaling,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),  # symbolic while a compiler traces
+    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_NHD = packed_attention(
+        q_NHD, k_NKD, v_NKD, packed_layout, dropout=dropout, scaling=scaling, sliding_window=sliding_window
     )
-    out_rows = out_SHLD.transpose(1, 2).flatten(0, 1)
-    if not packed_layout.is_dense:
-        out_rows = out_rows.index_select(0, packed_layout.slots)
-    return out_rows.unsqueeze(0), None
-
-
-def _pad(x_1HND: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    rows_NHD = x_1HND[0].transpose(0, 1)
-    if not layout.is_dense:
-        padded = rows_NHD.new_zeros(layout.num_sequences * layout.max_length, *rows_NHD.shape[1:])
-        rows_NHD = padded.index_copy_(0, layout.slots, rows_NHD)
-    return rows_NHD.unflatten(0, (layout.num_sequences, layout.max_length)).transpose(1, 2)
-
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[L, L] bool, True where the query (row) may see the key (column)."""
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
+    return out_NHD.unsqueeze(0), None

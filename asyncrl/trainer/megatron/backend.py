@@ -1,0 +1,144 @@
+"""The TrainBackend of Megatron-core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.megatron import stored_state
+from asyncrl.trainer.megatron.stored_state import Captured, StoredState
+from asyncrl.trainer.megatron.supports import require_package
+from asyncrl.trainer.step.loop import TrainingStep
+from asyncrl.trainer.step.model import Peers
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.megatron.models import Models
+    from asyncrl.trainer.megatron.publication import Publication
+
+logger = logging.getLogger(__name__)
+
+_TOTAL_STEPS = "total_steps"
+
+
+class MegatronBackend:
+    """One rank. Needs torch.distributed's default group, over all ranks. Owns the models, their optimizers, and the
+    captured copy of their state; `TrainingStep` makes the step.
+
+    On a machine without CUDA every method that calls Megatron-core does so inside `cpu.cuda_as_cpu`.
+    """
+
+    def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
+        """Loads this rank's part of the models; collective. Raises ConfigError: a model cannot be read or trained."""
+        require_package()
+        if spec.algorithm.router_aux_coefficient > 0:
+            asked = f"algorithm.router_aux_coefficient={spec.algorithm.router_aux_coefficient:g}"
+            found = "trainer.backend=megatron does not compute the load-balancing loss"
+            raise ConfigError(explain(asked, found, "set it to 0, or trainer.backend=fsdp"))
+        self._spec, self._rank, self._world_size = spec, rank, world_size
+        self._on_device = _context(device)
+        with self._on_device():
+            self._models, self._step, self._publication = _build(spec, device)
+        self._captured: Captured | None = None
+        # Saving runs beside training in a thread of its own, so it needs a group of its own: see `FsdpBackend`.
+        timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
+        saving = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
+        self._saving = saving
+
+    def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
+        with self._on_device():
+            return self._step.train_step(plan, trajectories)
+
+    def reference_kl(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, float]:
+        with self._on_device():
+            return self._step.reference_kl(plan, trajectories)
+
+    def logprobs(
+        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
+    ) -> dict[TrajectoryKey, torch.Tensor]:
+        with self._on_device():
+            return self._step.logprobs(plan, trajectories)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return self._publication.specs()
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainBackend`. Tensors are on the trainer's device, whole on every rank, and share no memory with the
+        weights."""
+        return self._publication.tensors()
+
+    def capture(self) -> None:
+        self._captured = None  # freed before the next one is made
+        numbers, parameters, tensors = {_TOTAL_STEPS: self._spec.total_steps}, {}, {}
+        for model_name, model in self._models.trained():
+            numbers[model_name] = model.update.steps()
+            for name, parameter, share, contents in model.shares():
+                key = f"{model_name}.{name}"
+                parameters[key] = (list(parameter.shape), share.start, share.stop, contents)
+                tensors.update(stored_state.entries(key, share.state))
+        header = stored_state.header(self._rank, self._world_size, numbers, parameters)
+        self._captured = Captured(header, stored_state.with_random_state(tensors))
+
+    def save(self, directory: Path) -> None:
+        """See `TrainBackend`. Raises StorageError: it cannot be written there."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise RuntimeError("save was called before capture")
+        stored_state.write(directory, captured, self._saving)
+
+    def load(self, directory: Path) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
+        written = StoredState(directory, f"load the trainer's state from {directory}")
+        models = self._models.trained()
+        for model_name, model in models:
+            model.check_same(written, model_name)
+        self._warn_of_another_length(written)
+        for model_name, model in models:
+            model.load_state(written, model_name)
+        if written.world_size == self._world_size:
+            torch.set_rng_state(written.random_state(self._rank))
+
+    def _warn_of_another_length(self, written: StoredState) -> None:
+        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.numbers.get(_TOTAL_STEPS)
+        if trainer.schedule != "constant" and trainer.decay_steps is None and self._rank == 0 and then != now:
+            logger.warning(
+                "the learning rate jumps: it fell towards step %s, and now falls towards run.max_steps=%d; "
+                "trainer.decay_steps=%s keeps its curve",
+                then,
+                now,
+                then,
+            )
+
+
+def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Inside what it returns, Megatron-core computes on `device`."""
+    if device.type == "cuda":
+        return nullcontext
+    from asyncrl.trainer.megatron import cpu
+
+    cpu.import_megatron()
+    return cpu.cuda_as_cpu
+
+
+def _build(spec: TrainerSpec, device: torch.device) -> tuple[Models, TrainingStep, Publication]:
+    """Collective. Imports Megatron-core, which on a CPU must happen after `_context`."""
+    from asyncrl.trainer.megatron.model import join_groups
+    from asyncrl.trainer.megatron.models import Models
+    from asyncrl.trainer.megatron.publication import Publication
+
+    groups = join_groups(spec.trainer)
+    models = Models(spec, groups, on_cpu=device.type == "cpu")
+    step = TrainingStep(spec, models.of_step(), peers=Peers(groups.data), device=device)
+    return models, step, Publication(models.policy.parameters, spec.model.inference_dtype)

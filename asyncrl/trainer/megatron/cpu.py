@@ -1,0 +1,107 @@
+"""Megatron-core on a machine without CUDA. Entered only there, and imported only there.
+
+Megatron-core asks for CUDA where it needs no more than the device of its tensors. `cuda_as_cpu` answers in its place: a
+mode of torch, which holds for the thread that enters it, moves what is asked of `cuda` to the CPU, and the functions of
+`torch.cuda` that Megatron-core calls are replaced until the context ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def import_megatron() -> None:
+    """Imports Megatron-core without its compiled kernels, and replaces the two functions that need CUDA's libraries.
+
+    Call it before anything else imports Megatron-core. Idempotent.
+    """
+    with _replaced((torch, "compile", _as_it_is)):  # what Megatron-core decorates with torch.compile at import
+        utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+    utils.te_general_gemm = None  # without TransformerEngine the name is not bound
+    dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+@contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """Inside, in this thread, Megatron-core computes on the CPU."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    stream = _Stream()
+    answers = (
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", lambda *args, **kwargs: stream),
+        (torch.cuda, "stream", lambda *args, **kwargs: nullcontext()),
+        # dropout is off: recomputing a layer draws no random numbers
+        (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)),
+        (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
+    )
+    with _replaced(*answers), _CudaAsCpu():
+        yield
+
+
+class _CudaAsCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(args[0])
+            return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream and an event in one: on a CPU everything is done when a call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments of a real one have no meaning here."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """In place of `maybe_move_tensor_to_cpu`, which leaves a tensor that is on the CPU already as it is."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """In place of `torch.compile`, also where it is called with options alone."""
+    return function if function is not None else _as_it_is
+
+
+@contextmanager
+def _replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, value): inside, the owner has this value."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -1,0 +1,63 @@
+"""What follows the hidden states of the last stage: the output layer of a policy, the value head of a critic."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.trainer.megatron.model import Decoder, gathered
+from asyncrl.trainer.megatron.token_logprobs import token_logprobs
+from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.step.model import Output, TokenOutputs
+
+
+class Head(Protocol, Generic[Output]):
+    rows: int
+    """Numbers for each predicted token."""
+
+    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """[rows, n] float32, the same on all tensor-parallel ranks. `hidden`: what `chunk`, the last one, returned."""
+        ...
+
+    def output(self, numbers: torch.Tensor) -> Output:
+        """From [rows, n]."""
+        ...
+
+
+class PolicyHead:
+    rows = 2
+
+    def __init__(self, vocab_size: int, group: dist.ProcessGroup) -> None:
+        """`group`: the tensor-parallel ranks."""
+        self._vocab_size, self._group = vocab_size, group
+
+    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """Log-probability and entropy of each predicted token."""
+        weight = chunk.output_weight()
+        rows = gathered(hidden, chunk.config, partial_gradients=True).index_select(0, tokens.predictors)
+        found = token_logprobs(
+            rows.to(weight.dtype),
+            weight,
+            tokens.targets,
+            temperature=tokens.temperature,
+            vocab_size=self._vocab_size,
+            group=self._group,
+        )
+        return torch.stack(found)
+
+    def output(self, numbers: torch.Tensor) -> TokenOutputs:
+        return TokenOutputs(numbers[0], numbers[1])
+
+
+class ValueHead:
+    rows = 1
+
+    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """The value of the text before each predicted token, computed in float32 by every tensor-parallel rank."""
+        rows = gathered(hidden, chunk.config, partial_gradients=False).index_select(0, tokens.predictors)
+        return chunk.value_head(rows.float()).T
+
+    def output(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers[0]

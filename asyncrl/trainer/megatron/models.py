@@ -1,0 +1,156 @@
+"""The models that the algorithm needs, split over the same ranks, with their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+import torch
+from torch import nn
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.megatron.heads import Head, PolicyHead, ValueHead
+from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_config
+from asyncrl.trainer.megatron.names import LocalTensor
+from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, Share, Update, wrap
+from asyncrl.trainer.megatron.source import PretrainedModel, Source
+from asyncrl.trainer.megatron.stored_state import StoredState
+from asyncrl.trainer.megatron.trained import Frozen, Trained
+from asyncrl.trainer.step.model import Output, StepModels
+from asyncrl.trainer.trainer_spec import TrainerSpec
+
+HEAD = "head."
+"""How the names of a critic's head begin, which no pretrained model has."""
+
+
+class TrainedModel(Generic[Output]):
+    """A model in training: its chunks, their contents and its optimizer.
+
+    Attributes:
+        parameters: (name that is unique on this rank, parameter, what it holds), in the same order at every start.
+        update: its optimizer.
+    """
+
+    def __init__(
+        self, source: PretrainedModel, spec: TrainerSpec, groups: Groups, *, critic: bool, on_cpu: bool
+    ) -> None:
+        """Builds and loads it; collective."""
+        trainer = spec.trainer
+        dtype: torch.dtype = getattr(torch, trainer.megatron.param_dtype)
+        self.sizes = source.sizes
+        self.config = transformer_config(source.sizes, trainer, dtype=dtype, on_cpu=on_cpu)
+        chunks = build_chunks(source.sizes, self.config, groups.place, critic=critic)
+        self.parameters: list[tuple[str, nn.Parameter, LocalTensor]] = []
+        for number, (chunk, contents) in enumerate(chunks):
+            named = dict(chunk.named_parameters())
+            self.parameters += [(f"{number}.{name}", named[name], contents[name]) for name in contents]
+        self.chunks = wrap([chunk for chunk, _ in chunks], self.config)
+        norm = spec.algorithm.critic.max_grad_norm if critic else trainer.max_grad_norm
+        self.update = Update(self.chunks, trainer, max_grad_norm=norm, bf16=dtype == torch.bfloat16)
+        self._shares = {id(parameter): share for parameter, share in self.update.shares()}
+        self.load_weights(source)
+
+    @torch.no_grad()
+    def load_weights(self, source: Source) -> None:
+        """Weights and master weights; a head that the source does not have starts at zero."""
+        for _, parameter, contents in self.parameters:
+            values = torch.zeros(parameter.shape, dtype=torch.float32)
+            if not contents.blocks[0].name.startswith(HEAD):
+                source.read_into(values, contents)
+            self.assign(parameter, values)
+
+    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """`values`: float32, of the parameter's shape; without gradient."""
+        parameter.data.copy_(values)
+        if share := self._shares.get(id(parameter)):
+            share.state[MASTER].copy_(values.flatten()[share.start : share.stop])
+
+    def shares(self) -> Iterator[tuple[str, nn.Parameter, Share, LocalTensor]]:
+        """(name, parameter, this rank's share of it, what the parameter holds), of those that it has a share of."""
+        for name, parameter, contents in self.parameters:
+            if share := self._shares.get(id(parameter)):
+                yield name, parameter, share, contents
+
+    def check_same(self, written: StoredState, name: str) -> None:
+        """Raises ConfigError: the checkpoint is of another model than this, which it calls `name`."""
+        there = set(written.names(name))
+        if not there:
+            do = "keep algorithm.advantage, or start a new run from what asyncrl-export makes of it"
+            raise written.unfit(f"it has no {name}", do)
+        missing = sorted({b.name for _, _, contents in self.parameters for b in contents.blocks} - there)
+        if missing:
+            raise written.unfit(f"it is of another model: it has no {missing[0]} ({len(missing)} tensors missing)")
+
+    @torch.no_grad()
+    def load_state(self, written: StoredState, name: str) -> None:
+        """Weights, master weights, moments and the number of steps of the model that the checkpoint calls `name`."""
+        for _, parameter, contents in self.parameters:
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            written.read_into(values, contents, name, MASTER)
+            self.assign(parameter, values)
+            if share := self._shares.get(id(parameter)):
+                for kind in MOMENTS:
+                    written.read_into(values, contents, name, kind)
+                    share.state[kind].copy_(values.flatten()[share.start : share.stop])
+        self.update.set_steps(written.numbers[name])
+
+    def of_step(self, head: Head[Output], groups: Groups) -> Trained[Output]:
+        """The same as the training step sees it."""
+        return Trained(self.chunks, self.config, head, groups, self.update)
+
+
+class Models:
+    """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
+
+    def __init__(self, spec: TrainerSpec, groups: Groups, *, on_cpu: bool) -> None:
+        """Collective. Raises ConfigError: a model cannot be read or trained."""
+        self._spec, self._groups, self._on_cpu = spec, groups, on_cpu
+        algorithm = spec.algorithm
+        source = PretrainedModel(spec.model)
+        self.policy: TrainedModel[Any] = TrainedModel(source, spec, groups, critic=False, on_cpu=on_cpu)
+        self.critic: TrainedModel[Any] | None = None
+        if algorithm.needs_critic:
+            named = self._named(algorithm.critic.path, "algorithm.critic.path")
+            self.critic = TrainedModel(named, spec, groups, critic=True, on_cpu=on_cpu)
+        self._reference = self._frozen() if algorithm.needs_reference else None
+
+    def of_step(self) -> StepModels:
+        """The same as the training step sees them."""
+        head = PolicyHead(self.policy.sizes.vocab_size, self._groups.tensor)
+        critic = self.critic.of_step(ValueHead(), self._groups) if self.critic is not None else None
+        return StepModels(self.policy.of_step(head, self._groups), critic, self._reference)
+
+    def trained(self) -> Sequence[tuple[str, TrainedModel[Any]]]:
+        """By their names in a checkpoint."""
+        return [("model", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
+
+    def _frozen(self) -> Frozen[Any]:
+        source = self._named(self._spec.algorithm.kl.path, "algorithm.kl.path")
+        trainer = self._spec.trainer
+        dtype: torch.dtype = getattr(torch, trainer.megatron.param_dtype)
+        config = transformer_config(source.sizes, trainer, dtype=dtype, on_cpu=self._on_cpu, recompute=False)
+        chunks = build_chunks(source.sizes, config, self._groups.place)
+        with torch.no_grad():
+            for chunk, contents in chunks:
+                for name, parameter in chunk.named_parameters():
+                    source.read_into(parameter, contents[name])
+        head = PolicyHead(source.sizes.vocab_size, self._groups.tensor)
+        frozen = [chunk.requires_grad_(False).eval() for chunk, _ in chunks]
+        return Frozen(frozen, config, head, self._groups)
+
+    def _named(self, path: str | None, key: str) -> PretrainedModel:
+        """The model at `path`; `model.revision` is of `model.path` alone.
+
+        Raises:
+            ConfigError: its vocabulary is smaller than the policy's.
+        """
+        model: ModelConfig = self._spec.model
+        if path in (None, model.path):
+            return PretrainedModel(model)
+        found, own = PretrainedModel(replace(model, path=path, revision=None), key), self.policy.sizes.vocab_size
+        if found.sizes.vocab_size < own:
+            said = f"its embedding has {found.sizes.vocab_size} rows, that of model.path={model.path} has {own}"
+            raise ConfigError(explain(f"{key}={path}", said, "name a model of the same vocabulary"))
+        return found

@@ -1,0 +1,208 @@
+"""Which part of which Hugging Face tensor each tensor of Megatron-core holds, as data. Pure; imports no torch.
+
+Loading, the publish and checkpoints all use it: a tensor of a rank consists of `Block`s, each a run of rows or columns
+of one Hugging Face tensor. To load is to copy the blocks in, to publish is to copy them out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.trainer.megatron.sizes import ModelSizes
+
+Kind = Literal["whole", "columns", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a tensor of a layer is made of those in `names`, and how ranks split it.
+
+    whole: every rank has all of it. columns: split by columns. qkv: for each key-value head its queries, its key and
+    its value; split by rows. gate_up: each rank has its rows of the gate, then its rows of the up projection.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+
+
+def _qkv(part: str) -> Rule:
+    return Rule("qkv", tuple(f"self_attn.{p}_proj.{part}" for p in "qkv"))
+
+
+def _gate_up(place: str) -> Rule:
+    return Rule("gate_up", (f"{place}.gate_proj.weight", f"{place}.up_proj.weight"))
+
+
+_INPUT_NORM = Rule("whole", ("input_layernorm.weight",))
+_MLP_NORM = Rule("whole", ("post_attention_layernorm.weight",))
+LAYER: dict[str, Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": Rule("whole", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Rule("whole", ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Rule("columns", ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": _gate_up("mlp"),
+    "mlp.linear_fc2.weight": Rule("columns", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": Rule("whole", ("mlp.gate.weight",)),
+    "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_expert"),
+    "mlp.shared_experts.linear_fc2.weight": Rule("columns", ("mlp.shared_expert.down_proj.weight",)),
+    "mlp.shared_experts.gate_weight": Rule("whole", ("mlp.shared_expert_gate.weight",)),
+    "mlp.experts.linear_fc1.weight": _gate_up("mlp.experts.{expert}"),
+    "mlp.experts.linear_fc2.weight": Rule("columns", ("mlp.experts.{expert}.down_proj.weight",)),
+}
+"""Tensor of a Megatron-core layer -> its rule; `{expert}`: the expert's number in the model. Where two names have one
+rule, the second is that of TransformerEngine's layers."""
+
+EMBEDDING, OUTPUT, FINAL_NORM = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "decoder.final_layernorm.weight",
+)
+_VALUE_HEAD = {"value_head.weight": "head.weight", "value_head.bias": "head.bias"}
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.(\d+)\.(.+)")
+_TE_EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Entries `[local, local + length)` of a rank's tensor along `dim` are `[start, start + length)` of `name`."""
+
+    name: str
+    dim: int
+    start: int
+    local: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """One tensor of a rank. Entries that no block covers are padding: zero.
+
+    Attributes:
+        is_split: ranks of a tensor-parallel group hold different entries, be the group one rank.
+        dim: along which they split it.
+    """
+
+    blocks: tuple[Block, ...]
+    is_split: bool
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's index in each parallel group, and the sizes of these groups."""
+
+    tensor: int = 0
+    num_tensor: int = 1
+    expert_tensor: int = 0
+    num_expert_tensor: int = 1
+    expert: int = 0
+    num_expert: int = 1
+
+
+def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> LocalTensor:
+    """What the parameter `name` of a part of the model holds.
+
+    Args:
+        first_layer: number, in the whole model, of the part's first layer.
+
+    Raises:
+        KeyError: no rule says what it is.
+    """
+    if name in (EMBEDDING, OUTPUT):
+        whole = "model.embed_tokens.weight" if name == EMBEDDING or sizes.tied else "lm_head.weight"
+        rows = sizes.padded_vocabulary(place.num_tensor) // place.num_tensor
+        return LocalTensor(_cut([(whole, 0, sizes.vocab_size)], 0, place.tensor * rows, rows), True, 0)
+    if name == FINAL_NORM:
+        return _whole("model.norm.weight", sizes.hidden_size)
+    if name in _VALUE_HEAD:
+        return _whole(_VALUE_HEAD[name], 1)
+    found = _IN_LAYER.fullmatch(name)
+    if found is None:
+        raise KeyError(name)
+    inside, expert = found[2], None
+    if local := _LOCAL_EXPERT.fullmatch(inside):
+        inside, expert = local[1] + local[3], int(local[2])
+    elif grouped := _TE_EXPERT.fullmatch(inside):
+        inside, expert = grouped[1], int(grouped[2])
+    rule, layer = LAYER[inside], int(found[1]) + first_layer
+    number = None if expert is None else expert + place.expert * (sizes.num_experts // place.num_expert)
+    names = [f"model.layers.{layer}." + part.format(expert=number) for part in rule.names]
+    rank, ranks = (place.tensor, place.num_tensor)
+    if expert is not None:
+        rank, ranks = (place.expert_tensor, place.num_expert_tensor)
+    return _in_layer(inside, rule.kind, names, sizes, rank, ranks)
+
+
+def _in_layer(inside: str, kind: Kind, names: Sequence[str], sizes: ModelSizes, rank: int, ranks: int) -> LocalTensor:
+    if kind == "whole":
+        return _whole(names[0], _length(inside, sizes))
+    if kind == "columns":
+        columns = _length(inside, sizes) // ranks
+        return LocalTensor((Block(names[0], 1, rank * columns, 0, columns),), True, 1)
+    if kind == "gate_up":
+        rows = _length(inside, sizes) // ranks
+        both = (Block(names[0], 0, rank * rows, 0, rows), Block(names[1], 0, rank * rows, rows, rows))
+        return LocalTensor(both, True, 0)
+    segments = list(_qkv_segments(names, sizes))
+    rows = sum(length for _, _, length in segments) // ranks
+    return LocalTensor(_cut(segments, 0, rank * rows, rows), True, 0)
+
+
+def _length(inside: str, sizes: ModelSizes) -> int:
+    """Entries of the whole tensor along the dimension that its blocks run along."""
+    if inside in ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"):
+        return sizes.head_dim
+    if inside == "self_attention.linear_proj.weight":
+        return sizes.num_heads * sizes.head_dim
+    if inside == "mlp.router.weight":
+        return sizes.num_experts
+    if inside == "mlp.shared_experts.gate_weight":
+        return 1
+    if inside.startswith("mlp.shared_experts."):
+        return sizes.shared_expert_size
+    if inside.startswith("mlp.experts."):
+        return sizes.expert_size
+    return sizes.ffn_size if inside.startswith("mlp.linear_fc") and inside.endswith(".weight") else sizes.hidden_size
+
+
+def _qkv_segments(names: Sequence[str], sizes: ModelSizes) -> Iterator[tuple[str, int, int]]:
+    """(name, first row, number of rows) in the order of the fused tensor."""
+    size, queries = sizes.head_dim, sizes.num_heads // sizes.num_kv_heads * sizes.head_dim
+    for head in range(sizes.num_kv_heads):
+        yield names[0], head * queries, queries
+        yield names[1], head * size, size
+        yield names[2], head * size, size
+
+
+def _cut(segments: Sequence[tuple[str, int, int]], dim: int, start: int, length: int) -> tuple[Block, ...]:
+    """The blocks of entries `[start, start + length)` of the segments, put one behind the other."""
+    found, at = [], 0
+    for name, first, extent in segments:
+        low, high = max(at, start), min(at + extent, start + length)
+        if low < high:
+            found.append(Block(name, dim, first + low - at, low - start, high - low))
+        at += extent
+    return tuple(found)
+
+
+def _whole(name: str, length: int) -> LocalTensor:
+    return LocalTensor((Block(name, 0, 0, 0, length),), False, 0)
+
+
+def order(name: str) -> tuple[int, int, str]:
+    """Sorts names of Hugging Face: embedding, layers by number, final norm, output layer, anything else."""
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    if layer:
+        numbers = re.sub(r"\d+", lambda n: n[0].zfill(6), layer[2])  # experts by number too
+        return 1, int(layer[1]), numbers
+    ends = {"model.embed_tokens.weight": 0, "model.norm.weight": 2, "lm_head.weight": 3}
+    return ends.get(name, 4), 0, name

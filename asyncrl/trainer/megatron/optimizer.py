@@ -1,0 +1,144 @@
+"""AdamW over the parameters of a model, by Megatron-core's distributed optimizer: each data-parallel rank holds float32
+master weights and moments of its share of every parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from asyncrl.config.trainer import TrainerConfig
+
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """This rank's part of a parameter: entries `[start, stop)` of its flattened form, in float32.
+
+    Attributes:
+        state: `MASTER` and `MOMENTS` -> [stop - start] float32, live.
+    """
+
+    start: int
+    stop: int
+    state: dict[str, torch.Tensor]
+
+
+def wrap(chunks: Sequence[nn.Module], config: TransformerConfig) -> list[DistributedDataParallel]:
+    """The chunks with buffers for their gradients, which are summed over data-parallel ranks in float32. Sets how
+    `config`'s schedule finishes gradients."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+    )
+    # losses are parts of one sum: gradients are not divided by a number of tokens
+    config.finalize_model_grads_func = partial(_finalize)
+    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+
+
+def _finalize(model: list[nn.Module], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    finalize_model_grads(model, None, **groups)
+
+
+class Update:
+    """The optimizer of a model: clips gradients, steps, and drops them. Owns the master weights and the moments."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: TrainerConfig, *, max_grad_norm: float, bf16: bool
+    ) -> None:
+        """Collective. Allocates the moments, so that too little memory fails before the first rollout."""
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=True,
+            clip_grad=max_grad_norm,
+        )
+        self._chunks, self._max_grad_norm, self._weight_decay = chunks, max_grad_norm, config.weight_decay
+        self._optimizer: Any = get_megatron_optimizer(
+            settings,
+            list(chunks),  # pyright: ignore[reportArgumentType] upstream wraps them so itself
+            config_overrides=get_standard_config_overrides(settings),
+            use_gloo_process_groups=False,
+        )
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    state.update({kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS})
+        self.set_steps(0)
+
+    def clip(self) -> float:
+        """Scales gradients to at most the norm that was given; returns their global norm before that. Collective."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        share = self._max_grad_norm / (norm + 1e-6)
+        if self._max_grad_norm > 0 and math.isfinite(norm) and share < 1:
+            for part in self._parts():
+                gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
+                if gradients:
+                    torch._foreach_mul_(gradients, share)
+        return norm
+
+    def step(self, rate: float) -> None:
+        """After `clip`. Collective: ranks gather the weights that others have updated."""
+        for group in self._optimizer.param_groups:
+            group["lr"], group["weight_decay"] = rate, self._weight_decay * group["wd_mult"]
+        self._optimizer.step_with_ready_grads()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drops the gradients."""
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+    def shares(self) -> Iterator[tuple[nn.Parameter, Share]]:
+        """This rank's share of each parameter of which it has one."""
+        for part in self._parts():
+            for parameter in part.model_param_group_index_map:
+                place = part._get_model_param_range_map(parameter)["param"]
+                found = part._get_main_param_and_optimizer_states(parameter)
+                state = {MASTER: found["param"].detach()} | {kind: found[kind] for kind in MOMENTS}
+                yield parameter, Share(place.start, place.end, state)
+
+    def steps(self) -> int:
+        """How many steps were made: AdamW corrects the bias of its moments by it."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                if not self._is_torch(part):
+                    return int(group.get("step", 0))
+                for parameter in group["params"]:
+                    return int(part.optimizer.state[parameter]["step"])
+        return 0
+
+    def set_steps(self, steps: int) -> None:
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                if not self._is_torch(part):
+                    group["step"] = steps
+                    continue
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+
+    def _parts(self) -> list[Any]:
+        """The optimizers of all parameters but experts, and of experts."""
+        return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
+
+    @staticmethod
+    def _is_torch(part: Any) -> bool:
+        """TransformerEngine's and Apex's Adam count the steps of a group, torch's those of a tensor."""
+        return isinstance(part.optimizer, torch.optim.AdamW)

@@ -1,0 +1,249 @@
+"""Checkpoints: every rank writes its own tensors to one safetensors file, whose header says what they hold.
+
+A file holds this rank's shares of the master weights and of both moments, in float32, of the policy and of the critic.
+The header has for each parameter its shape, the range of its flattened form that this rank holds, and the blocks of
+Hugging Face tensors that it consists of (`names.py`). So ranks of any other layout, and `asyncrl-export`, find what
+they need: optimizer state is read back at another layout too. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from asyncrl.errors import ConfigError, StorageError, explain
+from asyncrl.trainer.megatron.names import Block, LocalTensor, order
+
+FIRST_FILE = "rank00000.safetensors"
+_HEADER, _FORMAT, _RANDOM = "asyncrl", 1, "random"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A rank's state in host memory. `header`: as JSON; `tensors`: by their names in the file."""
+
+    header: str
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Entries `[start, stop)` of a flattened parameter, in a file."""
+
+    file: Path
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A parameter of the writing ranks. Ranks that hold the same blocks hold the same values."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+def header(
+    rank: int,
+    world_size: int,
+    numbers: dict[str, int],
+    parameters: dict[str, tuple[Sequence[int], int, int, LocalTensor]],
+) -> str:
+    """Args:
+    numbers: of the run, by name.
+    parameters: name in the file -> shape, range in the flattened form, contents.
+    """
+    described = {
+        name: {
+            "shape": list(shape),
+            "range": [start, stop],
+            "blocks": [[b.name, b.dim, b.start, b.local, b.length] for b in contents.blocks],
+        }
+        for name, (shape, start, stop, contents) in parameters.items()
+    }
+    return json.dumps(
+        {"format": _FORMAT, "rank": rank, "world_size": world_size, "numbers": numbers, "parameters": described}
+    )
+
+
+def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None:
+    """Writes the files of all ranks; collective over `group`, which nothing else uses.
+
+    Raises:
+        StorageError: a rank could not write. Raised on every rank.
+    """
+    failure = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"rank{group.rank():05d}.safetensors"
+        save_file(captured.tensors, file, metadata={_HEADER: captured.header})
+    except (OSError, SafetensorError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    failures: list[str | None] = [None] * group.size()
+    dist.all_gather_object(failures, failure, group=group)
+    found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+    if found:
+        do = "make room there, or repair the directory; the state in training is not touched"
+        raise StorageError(explain(f"write the trainer's state to {directory}", found, do))
+
+
+class StoredState:
+    """The files that `write` left in one trainer directory; tensors are read on request.
+
+    Attributes:
+        world_size: how many ranks wrote it.
+        numbers: as given to `header`, of the first rank.
+    """
+
+    def __init__(self, directory: Path, asked: str) -> None:
+        """`asked`: what it is opened for, for messages.
+
+        Raises:
+            ConfigError: there is no checkpoint, or one that cannot be read.
+        """
+        self._asked, self._directory = asked, directory
+        if not (directory / FIRST_FILE).is_file():
+            raise ConfigError(explain(asked, "no checkpoint there", "name the trainer directory of a checkpoint"))
+        self._ranges: dict[str, dict[_Stored, list[_Range]]] = {}
+        try:
+            first = self._add(directory / FIRST_FILE)
+            self.world_size, self.numbers = int(first["world_size"]), dict(first["numbers"])
+            for rank in range(1, self.world_size):
+                self._add(directory / f"rank{rank:05d}.safetensors")
+        except (OSError, SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise self.unfit(f"{type(error).__name__}: {error}") from error
+
+    def names(self, model: str) -> list[str]:
+        """The Hugging Face names of `model` in order."""
+        found = {block.name for stored in self._ranges.get(model, {}) for block in stored.blocks}
+        return sorted(found, key=order)
+
+    def whole(self, model: str, kind: str, name: str) -> torch.Tensor:
+        """The whole tensor `name`, float32. Raises ConfigError."""
+        held = [(stored, b) for stored in self._ranges.get(model, {}) for b in stored.blocks if b.name == name]
+        if not held:
+            raise self.unfit(f"it has no {name} of the {model}")
+        stored, block = held[0]
+        shape = list(stored.shape)
+        shape[block.dim] = max(b.start + b.length for _, b in held)
+        target = torch.empty(shape, dtype=torch.float32)
+        extent = LocalTensor((Block(name, block.dim, 0, 0, shape[block.dim]),), False, block.dim)
+        self.read_into(target, extent, model, kind)
+        return target
+
+    def read_into(self, target: torch.Tensor, contents: LocalTensor, model: str, kind: str) -> None:
+        """Overwrites `target`, [shape of a parameter] float32, with what `contents` says it holds; padding is 0.
+
+        Args:
+            kind: which of a parameter's tensors.
+
+        Raises:
+            ConfigError: it is not in the checkpoint, or in another shape.
+        """
+        found = self._ranges.get(model, {})
+        same = _Stored(tuple(target.shape), contents.blocks)
+        if same in found:
+            target.copy_(self._assembled(same, found[same], kind))
+            return
+        target.zero_()
+        for block in contents.blocks:
+            self._fill(target, block, kind, found)
+
+    def random_state(self, rank: int) -> torch.Tensor:
+        """[bytes] uint8. Raises ConfigError."""
+        return self._tensor(self._directory / f"rank{rank:05d}.safetensors", _RANDOM)
+
+    def unfit(
+        self, found: str, do: str = "name another checkpoint, or its run directory for the newest intact one"
+    ) -> ConfigError:
+        return ConfigError(explain(self._asked, found, do))
+
+    def _fill(self, target: torch.Tensor, block: Block, kind: str, found: dict[_Stored, list[_Range]]) -> None:
+        """Copies what any stored parameter has of `block`."""
+        missing = block.length
+        done: set[int] = set()
+        for stored, ranges in found.items():
+            for other in stored.blocks:
+                low, high = max(block.start, other.start), min(block.start + block.length, other.start + other.length)
+                if other.name != block.name or low >= high or low in done:
+                    continue
+                values = self._assembled(stored, ranges, kind)
+                part = values.narrow(other.dim, other.local + low - other.start, high - low)
+                place = target.narrow(block.dim, block.local + low - block.start, high - low)
+                if part.shape != place.shape:
+                    raise self.unfit(f"{block.name} has the shape {list(part.shape)} in it, {list(place.shape)} here")
+                place.copy_(part)
+                done.add(low)
+                missing -= high - low
+        if missing:
+            raise self.unfit(f"it lacks {missing} of {block.length} entries of {block.name}")
+
+    def _assembled(self, stored: _Stored, ranges: Sequence[_Range], kind: str) -> torch.Tensor:
+        """The whole parameter of the ranks that wrote it. Raises ConfigError."""
+        size = torch.Size(stored.shape).numel()
+        flat, at = torch.empty(size, dtype=torch.float32), 0
+        for held in sorted(ranges, key=lambda r: r.start):
+            if held.start > at:
+                break
+            if held.stop > at:
+                values = self._tensor(held.file, f"{held.name}.{kind}")
+                if values.shape != (held.stop - held.start,) or held.stop > size:
+                    raise self.unfit(f"{held.name}.{kind} of {held.file.name} is not of the range that its header says")
+                flat[held.start : held.stop] = values
+                at = held.stop
+        if at != size:
+            raise self.unfit(f"it lacks entries {at} to {size} of {stored.blocks[0].name}")
+        return flat.view(stored.shape)
+
+    def _tensor(self, file: Path, name: str) -> torch.Tensor:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise self.unfit(f"{name} of {file.name} cannot be read: {error}") from error
+
+    def _add(self, file: Path) -> dict[str, Any]:
+        """Adds the parameters of one file; returns its header. Raises what reading it may."""
+        with safe_open(file, framework="pt") as opened:
+            found = json.loads(opened.metadata()[_HEADER])
+        if found["format"] != _FORMAT:
+            raise ValueError(f"{file.name} has the format {found['format']}, known is {_FORMAT}")
+        for name, parameter in found["parameters"].items():
+            blocks = tuple(_block(fields) for fields in parameter["blocks"])
+            stored = _Stored(tuple(_whole(n) for n in parameter["shape"]), blocks)
+            start, stop = (_whole(n) for n in parameter["range"])
+            model = name.partition(".")[0]
+            self._ranges.setdefault(model, {}).setdefault(stored, []).append(_Range(file, name, start, stop))
+        return found
+
+
+def entries(name: str, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the file, copy in host memory) of one parameter's tensors."""
+    for kind, tensor in state.items():
+        yield f"{name}.{kind}", tensor.detach().to("cpu", copy=True)
+
+
+def with_random_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {_RANDOM: torch.get_rng_state()}
+
+
+def _block(fields: Sequence[Any]) -> Block:
+    name, *numbers = fields
+    if not isinstance(name, str) or len(numbers) != 4:
+        raise ValueError(f"{fields} is no block")
+    return Block(name, *(_whole(n) for n in numbers))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a whole number is due")
+    return value

@@ -1,0 +1,255 @@
+"""Megatron-core at each layout, on CPU ranks over gloo, against FSDP2 on one rank in this process.
+
+Two ranks run one layout after another, four the others. They load the model, compute log-probabilities, make three
+optimizer steps, export, save, and resume; all of it is compared.
+"""
+
+import datetime
+import importlib.util
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.trainer.backends import open_checkpoint
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl_testing.backend_suite import random_lease, weights_of
+from asyncrl_testing.rank_processes import run_ranks
+
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
+    ),
+]
+
+VOCAB_SIZE = 41  # odd: every layout pads it
+LEASES = [random_lease(40 + step, step=step) for step in range(4)]
+BUDGET = 40
+SHAPE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+}  # fmt: skip
+DEADLINE_S = 280
+LAYOUTS = {
+    "dp2": ("qwen3", 2, MegatronConfig()),
+    "tp2": ("qwen3", 2, MegatronConfig(tensor_parallel=2, sequence_parallel=False)),
+    "tp2-sp": ("llama", 2, MegatronConfig(tensor_parallel=2, recompute="full")),
+    "pp2": ("qwen3", 2, MegatronConfig(pipeline_parallel=2)),
+    "vpp": ("qwen2", 2, MegatronConfig(pipeline_parallel=2, chunks_per_stage=2)),
+    "tp2-pp2": ("qwen3", 4, MegatronConfig(tensor_parallel=2, pipeline_parallel=2)),
+    "ep2": ("mixture", 2, MegatronConfig(expert_parallel=2)),
+    "etp2": ("mixture", 2, MegatronConfig(tensor_parallel=2)),
+    "tp2-ep2": ("shared", 2, MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)),
+}
+"""Name -> model, ranks, layout."""
+
+
+def build_model(kind):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if kind == "qwen3":
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE, tie_word_embeddings=True))
+    elif kind == "qwen2":
+        shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, tie_word_embeddings=False))
+    elif kind == "llama":
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+        config = hf.LlamaConfig(**SHAPE, rope_parameters=rope, max_position_embeddings=1 << 17)
+        model = hf.LlamaForCausalLM(config)
+    elif kind == "mixture":
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SHAPE, **experts, norm_topk_prob=True, mlp_only_layers=[1]))
+    else:
+        shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+        config = hf.Qwen2MoeConfig(**shape, **experts, shared_expert_intermediate_size=24, norm_topk_prob=False)
+        model = hf.Qwen2MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
+    return model
+
+
+def spec_of(path, world_size, backend, layout=None, **algorithm):
+    return TrainerSpec(
+        model=ModelConfig(path=str(path)),
+        trainer=TrainerConfig(
+            backend=backend,
+            num_ranks=world_size,
+            lr=1e-3,
+            weight_decay=0.1,
+            warmup_steps=2,
+            max_grad_norm=0.5,
+            megatron=layout or MegatronConfig(),
+            collective_timeout_s=60,
+        ),
+        algorithm=AlgorithmConfig(entropy_coefficient=0.01, **algorithm),
+        temperature=0.9,
+    )
+
+
+def run(make, plan_of, directory):
+    """Everything that is compared. `make`: a backend; `plan_of`: the plan of this rank for a lease."""
+    backend = make()
+    found = {"loaded": weights_of(backend), "specs": [(s.name, s.shape) for s in backend.weight_specs()]}
+    logprobs = backend.logprobs(plan_of(LEASES[0]), LEASES[0].trajectories)
+    found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
+    found["steps"] = [asdict(backend.train_step(plan_of(lease), lease.trajectories)) for lease in LEASES[:3]]
+    found["weights"] = weights_of(backend)
+    backend.capture()
+    backend.save(directory)
+    found["last"] = asdict(backend.train_step(plan_of(LEASES[3]), LEASES[3].trajectories))
+    found["last_weights"] = weights_of(backend)
+    resumed = make()
+    resumed.load(directory)
+    found["resumed"] = asdict(resumed.train_step(plan_of(LEASES[3]), LEASES[3].trajectories))
+    found["resumed_weights"] = weights_of(resumed)
+    return found
+
+
+def rank_main(root, rank, world_size, paths):
+    """What this rank finds at each layout of as many ranks. `paths`: kind of model -> its directory."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for name, (kind, ranks, layout) in LAYOUTS.items():
+        if ranks == world_size and kind in paths:
+            found[name] = at_layout(root / name, rank, world_size, paths[kind], layout)
+            parallel_state.destroy_model_parallel()
+    return found
+
+
+def at_layout(root, rank, world_size, path, layout):
+    from asyncrl.trainer.megatron.backend import MegatronBackend
+
+    spec = spec_of(path, world_size, "megatron", layout)
+    ranks = spec.trainer.layout
+
+    def make():
+        return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+    def plan_of(lease):
+        return lease.plans(ranks.num_plans, BUDGET)[ranks.plan_of(rank)]
+
+    return run(make, plan_of, root / "trainer")
+
+
+@pytest.fixture(scope="module")
+def group():
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def references(paths, tmp_path_factory, group):
+    """Kind of model -> what FSDP2 on one rank finds; made when it is asked for."""
+    from asyncrl.trainer.fsdp.backend import FsdpBackend
+
+    made = {}
+
+    def reference(kind):
+        if kind not in made:
+            spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
+
+            def make():
+                return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+
+            made[kind] = run(make, lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
+        return made[kind]
+
+    return reference
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for kind in {kind for kind, _, _ in LAYOUTS.values()}:
+        build_model(kind).save_pretrained(root / kind)
+    return {kind: root / kind for kind, _, _ in LAYOUTS.values()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(paths, tmp_path_factory):
+    root = tmp_path_factory.mktemp("two")
+    return root, run_ranks(rank_main, root, 2, paths, preload=["tests.numerics.megatron_ranks"], deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(paths, tmp_path_factory):
+    root = tmp_path_factory.mktemp("four")
+    return root, run_ranks(rank_main, root, 4, paths, preload=["tests.numerics.megatron_ranks"], deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def outcome(request, references):
+    """The reference, what the ranks found, and their directory."""
+    kind, world_size, _ = LAYOUTS[request.param]
+    root, found = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world_size])
+    return references(kind), [rank[request.param] for rank in found], root / request.param
+
+
+def close(found, expected, tolerance):
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=tolerance, rtol=0, err_msg=str(name))
+
+
+def test_what_was_loaded_is_exported_bit_for_bit(outcome):
+    reference, ranks, _ = outcome
+    for found in ranks:
+        assert set(found["loaded"]) == set(reference["loaded"])
+        differing = [n for n, w in found["loaded"].items() if not np.array_equal(w, reference["loaded"][n])]
+        assert not differing
+        assert found["specs"] == [(name, weight.shape) for name, weight in found["loaded"].items()]
+
+
+def test_logprobs_are_those_of_hugging_face(outcome):
+    reference, ranks, _ = outcome
+    found = {key: value for rank in ranks for key, value in rank["logprobs"].items()}
+    close(found, reference["logprobs"], 5e-6)
+
+
+def test_metrics_of_three_steps_are_those_of_fsdp_and_the_same_on_every_rank(outcome):
+    reference, ranks, _ = outcome
+    assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
+    for number, (found, expected) in enumerate(zip(ranks[0]["steps"], reference["steps"], strict=True)):
+        assert expected["grad_norm"] > 0.5, "clipped"
+        found, expected = (m | dict(m["means"]) for m in (found, expected))
+        for key in expected.keys() - {"means"}:
+            assert found[key] == pytest.approx(expected[key], rel=5e-5, abs=1e-5), (number, key)
+
+
+def test_weights_after_three_steps_are_those_of_fsdp(outcome):
+    """Adam turns a gradient of rounding size into a step of lr, so single elements may differ by that."""
+    reference, ranks, _ = outcome
+    for rank in ranks:
+        for name, expected in reference["weights"].items():
+            difference = np.abs(rank["weights"][name] - expected)
+            assert np.mean(difference > 2e-5) < 0.01, name
+            assert difference.max() < 3e-3, name
+
+
+def test_resumed_training_is_bitwise_the_same(outcome):
+    _, ranks, _ = outcome
+    for rank in ranks:
+        assert rank["resumed"] == rank["last"]
+        for name, weight in rank["last_weights"].items():
+            assert np.array_equal(weight, rank["resumed_weights"][name]), name
+
+
+def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
+    _, ranks, root = outcome
+    found = dict(open_checkpoint(root / "trainer", "megatron").weights())
+    assert list(found) == list(ranks[0]["weights"])
+    for name, weight in ranks[0]["weights"].items():
+        assert np.array_equal(found[name].numpy(), weight), name
