@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,21 @@ def run_ranks(
             for other in ranks:
                 other.kill()
             pytest.fail(f"ranks did not end within {deadline_s} s")
-    assert [process.exitcode for process in ranks] == [0] * world_size
+    errors = [(root / f"error{rank}").read_text() for rank in range(world_size) if (root / f"error{rank}").exists()]
+    errors += [f"exit codes {[process.exitcode for process in ranks]}"] * any(p.exitcode for p in ranks)
+    if errors:
+        pytest.fail("\n".join(errors))
     return [pickle.loads((root / f"found{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def _rank_main(function: Callable[..., Any], root: Path, rank: int, world_size: int, args: tuple[Any, ...]) -> None:
     import torch.distributed as dist
 
-    join(root, rank, world_size)
-    (root / f"found{rank}").write_bytes(pickle.dumps(function(root, rank, world_size, *args)))
+    try:
+        join(root, rank, world_size)
+        found = function(root, rank, world_size, *args)
+    except BaseException:
+        (root / f"error{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+    (root / f"found{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """Trains: planner, packing and pool in the driver; `step/` is the training step over any backend, `fsdp/` the backend
-of FSDP2.
+of FSDP2, `megatron/` that of Megatron-core.
 
 Runs in: driver, trainer rank.
 """

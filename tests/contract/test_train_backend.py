@@ -1,17 +1,22 @@
-"""Plain torch and FSDP2 on one rank against the same suite."""
+"""Plain torch, FSDP2 and Megatron-core on one rank against the same suite."""
 
 import datetime
+import importlib.util
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import LoraConfig, TrainerConfig
+from asyncrl.config.trainer import LoraConfig, MegatronConfig, TrainerConfig
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import TrainBackendSuite, write_model
 
 pytestmark = pytest.mark.contract
 
+NEEDS_MEGATRON = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
+)
 
 PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2))
 
@@ -81,3 +86,45 @@ class TestFsdpBackendWithAdapters(TrainBackendSuite):
     @pytest.fixture
     def make_backend(self, model_path, process_group):
         return lambda: fsdp(spec(model_path, lora=LoraConfig(rank=4)))
+
+
+def megatron(spec):
+    import torch
+
+    from asyncrl.trainer.megatron.backend import MegatronBackend
+
+    return MegatronBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def megatron_groups(process_group):
+    """Megatron-core keeps its groups for as long as the process lives, and the process group ends before that."""
+    yield
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+@NEEDS_MEGATRON
+class TestMegatronBackend(TrainBackendSuite):
+    @pytest.fixture
+    def make_backend(self, model_path, megatron_groups):
+        return lambda: megatron(spec(model_path))
+
+
+@NEEDS_MEGATRON
+class TestMegatronBackendWithCritic(TrainBackendSuite):
+    @pytest.fixture
+    def make_backend(self, model_path, megatron_groups):
+        return lambda: megatron(spec(model_path, PPO))
+
+
+@NEEDS_MEGATRON
+class TestMegatronBackendInBfloat16(TrainBackendSuite):
+    """With float32 masters."""
+
+    @pytest.fixture
+    def make_backend(self, model_path, megatron_groups):
+        asked = spec(model_path)
+        in_bfloat16 = replace(asked.trainer, megatron=MegatronConfig(param_dtype="bfloat16"))
+        return lambda: megatron(replace(asked, trainer=in_bfloat16))

@@ -4,5 +4,5 @@ from asyncrl.trainer.megatron import cpu
 
 cpu.import_megatron()
 
-import asyncrl.trainer.megatron.models  # noqa: E402, F401
+import asyncrl.trainer.megatron.models  # noqa: E402
 import asyncrl.trainer.megatron.publication  # noqa: E402, F401

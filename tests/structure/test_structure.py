@@ -129,6 +129,9 @@ LIGHT = {
     "asyncrl.inference.sglang.support": HEAVY,
     "asyncrl.inference.torch_engine.support": HEAVY,
     "asyncrl.trainer.fsdp.supports": HEAVY,
+    "asyncrl.trainer.megatron.supports": HEAVY,
+    "asyncrl.trainer.megatron.names": HEAVY,
+    "asyncrl.trainer.megatron.checkpoint_reader": ("ray", "vllm", "sglang", "megatron", "transformers"),
     "asyncrl.inference.torch_engine.engine": ("ray", "vllm", "sglang", "megatron"),
     "asyncrl.trainer.fsdp.backend": ("ray", "vllm", "sglang", "megatron"),
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron import stored_state
-from asyncrl.trainer.megatron.stored_state import Captured, StoredState
+from asyncrl.trainer.megatron.stored_state import Captured, RankFiles
 from asyncrl.trainer.megatron.supports import require_package
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
@@ -22,8 +22,8 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
-    from asyncrl.trainer.megatron.models import Models
-    from asyncrl.trainer.megatron.publication import Publication
+    from asyncrl.trainer.megatron.models import MegatronModels
+    from asyncrl.trainer.megatron.publication import BlockPublication
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MegatronBackend:
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
-        written = StoredState(directory, f"load the trainer's state from {directory}")
+        written = RankFiles(directory, f"load the trainer's state from {directory}")
         models = self._models.trained()
         for model_name, model in models:
             model.check_same(written, model_name)
@@ -110,7 +110,7 @@ class MegatronBackend:
         if written.world_size == self._world_size:
             torch.set_rng_state(written.random_state(self._rank))
 
-    def _warn_of_another_length(self, written: StoredState) -> None:
+    def _warn_of_another_length(self, written: RankFiles) -> None:
         trainer, now, then = self._spec.trainer, self._spec.total_steps, written.numbers.get(_TOTAL_STEPS)
         if trainer.schedule != "constant" and trainer.decay_steps is None and self._rank == 0 and then != now:
             logger.warning(
@@ -132,13 +132,13 @@ def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]
     return cpu.cuda_as_cpu
 
 
-def _build(spec: TrainerSpec, device: torch.device) -> tuple[Models, TrainingStep, Publication]:
+def _build(spec: TrainerSpec, device: torch.device) -> tuple[MegatronModels, TrainingStep, BlockPublication]:
     """Collective. Imports Megatron-core, which on a CPU must happen after `_context`."""
     from asyncrl.trainer.megatron.model import join_groups
-    from asyncrl.trainer.megatron.models import Models
-    from asyncrl.trainer.megatron.publication import Publication
+    from asyncrl.trainer.megatron.models import MegatronModels
+    from asyncrl.trainer.megatron.publication import BlockPublication
 
     groups = join_groups(spec.trainer)
-    models = Models(spec, groups, on_cpu=device.type == "cpu")
+    models = MegatronModels(spec, groups, on_cpu=device.type == "cpu")
     step = TrainingStep(spec, models.of_step(), peers=Peers(groups.data), device=device)
-    return models, step, Publication(models.policy.parameters, spec.model.inference_dtype)
+    return models, step, BlockPublication(models.policy.parameters, spec.model.inference_dtype)

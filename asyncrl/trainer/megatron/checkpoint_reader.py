@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.trainer.backend import StoredAdapter
-from asyncrl.trainer.megatron.stored_state import StoredState
+from asyncrl.trainer.megatron.stored_state import RankFiles
 
 MASTER = "master"
 
@@ -16,7 +16,7 @@ MASTER = "master"
 class MegatronCheckpoint:
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
-        self._written = StoredState(directory, f"read the weights of {directory}")
+        self._written = RankFiles(directory, f"read the weights of {directory}")
 
     def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `CheckpointReader`."""

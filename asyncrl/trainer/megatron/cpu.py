@@ -8,6 +8,7 @@ mode of torch, which holds for the thread that enters it, moves what is asked of
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +24,9 @@ def import_megatron() -> None:
 
     Call it before anything else imports Megatron-core. Idempotent.
     """
-    with _replaced((torch, "compile", _as_it_is)):  # what Megatron-core decorates with torch.compile at import
+    # what Megatron-core decorates with torch.compile at import, and what it says of packages that are for GPUs
+    with _replaced((torch, "compile", _as_it_is)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         importlib.import_module("megatron.core.models.gpt.gpt_model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from asyncrl.trainer.megatron.model import Decoder, gathered
 from asyncrl.trainer.megatron.token_logprobs import token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.trainer.step.model import Output, TokenOutputs
+from asyncrl.trainer.step.model import TokenOutputs
+
+Result = TypeVar("Result", covariant=True)
 
 
-class Head(Protocol, Generic[Output]):
+class Head(Protocol, Generic[Result]):
     rows: int
     """Numbers for each predicted token."""
 
@@ -21,7 +23,7 @@ class Head(Protocol, Generic[Output]):
         """[rows, n] float32, the same on all tensor-parallel ranks. `hidden`: what `chunk`, the last one, returned."""
         ...
 
-    def output(self, numbers: torch.Tensor) -> Output:
+    def output(self, numbers: torch.Tensor) -> Result:
         """From [rows, n]."""
         ...
 

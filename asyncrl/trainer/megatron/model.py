@@ -65,39 +65,41 @@ def join_groups(trainer: TrainerConfig) -> Groups:
     Raises:
         RuntimeError: this process has groups of another layout.
     """
-    layout = trainer.megatron
-    wanted = (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel, layout.experts_split_by)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
+    layout, parallel = trainer.megatron, _parallel()
+    chunks = layout.chunks_per_stage if layout.chunks_per_stage > 1 else None
+    wanted = (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel, layout.experts_split_by, chunks)
+    if not parallel.model_parallel_is_initialized():
+        parallel.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_parallel,
             pipeline_model_parallel_size=layout.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=layout.chunks_per_stage if layout.chunks_per_stage > 1 else None,
+            virtual_pipeline_model_parallel_size=chunks,
             expert_model_parallel_size=layout.expert_parallel,
-            expert_tensor_parallel_size=trainer.megatron.experts_split_by,
-            distributed_timeout_minutes=timedelta(seconds=trainer.collective_timeout_s) / timedelta(minutes=1),  # pyright: ignore[reportArgumentType] a share of a minute works
+            expert_tensor_parallel_size=layout.experts_split_by,
+            distributed_timeout_minutes=timedelta(seconds=trainer.collective_timeout_s) / timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)  # dropout is off: a tracker that does nothing
     found = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel.get_tensor_model_parallel_world_size(),
+        parallel.get_pipeline_model_parallel_world_size(),
+        parallel.get_expert_model_parallel_world_size(),
+        parallel.get_expert_tensor_parallel_world_size(),
+        parallel.get_virtual_pipeline_model_parallel_world_size(),
     )
     if found != wanted:
-        raise RuntimeError(f"this process has parallel groups of (TP, PP, EP, ETP) {found}, asked for {wanted}")
+        raise RuntimeError(f"this process has parallel groups of (TP, PP, EP, ETP, VPP) {found}, asked for {wanted}")
     place = Place(
-        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        tensor=parallel.get_tensor_model_parallel_rank(),
         num_tensor=found[0],
-        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor=parallel.get_expert_tensor_parallel_rank(),
         num_expert_tensor=found[3],
-        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert=parallel.get_expert_model_parallel_rank(),
         num_expert=found[2],
     )
     return Groups(
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
+        parallel.get_tensor_model_parallel_group(),
+        parallel.get_pipeline_model_parallel_group(),
+        parallel.get_data_parallel_group(),
         place,
     )
 
@@ -202,7 +204,7 @@ class Decoder(GPTModel):
             del self.output_layer
             self.value_head = nn.Linear(sizes.hidden_size, 1, device=_device(config))
 
-    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
@@ -312,6 +314,11 @@ class Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _parallel() -> Any:
+    """Megatron-core's groups; its getters are typed as wider than what they return."""
+    return parallel_state
+
+
 def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
     layers = [_layer(sizes, experts=number in sizes.expert_layers) for number in range(first, first + count)]
@@ -321,6 +328,7 @@ def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> T
 def _layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:
     norm: Any = Norm
     attention: Any = PackedAttention
+    add: Any = get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -336,10 +344,10 @@ def _layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:
                     k_layernorm=norm if sizes.qk_norm else IdentityOp,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=norm,
             mlp=get_mlp_module_spec(use_te=False, num_experts=sizes.num_experts if experts else None),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
 

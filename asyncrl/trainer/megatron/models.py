@@ -14,10 +14,10 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron.heads import Head, PolicyHead, ValueHead
 from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_config
 from asyncrl.trainer.megatron.names import LocalTensor
-from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, Share, Update, wrap
+from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, DistributedUpdate, Share, wrap
 from asyncrl.trainer.megatron.source import PretrainedModel, Source
-from asyncrl.trainer.megatron.stored_state import StoredState
-from asyncrl.trainer.megatron.trained import Frozen, Trained
+from asyncrl.trainer.megatron.stored_state import RankFiles
+from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained
 from asyncrl.trainer.step.model import Output, StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
@@ -48,7 +48,7 @@ class TrainedModel(Generic[Output]):
             self.parameters += [(f"{number}.{name}", named[name], contents[name]) for name in contents]
         self.chunks = wrap([chunk for chunk, _ in chunks], self.config)
         norm = spec.algorithm.critic.max_grad_norm if critic else trainer.max_grad_norm
-        self.update = Update(self.chunks, trainer, max_grad_norm=norm, bf16=dtype == torch.bfloat16)
+        self.update = DistributedUpdate(self.chunks, trainer, max_grad_norm=norm, bf16=dtype == torch.bfloat16)
         self._shares = {id(parameter): share for parameter, share in self.update.shares()}
         self.load_weights(source)
 
@@ -73,7 +73,7 @@ class TrainedModel(Generic[Output]):
             if share := self._shares.get(id(parameter)):
                 yield name, parameter, share, contents
 
-    def check_same(self, written: StoredState, name: str) -> None:
+    def check_same(self, written: RankFiles, name: str) -> None:
         """Raises ConfigError: the checkpoint is of another model than this, which it calls `name`."""
         there = set(written.names(name))
         if not there:
@@ -84,7 +84,7 @@ class TrainedModel(Generic[Output]):
             raise written.unfit(f"it is of another model: it has no {missing[0]} ({len(missing)} tensors missing)")
 
     @torch.no_grad()
-    def load_state(self, written: StoredState, name: str) -> None:
+    def load_state(self, written: RankFiles, name: str) -> None:
         """Weights, master weights, moments and the number of steps of the model that the checkpoint calls `name`."""
         for _, parameter, contents in self.parameters:
             values = torch.empty(parameter.shape, dtype=torch.float32)
@@ -96,12 +96,12 @@ class TrainedModel(Generic[Output]):
                     share.state[kind].copy_(values.flatten()[share.start : share.stop])
         self.update.set_steps(written.numbers[name])
 
-    def of_step(self, head: Head[Output], groups: Groups) -> Trained[Output]:
+    def of_step(self, head: Head[Output], groups: Groups) -> PipelineTrained[Output]:
         """The same as the training step sees it."""
-        return Trained(self.chunks, self.config, head, groups, self.update)
+        return PipelineTrained(self.chunks, self.config, head, groups, self.update)
 
 
-class Models:
+class MegatronModels:
     """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
 
     def __init__(self, spec: TrainerSpec, groups: Groups, *, on_cpu: bool) -> None:
@@ -126,7 +126,7 @@ class Models:
         """By their names in a checkpoint."""
         return [("model", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
 
-    def _frozen(self) -> Frozen[Any]:
+    def _frozen(self) -> PipelineFrozen[Any]:
         source = self._named(self._spec.algorithm.kl.path, "algorithm.kl.path")
         trainer = self._spec.trainer
         dtype: torch.dtype = getattr(torch, trainer.megatron.param_dtype)
@@ -138,7 +138,7 @@ class Models:
                     source.read_into(parameter, contents[name])
         head = PolicyHead(source.sizes.vocab_size, self._groups.tensor)
         frozen = [chunk.requires_grad_(False).eval() for chunk, _ in chunks]
-        return Frozen(frozen, config, head, self._groups)
+        return PipelineFrozen(frozen, config, head, self._groups)
 
     def _named(self, path: str | None, key: str) -> PretrainedModel:
         """The model at `path`; `model.revision` is of `model.path` alone.

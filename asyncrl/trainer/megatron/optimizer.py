@@ -48,7 +48,7 @@ def _finalize(model: list[nn.Module], num_tokens: torch.Tensor | None = None, **
     finalize_model_grads(model, None, **groups)
 
 
-class Update:
+class DistributedUpdate:
     """The optimizer of a model: clips gradients, steps, and drops them. Owns the master weights and the moments."""
 
     def __init__(

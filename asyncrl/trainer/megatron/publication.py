@@ -31,7 +31,7 @@ class _Held:
     shape: tuple[int, ...]
 
 
-class Publication:
+class BlockPublication:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter, LocalTensor]], dtype_name: str) -> None:
         """Collective. `parameters`: (name, parameter, contents) of this rank. `dtype_name`: the replicas'."""
         self._parameters = {name: parameter for name, parameter, _ in parameters}

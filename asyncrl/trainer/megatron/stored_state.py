@@ -96,7 +96,7 @@ def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None
         raise StorageError(explain(f"write the trainer's state to {directory}", found, do))
 
 
-class StoredState:
+class RankFiles:
     """The files that `write` left in one trainer directory; tensors are read on request.
 
     Attributes:

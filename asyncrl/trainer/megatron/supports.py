@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
@@ -62,9 +63,9 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
         raise ConfigError(explain(asked, found, "set trainer.megatron.sequence_parallel=true"))
 
 
-def require_package() -> None:
+def require_package(packages: Sequence[str] = PACKAGES) -> None:
     """Raises ConfigError: Megatron-core, or what it needs, is not installed. Imports neither."""
-    missing = [name for name in PACKAGES if not _is_installed(name)]
+    missing = [name for name in packages if not _is_installed(name)]
     if missing:
         found = f"the package {', '.join(missing)} is not installed"
         raise ConfigError(explain("trainer.backend=megatron", found, INSTALL))

@@ -39,7 +39,7 @@ def token_logprobs(
     """
     first = group.rank() * weight.shape[0]
     rows = min(max(vocab_size - first, 0), weight.shape[0])
-    chunk = max(1, logits_per_chunk // max(rows, 1))
+    chunk = max(1, logits_per_chunk // weight.shape[0])  # not by `rows`: ranks must make the same reductions
     return _TokenLogprobs.apply(hidden, weight, targets, 1.0 / temperature, (first, rows, chunk), group)  # pyright: ignore[reportReturnType]
 
 

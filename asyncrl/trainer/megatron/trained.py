@@ -14,12 +14,12 @@ from torch import nn
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
 from asyncrl.trainer.megatron.model import Decoder, Groups, packed_row
-from asyncrl.trainer.megatron.optimizer import Update
+from asyncrl.trainer.megatron.optimizer import DistributedUpdate
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import LossFunction, Output, Part
 
 
-class Frozen(Generic[Output]):
+class PipelineFrozen(Generic[Output]):
     """The `FrozenModel` of the chunks of a model."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Frozen(Generic[Output]):
             dist.broadcast(values, group=group, group_src=group.size() - 1)
 
 
-class Trained(Frozen[Output]):
+class PipelineTrained(PipelineFrozen[Output]):
     """The `Model` of the chunks of a model and their optimizer."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Trained(Frozen[Output]):
         config: TransformerConfig,
         head: Head[Output],
         groups: Groups,
-        update: Update,
+        update: DistributedUpdate,
     ) -> None:
         """`chunks`: wrapped for `update`, their optimizer."""
         super().__init__(chunks, config, head, groups)

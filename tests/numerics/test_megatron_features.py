@@ -1,0 +1,249 @@
+"""Megatron-core on CPU ranks: PPO with critic, reference and proximal policy, resuming at another layout, and what must
+stop all ranks, against FSDP2 on one rank in this process; and the vocabulary-parallel softmax against float64."""
+
+import datetime
+import importlib.util
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.errors import AsyncRLError
+from asyncrl.trainer.packing import PackingRules, plan_step
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.types import RankPlan
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, write_model
+from asyncrl_testing.random_model import random_qwen3_moe
+from asyncrl_testing.rank_processes import run_ranks
+
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
+    ),
+]
+
+DEADLINE_S = 280
+LEASES = [random_lease(60 + step, step=step) for step in range(3)]
+PPO = AlgorithmConfig(
+    advantage="gae",
+    ratio="proximal",
+    critic=CriticConfig(lr=1e-2),
+    gae=GaeConfig(gamma=0.98, lam=0.9),
+    kl=KlConfig(coefficient=0.1, place="reward"),
+    entropy_coefficient=0.01,
+)
+FITTED = AlgorithmConfig(
+    ratio="proximal",
+    corrections=[
+        CorrectionConfig(name="truncated_is", high=1.1, normalize=True),
+        CorrectionConfig(name="m2po", high=2.0),
+    ],
+)
+DENSE = {
+    "tp2": MegatronConfig(tensor_parallel=2),
+    "pp2": MegatronConfig(pipeline_parallel=2, recompute="attention"),
+    "dp2": MegatronConfig(),
+}
+MIXTURE = {"tp2-ep2": MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)}
+MIXTURE |= {"ep2": MegatronConfig(expert_parallel=2)}
+
+
+def spec_of(path, world_size, backend, layout=None, algorithm=None):
+    return TrainerSpec(
+        model=ModelConfig(path=str(path)),
+        trainer=TrainerConfig(
+            backend=backend, num_ranks=world_size, lr=1e-3, weight_decay=0.1, warmup_steps=2,
+            megatron=layout or MegatronConfig(), collective_timeout_s=60,
+        ),
+        algorithm=algorithm or AlgorithmConfig(),
+        temperature=0.9,
+    )  # fmt: skip
+
+
+def plans_of(lease, ranks, rank):
+    rules = PackingRules(num_plans=ranks.num_plans, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=2)
+    return plan_step(lease.manifest, lease.advantages, rules)[ranks.plan_of(rank)]
+
+
+def train(backend, plans, number):
+    return asdict(backend.train_step(plans[number], LEASES[number].trajectories))
+
+
+def features(make, ranks, rank, models):
+    """`make(path, algorithm)`: a backend."""
+    plans = [plans_of(lease, ranks, rank) for lease in LEASES]
+    ppo = make(models["dense"], PPO)
+    found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}
+    found["ppo"] = [train(ppo, plans, number) for number in range(2)]
+    found["ppo_weights"] = weights_of(ppo)
+    return found, ppo, plans
+
+
+def mixture(make, ranks, rank, models):
+    plans = [plans_of(lease, ranks, rank) for lease in LEASES]
+    trained = make(models["mixture"], FITTED)
+    return [train(trained, plans, number) for number in range(2)]
+
+
+def rank_main(root, rank, world_size, models):
+    from megatron.core import parallel_state
+
+    from asyncrl.trainer.megatron.backend import MegatronBackend
+
+    found, former = {"softmax": softmax_error(dist.group.WORLD)}, None
+    for name, layout in (DENSE | MIXTURE).items():
+        ranks = spec_of("none", world_size, "megatron", layout).trainer.layout
+
+        def make(path, algorithm, layout=layout):
+            spec = spec_of(path, world_size, "megatron", layout, algorithm)
+            return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+        if name in MIXTURE:
+            found[name] = {"mixture": mixture(make, ranks, rank, models)}
+            parallel_state.destroy_model_parallel()
+            continue
+        found[name], ppo, plans = features(make, ranks, rank, models)
+        if former is not None:
+            resumed = make(models["dense"], PPO)
+            resumed.load(former)
+            found[name]["resumed"] = train(resumed, plans, 2)
+        former = root / f"{name}-trainer"
+        ppo.capture()
+        ppo.save(former)
+        found[name]["last"] = train(ppo, plans, 2)
+        # a NaN in one plan must stop all ranks; an idle plan must not
+        spoilt = {k: replace(t, logprobs=np.full_like(t.logprobs, np.nan)) for k, t in LEASES[0].trajectories.items()}
+        try:
+            ppo.train_step(plans[0], spoilt if ranks.plan_of(rank) == 0 else LEASES[0].trajectories)
+        except AsyncRLError as error:
+            found[name]["refused"] = type(error).__name__
+        (whole,) = LEASES[0].plans(1, 48)
+        idle = RankPlan(whole.step, tuple(((),) * len(update) for update in whole.updates))
+        plain = make(models["dense"], AlgorithmConfig())
+        plan = whole if ranks.plan_of(rank) == 0 else idle
+        found[name]["lopsided"] = asdict(plain.train_step(plan, LEASES[0].trajectories))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def softmax_error(group):
+    """Largest error of log-probabilities, entropies and gradients against float64, and of chunks against one chunk."""
+    from asyncrl.trainer.megatron.token_logprobs import token_logprobs
+
+    draw = torch.Generator().manual_seed(0)
+    vocab_size, rows, rank = 41, 24, group.rank()
+    hidden = torch.randn(30, 16, generator=draw)
+    weight = torch.randn(48, 16, generator=draw) * 0.5
+    targets = torch.randint(0, vocab_size, (30,), generator=draw)
+    mix = torch.randn(2, 30, generator=draw)
+    exact_hidden, exact_weight = (t.double().requires_grad_() for t in (hidden, weight[:vocab_size]))
+    logp = (exact_hidden @ exact_weight.T / 0.7).log_softmax(-1)
+    exact = torch.stack([logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
+    (exact * mix).sum().backward()
+    errors = []
+    for chunk in (1 << 20, 100):
+        own_hidden, own_weight = hidden.clone().requires_grad_(), weight[rank * rows :][:rows].clone().requires_grad_()
+        found = torch.stack(
+            token_logprobs(
+                own_hidden, own_weight, targets, temperature=0.7, vocab_size=vocab_size, group=group,
+                logits_per_chunk=chunk,
+            )
+        )  # fmt: skip
+        (found * mix).sum().backward()
+        dist.all_reduce(own_hidden.grad, group=group)
+        padded = torch.zeros(48, 16, dtype=torch.float64)
+        padded[:vocab_size] = exact_weight.grad
+        errors.append(float((found - exact).abs().max()))
+        errors.append(float((own_hidden.grad - exact_hidden.grad).abs().max()))
+        errors.append(float((own_weight.grad - padded[rank * rows :][:rows]).abs().max()))
+    return max(errors)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """FSDP2's findings, and those of two ranks."""
+    from asyncrl.trainer.fsdp.backend import FsdpBackend
+
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("features")
+    models = {"dense": write_model(root / "dense"), "mixture": str(root / "mixture")}
+    random_qwen3_moe(vocab_size=VOCAB_SIZE).save_pretrained(root / "mixture")
+    ranks = run_ranks(
+        rank_main, root / "ranks", 2, models, preload=["tests.numerics.megatron_ranks"], deadline_s=DEADLINE_S
+    )
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+
+        def make(path, algorithm):
+            spec = spec_of(path, 1, "fsdp", algorithm=algorithm)
+            return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+
+        single = spec_of("none", 1, "fsdp").trainer.layout
+        found, ppo, plans = features(make, single, 0, models)
+        found["last"] = train(ppo, plans, 2)
+        plain = make(models["dense"], AlgorithmConfig())
+        (whole,) = LEASES[0].plans(1, 48)
+        found["lopsided"] = asdict(plain.train_step(whole, LEASES[0].trajectories))
+        found["mixture"] = mixture(make, single, 0, models)
+        return found, ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_close_metrics(found, expected, rel):
+    found, expected = (metrics | dict(metrics["means"]) for metrics in (found, expected))
+    assert found.keys() == expected.keys()
+    for key in expected.keys() - {"means"}:
+        assert found[key] == pytest.approx(expected[key], rel=rel, abs=1e-5 + rel / 10), key
+
+
+def test_the_softmax_over_a_split_vocabulary_is_that_of_float64(outcome):
+    assert max(rank["softmax"] for rank in outcome[1]) < 1e-5
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_ppo_with_critic_and_reference_is_that_of_fsdp(outcome, layout):
+    expected, ranks = outcome
+    assert all(rank[layout]["ppo"] == ranks[0][layout]["ppo"] for rank in ranks)
+    for found, one in zip(ranks[0][layout]["ppo"], expected["ppo"], strict=True):
+        assert_close_metrics(found, one, rel=1e-3)
+        assert dict(one["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
+    for name, weight in expected["ppo_weights"].items():
+        difference = np.abs(ranks[0][layout]["ppo_weights"][name] - weight)
+        assert np.mean(difference > 1e-4) < 0.01, name
+    both = {key: value for rank in ranks for key, value in rank[layout]["kl"].items()}
+    assert both == pytest.approx(expected["kl"], abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", MIXTURE)
+def test_corrections_fitted_over_an_update_are_those_of_fsdp(outcome, layout):
+    expected, ranks = outcome
+    for found, one in zip(ranks[0][layout]["mixture"], expected["mixture"], strict=True):
+        assert_close_metrics(found, one, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", list(DENSE)[1:])
+def test_a_checkpoint_of_another_layout_goes_on(outcome, layout):
+    """Weights, moments and the number of steps of policy and critic."""
+    expected, ranks = outcome
+    assert all(rank[layout]["resumed"] == ranks[0][layout]["resumed"] for rank in ranks)
+    assert_close_metrics(ranks[0][layout]["resumed"], expected["last"], rel=1e-3)
+    assert_close_metrics(ranks[0][layout]["resumed"], ranks[0][layout]["last"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_a_nan_in_one_plan_stops_all_ranks(outcome, layout):
+    assert [rank[layout]["refused"] for rank in outcome[1]] == ["RunFailed", "RunFailed"]
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_a_plan_without_sequences_takes_part(outcome, layout):
+    expected, ranks = outcome
+    assert_close_metrics(ranks[0][layout]["lopsided"], expected["lopsided"], rel=1e-4)
