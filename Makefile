@@ -2,6 +2,7 @@
 #   make quickstart         set up, make a tiny model and its data, train it, on a CPU
 #   make quickstart-vllm    the same with vLLM as the inference engine (a 4 GB environment)
 #   make quickstart-sglang  the same with SGLang, in an environment of its own (.venv-sglang, 4 GB)
+#   make quickstart-megatron  the same with Megatron-core as the training backend, on two ranks
 #   make test               set up (with vLLM), lint, type-check, test
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every

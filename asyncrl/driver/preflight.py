@@ -220,6 +220,12 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
     )
+    if trainer.backend == "megatron":
+        layout = trainer.megatron
+        emit(
+            f"layout    tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
+            f"{trainer.layout.num_plans} copies; experts over {layout.expert_parallel} x {layout.experts_split_by}"
+        )
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens

@@ -116,10 +116,10 @@ def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act={activation}"
     yield from (f"{key}=true" for key in ("attention_bias", "mlp_bias") if text.get(key))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default" and not (kind == "llama3" and _LLAMA_3.items() <= rope.items()):
         yield f"rotary positions of kind {kind}"
-    if text.get("partial_rotary_factor", 1) != 1 or rope.get("partial_rotary_factor", 1) != 1:
+    if any((found.get("partial_rotary_factor") or 1) != 1 for found in (text, rope)):
         yield "rotary positions of a part of each head"
 
 

@@ -121,10 +121,10 @@ class TestMegatronBackendWithCritic(TrainBackendSuite):
 
 @NEEDS_MEGATRON
 class TestMegatronBackendInBfloat16(TrainBackendSuite):
-    """With float32 masters."""
+    """With float32 masters, and a critic whose head is float32."""
 
     @pytest.fixture
     def make_backend(self, model_path, megatron_groups):
-        asked = spec(model_path)
+        asked = spec(model_path, PPO)
         in_bfloat16 = replace(asked.trainer, megatron=MegatronConfig(param_dtype="bfloat16"))
         return lambda: megatron(replace(asked, trainer=in_bfloat16))

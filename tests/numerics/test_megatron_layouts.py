@@ -42,6 +42,7 @@ LAYOUTS = {
     "tp2-sp": ("llama", 2, MegatronConfig(tensor_parallel=2, recompute="full")),
     "pp2": ("qwen3", 2, MegatronConfig(pipeline_parallel=2)),
     "vpp": ("qwen2", 2, MegatronConfig(pipeline_parallel=2, chunks_per_stage=2)),
+    "tp4": ("qwen3", 4, MegatronConfig(tensor_parallel=4)),
     "tp2-pp2": ("qwen3", 4, MegatronConfig(tensor_parallel=2, pipeline_parallel=2)),
     "ep2": ("mixture", 2, MegatronConfig(expert_parallel=2)),
     "etp2": ("mixture", 2, MegatronConfig(tensor_parallel=2)),

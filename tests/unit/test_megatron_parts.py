@@ -1,11 +1,13 @@
 """What of the Megatron-core backend needs neither Megatron-core nor ranks: names, layouts, refusals, checkpoints."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.config.load import load_recipe
 from asyncrl.config.trainer import LoraConfig, MegatronConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import BACKENDS, require_fits, require_trains, require_written_by
@@ -16,6 +18,8 @@ from asyncrl.trainer.megatron.supports import require_package
 from asyncrl.types import ModelFacts
 
 pytestmark = pytest.mark.unit
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_megatron.yaml"
 
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -140,6 +144,13 @@ def test_a_model_that_would_train_wrongly_is_refused(changed, words):
     with pytest.raises(ConfigError, match=words):
         require_trains("megatron", facts(**changed))
     require_trains("megatron", facts())
+
+
+def test_what_the_backend_lacks_of_an_algorithm_is_refused_with_the_recipe():
+    recipe = load_recipe(QUICKSTART, [])
+    assert recipe.trainer.layout.num_plans == 1
+    with pytest.raises(ConfigError, match=r"(?s)router_aux_coefficient=0.1.*trainer.backend=fsdp"):
+        load_recipe(QUICKSTART, ["algorithm.router_aux_coefficient=0.1"])
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():

@@ -84,6 +84,7 @@ class MegatronBackend:
         numbers, parameters, tensors = {_TOTAL_STEPS: self._spec.total_steps}, {}, {}
         for model_name, model in self._models.trained():
             numbers[model_name] = model.update.steps()
+            numbers.update((f"{model_name}.{size}", value) for size, value in model.sizes.fingerprint().items())
             for name, parameter, share, contents in model.shares():
                 key = f"{model_name}.{name}"
                 parameters[key] = (list(parameter.shape), share.start, share.stop, contents)

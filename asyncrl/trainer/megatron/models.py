@@ -57,7 +57,7 @@ class TrainedModel(Generic[Output]):
         """Weights and master weights; a head that the source does not have starts at zero."""
         for _, parameter, contents in self.parameters:
             values = torch.zeros(parameter.shape, dtype=torch.float32)
-            if not contents.blocks[0].name.startswith(HEAD):
+            if not any(block.name.startswith(HEAD) for block in contents.blocks):
                 source.read_into(values, contents)
             self.assign(parameter, values)
 
@@ -79,6 +79,10 @@ class TrainedModel(Generic[Output]):
         if not there:
             do = "keep algorithm.advantage, or start a new run from what asyncrl-export makes of it"
             raise written.unfit(f"it has no {name}", do)
+        own = self.sizes.fingerprint()
+        then = {size: written.numbers.get(f"{name}.{size}") for size in own}
+        if differing := [f"{size}={then[size]}, not {own[size]}" for size in own if then[size] != own[size]]:
+            raise written.unfit(f"its {name} is another one: {', '.join(differing)}")
         missing = sorted({b.name for _, _, contents in self.parameters for b in contents.blocks} - there)
         if missing:
             raise written.unfit(f"it is of another model: it has no {missing[0]} ({len(missing)} tensors missing)")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def wrap(chunks: Sequence[nn.Module], config: TransformerConfig) -> list[Distrib
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
     # losses are parts of one sum: gradients are not divided by a number of tokens
-    config.finalize_model_grads_func = partial(_finalize)
+    config.finalize_model_grads_func = _finalize
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
 
 
@@ -109,11 +109,13 @@ class DistributedUpdate:
     def shares(self) -> Iterator[tuple[nn.Parameter, Share]]:
         """This rank's share of each parameter of which it has one."""
         for part in self._parts():
-            for parameter in part.model_param_group_index_map:
-                place = part._get_model_param_range_map(parameter)["param"]
-                found = part._get_main_param_and_optimizer_states(parameter)
-                state = {MASTER: found["param"].detach()} | {kind: found[kind] for kind in MOMENTS}
-                yield parameter, Share(place.start, place.end, state)
+            # not by its `model_param_group_index_map`: that is wrong for a group with parameters of both dtypes
+            models = (*part.model_float16_groups, *part.model_fp32_groups)
+            masters = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+            for model, master in zip(chain(*models), chain(*masters), strict=True):
+                place = part._get_model_param_range_map(model)["param"]
+                state = {MASTER: master.detach()} | {kind: part.optimizer.state[master][kind] for kind in MOMENTS}
+                yield model, Share(place.start, place.end, state)
 
     def steps(self) -> int:
         """How many steps were made: AdamW corrects the bias of its moments by it."""

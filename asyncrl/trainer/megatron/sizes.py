@@ -66,7 +66,7 @@ class ModelSizes:
             norm_epsilon=config["rms_norm_eps"],
             rope_base=float(rope["rope_theta"]),
             max_positions=config["max_position_embeddings"],
-            qkv_bias=kind == "qwen2" or bool(config.get("qkv_bias", kind == "qwen2_moe") and kind == "qwen2_moe"),
+            qkv_bias=kind in ("qwen2", "qwen2_moe") and bool(config.get("qkv_bias", True)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             tied=bool(config.get("tie_word_embeddings")),
             rope_factor=float(rope["factor"]) if rope.get("rope_type") == "llama3" else None,
@@ -77,6 +77,11 @@ class ModelSizes:
             shared_expert_size=config.get("shared_expert_intermediate_size") or 0 if experts else 0,
             normalizes_experts=bool(config.get("norm_topk_prob", True)),
         )
+
+    def fingerprint(self) -> dict[str, int]:
+        """The sizes that the shapes of the weights follow from, by name."""
+        names = "num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size num_experts expert_size"
+        return {name: getattr(self, name) for name in (*names.split(), "shared_expert_size")}
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding over all ranks; those from `vocab_size` on are zero and never trained."""

@@ -134,8 +134,11 @@ class RankFiles:
             raise self.unfit(f"it has no {name} of the {model}")
         stored, block = held[0]
         shape = list(stored.shape)
-        shape[block.dim] = max(b.start + b.length for _, b in held)
-        target = torch.empty(shape, dtype=torch.float32)
+        shape[block.dim] = sum({b.start: b.length for _, b in held}.values())
+        try:
+            target = torch.empty(shape, dtype=torch.float32)
+        except (RuntimeError, MemoryError) as error:  # a forged shape
+            raise self.unfit(f"{name} would have the shape {shape}: {error}") from error
         extent = LocalTensor((Block(name, block.dim, 0, 0, shape[block.dim]),), False, block.dim)
         self.read_into(target, extent, model, kind)
         return target
@@ -151,12 +154,15 @@ class RankFiles:
         """
         found = self._ranges.get(model, {})
         same = _Stored(tuple(target.shape), contents.blocks)
-        if same in found:
+        if same in found and contents.blocks:
             target.copy_(self._assembled(same, found[same], kind))
             return
         target.zero_()
-        for block in contents.blocks:
-            self._fill(target, block, kind, found)
+        try:
+            for block in contents.blocks:
+                self._fill(target, block, kind, found)
+        except (RuntimeError, IndexError) as error:  # blocks outside of their tensors
+            raise self.unfit(f"a header does not fit its tensors: {error}") from error
 
     def random_state(self, rank: int) -> torch.Tensor:
         """[bytes] uint8. Raises ConfigError."""
@@ -189,20 +195,18 @@ class RankFiles:
 
     def _assembled(self, stored: _Stored, ranges: Sequence[_Range], kind: str) -> torch.Tensor:
         """The whole parameter of the ranks that wrote it. Raises ConfigError."""
-        size = torch.Size(stored.shape).numel()
-        flat, at = torch.empty(size, dtype=torch.float32), 0
-        for held in sorted(ranges, key=lambda r: r.start):
-            if held.start > at:
-                break
-            if held.stop > at:
-                values = self._tensor(held.file, f"{held.name}.{kind}")
-                if values.shape != (held.stop - held.start,) or held.stop > size:
-                    raise self.unfit(f"{held.name}.{kind} of {held.file.name} is not of the range that its header says")
-                flat[held.start : held.stop] = values
-                at = held.stop
-        if at != size:
-            raise self.unfit(f"it lacks entries {at} to {size} of {stored.blocks[0].name}")
-        return flat.view(stored.shape)
+        parts, at = [], 0
+        for held in sorted(ranges, key=lambda r: (r.start, -r.stop)):
+            if held.stop <= at:
+                continue  # a copy of what is there: ranks of other stages or experts hold it too
+            values = self._tensor(held.file, f"{held.name}.{kind}")
+            if values.shape != (held.stop - held.start,) or held.start > at:
+                raise self.unfit(f"{held.name}.{kind} of {held.file.name} is not of the range that its header says")
+            parts.append(values[at - held.start :].float())
+            at = held.stop
+        if at != torch.Size(stored.shape).numel():
+            raise self.unfit(f"it has {at} entries of {list(stored.shape)} of {stored.blocks[0].name}")
+        return torch.cat(parts).view(stored.shape)
 
     def _tensor(self, file: Path, name: str) -> torch.Tensor:
         try:

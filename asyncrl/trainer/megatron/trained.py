@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic
 
 import torch
@@ -15,7 +16,7 @@ from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
 from asyncrl.trainer.megatron.model import Decoder, Groups, packed_row
 from asyncrl.trainer.megatron.optimizer import DistributedUpdate
-from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.trainer.step.model import LossFunction, Output, Part
 
 
@@ -149,10 +150,6 @@ def _decoder(chunk: nn.Module) -> Decoder:
 
 def _nothing(like: PackedTokens) -> PackedTokens:
     """A row of one token."""
-    from dataclasses import replace
-
-    from asyncrl.trainer.step.batch import PackedLayout
-
     zero = torch.zeros(1, dtype=torch.int64, device=like.input_ids.device)
     layout = PackedLayout(1, 1, zero, torch.tensor([0, 1], dtype=torch.int32, device=zero.device))
     return replace(like, input_ids=zero[None], position_ids=zero[None], layout=layout, predictors=zero, targets=zero)
