@@ -38,7 +38,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *known]))
         started = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
     yield started.address
     started.shutdown()

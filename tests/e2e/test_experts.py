@@ -1,5 +1,6 @@
 """A mixture of experts in one run: trained, published and served, and what samples is what is trained."""
 
+import importlib.util
 import json
 import shutil
 
@@ -36,5 +37,22 @@ def test_every_version_samples_as_it_is_trained(mixture, start, engine):
     assert_sound(run, max_lag=0, steps=4)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics), "each version differs from the one before"
     assert all(1.9 < record["train/router_balance"] < 8 for record in run.metrics), "2 of 8 experts: 2 is even"
+    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 4, abs=1e-3)
+    assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * 4, abs=1e-5)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
+)
+@pytest.mark.parametrize("split_by", ["tensor_parallel", "pipeline_parallel", "expert_parallel"])
+def test_every_version_of_megatron_samples_as_it_is_trained(mixture, start, split_by):
+    """As above, with the ranks of Megatron-core: what they publish is what they train."""
+    fast = "mode=sync", "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "weights.verify=always"
+    alone = f"model.path={mixture}", "rollout.num_replicas=1", "run.max_steps=4"
+    layout = "trainer.megatron.tensor_parallel=1", f"trainer.megatron.{split_by}=2"
+    run = start(*SMALL, *fast, *alone, *layout, recipe="quickstart_megatron")
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=0, steps=4)
+    assert all(record["train/grad_norm"] > 0.1 for record in run.metrics), "each version differs from the one before"
     assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 4, abs=1e-3)
     assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * 4, abs=1e-5)

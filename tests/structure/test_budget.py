@@ -19,7 +19,7 @@ BUDGET = {
     "commands": 920,
     "config": 1620,
     "data": 1000,
-    "driver": 1320,
+    "driver": 1330,
     "environments": 1260,
     "evaluation": 80,
     "inference": 4400,

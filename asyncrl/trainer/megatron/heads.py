@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from asyncrl.trainer.megatron.model import Decoder, gathered
+from asyncrl.trainer.megatron.model import DecoderChunk, gathered
 from asyncrl.trainer.megatron.token_logprobs import token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import TokenOutputs
@@ -19,7 +19,7 @@ class Head(Protocol, Generic[Result]):
     rows: int
     """Numbers for each predicted token."""
 
-    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+    def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         """[rows, n] float32, the same on all tensor-parallel ranks. `hidden`: what `chunk`, the last one, returned."""
         ...
 
@@ -35,7 +35,7 @@ class PolicyHead:
         """`group`: the tensor-parallel ranks."""
         self._vocab_size, self._group = vocab_size, group
 
-    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+    def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         """Log-probability and entropy of each predicted token."""
         weight = chunk.output_weight()
         rows = gathered(hidden, chunk.config, partial_gradients=True).index_select(0, tokens.predictors)
@@ -56,7 +56,7 @@ class PolicyHead:
 class ValueHead:
     rows = 1
 
-    def __call__(self, chunk: Decoder, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+    def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         """The value of the text before each predicted token, computed in float32 by every tensor-parallel rank."""
         rows = gathered(hidden, chunk.config, partial_gradients=False).index_select(0, tokens.predictors)
         return chunk.value_head(rows.float()).T

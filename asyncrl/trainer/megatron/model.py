@@ -173,7 +173,7 @@ def transformer_config(
     )
 
 
-class Decoder(GPTModel):
+class DecoderChunk(GPTModel):
     """One chunk of a model: its layers, the embedding in the first chunk, the final norm and the head in the last.
 
     The last chunk returns hidden states: the head, `output_layer` or `value_head`, is applied by `heads.py` to
@@ -216,11 +216,11 @@ class Decoder(GPTModel):
 
 def build_chunks(
     sizes: ModelSizes, config: TransformerConfig, place: Place, *, critic: bool = False
-) -> list[tuple[Decoder, dict[str, LocalTensor]]]:
+) -> list[tuple[DecoderChunk, dict[str, LocalTensor]]]:
     """The chunks of this rank with uninitialised weights on its device, and what each of their parameters holds."""
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):
-        chunk = Decoder(sizes, config, critic=critic, chunk=number)
+        chunk = DecoderChunk(sizes, config, critic=critic, chunk=number)
         if _device(config).type == "cuda":
             chunk.cuda()
         contents = {}

@@ -14,7 +14,7 @@ from torch import nn
 
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
-from asyncrl.trainer.megatron.model import Decoder, Groups, packed_row
+from asyncrl.trainer.megatron.model import DecoderChunk, Groups, packed_row
 from asyncrl.trainer.megatron.optimizer import DistributedUpdate
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.trainer.step.model import LossFunction, Output, Part
@@ -26,12 +26,14 @@ class PipelineFrozen(Generic[Output]):
     def __init__(
         self, chunks: Sequence[nn.Module], config: TransformerConfig, head: Head[Output], groups: Groups
     ) -> None:
-        """`chunks`: of this rank; `Decoder`s, maybe wrapped."""
+        """`chunks`: of this rank; `DecoderChunk`s, maybe wrapped."""
         self._chunks, self._config, self._head, self._groups = list(chunks), config, head, groups
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
         """See `FrozenModel`."""
+        if not batches:  # on every rank
+            return []
         found: dict[int, torch.Tensor] = {}
 
         def keep(at: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -142,9 +144,9 @@ class PipelineTrained(PipelineFrozen[Output]):
         ]
 
 
-def _decoder(chunk: nn.Module) -> Decoder:
-    inner = chunk if isinstance(chunk, Decoder) else chunk.module
-    assert isinstance(inner, Decoder), "chunks are decoders, wrapped at most once"
+def _decoder(chunk: nn.Module) -> DecoderChunk:
+    inner = chunk if isinstance(chunk, DecoderChunk) else chunk.module
+    assert isinstance(inner, DecoderChunk), "chunks are decoders, wrapped at most once"
     return inner
 
 
