@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron test test-sglang lint types fast fuzz lock clean
 
 help:
-	@sed -n '2,6p' Makefile
+	@sed -n '2,7p' Makefile
 
 install: $(STAMP)
 
@@ -73,16 +73,15 @@ quickstart-vllm: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
 # SGLang has no kernels for a CPU: tests/sglang_cpu stands in for them, and names the models that SGLang may import.
 ON_SGLANG := PYTHONPATH=$(CURDIR)/tests/sglang_cpu:$(CURDIR) SGLANG_EXTERNAL_MODEL_PACKAGE=asyncrl_sglang_models OMP_NUM_THREADS=1
 
-# Until the lock file has megatron-core, `pip install megatron-core==0.16.1` into the environment first.
 quickstart-megatron: $(STAMP) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_megatron.yaml $(ARGS)
 
 quickstart-sglang: $(STAMP_SGLANG)
-	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/asyncrl-train recipes/quickstart_sglang.yaml $(ARGS)
 
 test-sglang: $(STAMP_SGLANG)
-	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
+	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
 
 lint: $(STAMP)

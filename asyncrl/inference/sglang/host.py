@@ -222,7 +222,7 @@ async def all_read(socket: zmq.Socket[Any], turns: int) -> None:
     """Returns when nothing has been left to read in a socket for so many turns of the event loop."""
     quiet = 0
     while quiet < turns:
-        quiet = 0 if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else quiet + 1
+        quiet = 0 if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN else quiet + 1
         await asyncio.sleep(0)
 
 
