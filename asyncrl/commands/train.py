@@ -33,7 +33,6 @@ from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load
 from asyncrl.driver.preflight import check_packages, check_recipe, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
-from asyncrl.inference.engines import ENGINES, is_installed, require_package
 from asyncrl.registry import make_importable
 
 EXIT_PROGRAM_ERROR = 1
@@ -78,8 +77,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     if not dry_run:
         directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
         use_cache_if_unreachable(hub_names(recipe))
-    elif is_installed(ENGINES[recipe.rollout.engine]):  # a dry run may be for another machine
-        require_package(recipe.rollout)
+    check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
     show = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -87,7 +85,6 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     if dry_run:
         console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
         return 0
-    check_packages(recipe)
     assert found.train is not None, "the hub was used"
     directory.lock(command)
     # Again, now under the lock: the process that had the directory may have written a last checkpoint.

@@ -175,16 +175,19 @@ def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[st
     ]
 
 
-def check_packages(recipe: Recipe) -> None:
-    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment."""
+def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
+    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment. `missing_ok`: only
+    packages that are installed are looked at."""
     for sink in recipe.observability.sinks:
         require(
-            importlib.util.find_spec(sink) is not None,
+            missing_ok or importlib.util.find_spec(sink) is not None,
             asked=f"observability.sinks={recipe.observability.sinks}",
             found=f"the package {sink} is not installed",
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
-    require_package(recipe.rollout)
+    require_package(recipe.rollout, missing_ok=missing_ok)
+    if missing_ok:
+        return
     require_backend(recipe.trainer.backend)
     if recipe.weights.transport == "vllm_nccl":
         torch = metadata.version("torch")

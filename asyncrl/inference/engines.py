@@ -87,20 +87,17 @@ def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weight
     return build(model, rollout.settings, load_real_weights=load_real_weights)
 
 
-def is_installed(spec: EngineSpec) -> bool:
-    return spec.package is None or importlib.util.find_spec(spec.package) is not None
-
-
-def require_package(rollout: RolloutConfig) -> None:
+def require_package(rollout: RolloutConfig, *, missing_ok: bool = False) -> None:
     """Raises ConfigError: the package of the engine is not installed, or cannot be used with these settings."""
     spec = ENGINES[rollout.engine]
+    is_installed = spec.package is None or importlib.util.find_spec(spec.package) is not None
     require(
-        is_installed(spec),
+        is_installed or missing_ok,
         asked=f"rollout.engine={rollout.engine}",
         found=f"the package {spec.package} is not installed",
         do=spec.install,
     )
-    if spec.check:
+    if spec.check and is_installed:
         resolve_name(spec.check)(rollout)
 
 
