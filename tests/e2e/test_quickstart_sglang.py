@@ -1,10 +1,15 @@
-"""The quickstart with real SGLang: it learns, and a dead engine process in the middle."""
+"""The quickstart with real SGLang: it learns, with a dead engine process in the middle; and a server of it."""
 
 import importlib.util
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
+import psutil
 import pytest
 
 from tests.e2e.conftest import assert_a_dead_engine_is_replaced, assert_sound
+from tests.e2e.test_serve import MODEL, Server
 
 pytestmark = [
     pytest.mark.e2e,
@@ -23,3 +28,39 @@ def test_it_learns_with_a_clean_audit(start):
     assert run.wait(1000) == 0, run.log
     assert_sound(run, max_lag=2, steps=24)
     assert run.metrics[-1]["eval/accuracy"] >= 0.9
+
+
+@pytest.mark.usefixtures("inputs")
+def test_a_server_replaces_a_dead_scheduler_while_it_answers(tmp_path):
+    settings = "sglang.max_model_len=512", "sglang.max_total_tokens=16384"
+    server = Server(tmp_path, "--engine", "sglang", "--replicas", "2", "--api-key", "secret", *settings)
+    try:
+        found = server.wait_for(lambda f: len(f["replicas"]) == 2, "no fleet", 300)
+        client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="secret", max_retries=0, timeout=120)
+
+        def ask(number):
+            text = [{"role": "user", "content": f"{number}+7="}]
+            answer = client.chat.completions.create(model=MODEL, messages=text, temperature=0, max_tokens=40)
+            return answer.choices[0].message.content
+
+        before = ask(12)
+        with ThreadPoolExecutor(4) as threads:
+            answers = [threads.submit(ask, 12) for _ in range(40)]
+            scheduler = next(p for p in server.descendants() if "sglang::scheduler" in p.name())
+            scheduler.kill()
+            assert {answer.result(180) for answer in answers} == {before}
+        pids = {replica["pid"] for replica in found["replicas"]}
+
+        def replaced(fleet):
+            return len(fleet["replicas"]) == 2 and {replica["pid"] for replica in fleet["replicas"]} != pids
+
+        server.wait_for(replaced, "the dead replica was not replaced", 300)
+        code, alive = server.end(signal.SIGTERM)
+        assert not alive
+        assert code in (0, 143)
+    finally:
+        for process in server.descendants() if server.process.poll() is None else []:
+            process.kill()
+        if server.process.poll() is None:
+            server.process.kill()
+            psutil.wait_procs([psutil.Process(server.process.pid)], timeout=10)

@@ -40,7 +40,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*command, "--log-file", str(directory / "log.txt"), *options],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
