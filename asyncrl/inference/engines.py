@@ -76,6 +76,7 @@ ENGINES: dict[str, EngineSpec] = {
         install="pip install 'asyncrl[sglang]', in an environment of its own; docs/sglang.md says how on a CPU",
         takes_whole_gpus=True,
         stop_timeout_s=12.0,  # its processes get 10 s to end by themselves
+        local_environment={"ASYNCRL_SGLANG_SCRATCH": SCRATCH},
         serving=("stream_interval=1",),
     ),
 }

@@ -2,7 +2,9 @@
 
 import importlib.util
 import signal
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import psutil
@@ -32,6 +34,7 @@ def test_it_learns_with_a_clean_audit(start):
 
 @pytest.mark.usefixtures("inputs")
 def test_a_server_replaces_a_dead_scheduler_while_it_answers(tmp_path):
+    others = set(Path(tempfile.gettempdir()).glob("asyncrl-sglang-*"))
     settings = "sglang.max_model_len=512", "sglang.max_total_tokens=16384"
     server = Server(tmp_path, "--engine", "sglang", "--replicas", "2", "--api-key", "secret", *settings)
     try:
@@ -58,6 +61,7 @@ def test_a_server_replaces_a_dead_scheduler_while_it_answers(tmp_path):
         code, alive = server.end(signal.SIGTERM)
         assert not alive
         assert code in (0, 143)
+        assert set(Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")) <= others
     finally:
         for process in server.descendants() if server.process.poll() is None else []:
             process.kill()

@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,10 +268,14 @@ def _require(answer: Any) -> None:
 # -- the process -------------------------------------------------------------------------------------------------
 
 
+_ENDING = threading.Lock()
+
+
 def end(directory: str) -> None:
     """This process leads a group of its own, in which SGLang's processes are."""
     import psutil
 
+    _ENDING.acquire()  # never released: whoever comes second waits until the process is gone
     # The tracker of shared memory and semaphores removes them, and ends, once nobody is left.
     below = [p for p in psutil.Process().children(recursive=True) if not _is_tracker(p)]
     segments = {path for pid in (os.getpid(), *(p.pid for p in below)) for path in _segments(pid)}

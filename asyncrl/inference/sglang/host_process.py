@@ -112,7 +112,9 @@ class HostProcess:
 
         Raises ConfigError: SGLang cannot be used; GenerationError: it does not start.
         """
-        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-"))
+        # in the run's own directory, where there is one: it goes with the run, also after a kill during the start
+        scratch = os.environ.get("ASYNCRL_SGLANG_SCRATCH")
+        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-", dir=scratch))
         self._left = [self.directory]
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
