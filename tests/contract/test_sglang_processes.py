@@ -159,6 +159,14 @@ def test_arguments_that_sglang_does_not_know_are_named_before_anything_starts(mo
         check_installed(settings(atention_backend="torch_native"))
 
 
+def test_a_dry_run_probes_the_installed_sglang(model_path, capsys):
+    from asyncrl.commands.train import main
+
+    unknown = "rollout.engine=sglang", "rollout.sglang.server_args.atention_backend=x"
+    assert main([str(ROOT / "recipes" / "dapo_qwen.yaml"), *unknown, "--dry-run"]) == 2
+    assert "no argument of that name" in capsys.readouterr().err
+
+
 async def _own(path):
     engine = make_engine(path)
     await engine.start()

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 0.25
 _ABORT_S = 1.0
 """What SGLang may take to answer an abort, before the request is ended without its answer."""
+_SETTLE_S = 30.0
+"""What the outputs from before a pause may take; more is an error of the call."""
 _TURNS = 8
 """Turns of the event loop that a request needs from its task to SGLang's socket, and an output from there on."""
 
@@ -215,7 +217,8 @@ class Host:
         none may be left to read for as many turns as the last of them takes to be handed on."""
         for _ in range(2):
             await self._manager.get_internal_state()
-        await all_read(self._manager.recv_from_detokenizer, _TURNS + len(self._requests) // _TURNS)
+        async with asyncio.timeout(_SETTLE_S):
+            await all_read(self._manager.recv_from_detokenizer, _TURNS + len(self._requests) // _TURNS)
         self.flush()
 
 

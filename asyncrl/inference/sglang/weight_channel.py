@@ -59,7 +59,7 @@ class WeightChannel:
 
     def remove(self, name: str) -> None:
         """Removes what `write` and the schedulers wrote."""
-        for path in self._directory.glob(f"{name}*"):
+        for path in (self._directory / name, *self._directory.glob(f"{name}.*")):
             path.unlink(missing_ok=True)
 
 
