@@ -63,7 +63,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
-    _check_processes(recipe, facts, trains=trains)
+    if facts.is_local or not use_hub:
+        _check_processes(recipe, facts, trains=trains)
     if recipe.rollout.sampling.top_p < 1 or recipe.rollout.sampling.top_k > 0:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
     if facts.is_local or use_hub:
@@ -176,8 +177,8 @@ def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
-    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment. `missing_ok`: only
-    packages that are installed are looked at."""
+    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
+    may be missing."""
     for sink in recipe.observability.sinks:
         require(
             missing_ok or importlib.util.find_spec(sink) is not None,
@@ -185,9 +186,9 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
             found=f"the package {sink} is not installed",
             do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
         )
-    require_package(recipe.rollout, missing_ok=missing_ok)
     if missing_ok:
         return
+    require_package(recipe.rollout)
     require_backend(recipe.trainer.backend)
     if recipe.weights.transport == "vllm_nccl":
         torch = metadata.version("torch")

@@ -32,9 +32,9 @@ class EngineSpec:
     package: str | None = None
     """The package that has to be importable."""
     check: str = ""
-    """`package.module:function`; called with the RolloutConfig before anything starts, where the package is there.
-    Raises ConfigError: the installed version cannot be used, or cannot do what is asked. Imports the package in
-    another process."""
+    """`package.module:function`; called with the RolloutConfig and the ModelFacts before anything starts, where the
+    package is there. Raises ConfigError: the installed version cannot be used, or cannot do what is asked, or cannot
+    run the model. Imports the package in another process."""
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
@@ -88,18 +88,15 @@ def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weight
     return build(model, rollout.settings, load_real_weights=load_real_weights)
 
 
-def require_package(rollout: RolloutConfig, *, missing_ok: bool = False) -> None:
-    """Raises ConfigError: the package of the engine is not installed, or cannot be used with these settings."""
+def require_package(rollout: RolloutConfig) -> None:
+    """Raises ConfigError: the package of the engine is not installed."""
     spec = ENGINES[rollout.engine]
-    is_installed = spec.package is None or importlib.util.find_spec(spec.package) is not None
     require(
-        is_installed or missing_ok,
+        _is_installed(spec),
         asked=f"rollout.engine={rollout.engine}",
         found=f"the package {spec.package} is not installed",
         do=spec.install,
     )
-    if spec.check and is_installed:
-        resolve_name(spec.check)(rollout)
 
 
 def require_transport(engine: str, transport: str) -> None:
@@ -115,7 +112,7 @@ def require_transport(engine: str, transport: str) -> None:
 
 
 def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "rollout.") -> None:
-    """Asks the engine whether it can run the model with this context.
+    """Asks the engine, and its package where that is installed, whether they can run the model with this context.
 
     Args:
         section: what the user writes before the keys of an engine.
@@ -137,6 +134,13 @@ def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "r
         found=f"engine {engine} cannot run {', '.join(problems)}",
         do=", or ".join(_what_works(rollout, facts, section)),
     )
+    spec = ENGINES[engine]
+    if spec.check and _is_installed(spec):
+        resolve_name(spec.check)(rollout, facts)
+
+
+def _is_installed(spec: EngineSpec) -> bool:
+    return spec.package is None or importlib.util.find_spec(spec.package) is not None
 
 
 def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's"),
 ]
 
-LIMITS = SandboxLimits(timeout_s=8.0, cpu_s=1, memory_bytes=1 << 28, file_bytes=1 << 16, output_bytes=1 << 16)
+LIMITS = SandboxLimits(timeout_s=40.0, cpu_s=1, memory_bytes=1 << 28, file_bytes=1 << 16, output_bytes=1 << 16)
 LEVELS = ["namespaces", "seccomp", "basic"]
 
 

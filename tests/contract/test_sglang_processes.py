@@ -16,6 +16,7 @@ import pytest
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.make import require_sglang
@@ -154,9 +155,26 @@ def test_arguments_that_sglang_does_not_know_are_named_before_anything_starts(mo
             engine="sglang", interrupt="keep", sglang=SglangEngineConfig(stream_interval=1, server_args=server_args)
         )
 
-    check_installed(settings(attention_backend="torch_native"))
+    facts = ModelFacts(str(model_path), is_local=True, architecture="Qwen3ForCausalLM")
+    check_installed(settings(attention_backend="torch_native"), facts)
     with pytest.raises(ConfigError, match=r"server_args\.atention_backend(?s:.)*attention_backend"):
-        check_installed(settings(atention_backend="torch_native"))
+        check_installed(settings(atention_backend="torch_native"), facts)
+
+
+def test_models_that_sglang_cannot_load_are_named(monkeypatch, tmp_path):
+    from asyncrl.inference.sglang.support import check_architecture
+
+    check_architecture("Qwen3ForCausalLM")
+    check_architecture("HeliumForCausalLM")  # by way of transformers
+    with pytest.raises(ConfigError, match="has no model of that name"):
+        check_architecture("ReformerModelWithLMHead")
+    package = tmp_path / "models_without_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "odd.py").write_text("class OddForCausalLM: ...\nraise RuntimeError('no kernel')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="odd cannot be imported: RuntimeError: no kernel"):
+        check_architecture("OddForCausalLM", package.name)
 
 
 def test_a_dry_run_probes_the_installed_sglang(model_path, capsys):

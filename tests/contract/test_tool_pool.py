@@ -144,7 +144,7 @@ async def test_a_tool_that_cannot_start_is_a_config_error():
 
 
 async def test_python_prints_fails_and_is_stopped():
-    pool = ToolPool(config("python", tool_timeout_s=5.0))
+    pool = ToolPool(config("python", tool_timeout_s=15.0))
     await pool.start()
     try:
         assert (await pool.call("python", {"code": "print(6 * 7)"})).text == "42"

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import assert_a_dead_engine_is_replaced, assert_sound
 from tests.e2e.test_serve import MODEL, Server
+from tests.e2e.test_tool_use import assert_agents_ran, assert_calls_were_answered, tool_task
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,6 +31,23 @@ def test_it_learns_with_a_clean_audit(start):
     assert run.wait(1000) == 0, run.log
     assert_sound(run, max_lag=2, steps=24)
     assert run.metrics[-1]["eval/accuracy"] >= 0.9
+
+
+@pytest.mark.usefixtures(tool_task.__name__)
+def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(start):
+    run = start(
+        "rollout.engine=sglang", "rollout.sglang.max_running_requests=64", "rollout.sglang.max_total_tokens=32768",
+        "rollout.num_replicas=2", "eval.leased_replicas=1", "eval.every_steps=1", "eval.max_prompts=32",
+        "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "observability.samples_per_step=192",
+        recipe="agent", joined=False,
+    )  # fmt: skip
+    assert run.wait(900) == 0, run.log
+    assert_sound(run, max_lag=2, steps=3)
+    assert_calls_were_answered(run)
+    assert_agents_ran(run)
+    begun = [e["version"] for e in run.events if e["event"] == "evaluation_started"]
+    assert begun, "a replica is leased while training goes on"
+    assert begun == [e["version"] for e in run.events if e["event"] == "evaluation" and 0 < e["step"] < 3]
 
 
 @pytest.mark.usefixtures("inputs")

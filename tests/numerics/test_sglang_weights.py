@@ -4,11 +4,17 @@ import pytest
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import SglangEngineConfig
+from asyncrl.errors import WeightTransferError
 from asyncrl_testing.engine_client import within
-from asyncrl_testing.served_weights_suite import ServedWeightsConformance
+from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
+from asyncrl_testing.served_weights_suite import ServedWeightsConformance, publish
 from tests.make import require_sglang
 
 pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
+
+
+def make_settings():
+    return SglangEngineConfig(max_model_len=512, max_running_requests=16, stream_interval=1, max_total_tokens=1 << 14)
 
 
 class TestSglangServesWhatIsPublished(ServedWeightsConformance):
@@ -19,11 +25,32 @@ class TestSglangServesWhatIsPublished(ServedWeightsConformance):
         from asyncrl.inference.sglang import SglangEngine
 
         async def make(path):
-            settings = SglangEngineConfig(
-                max_model_len=512, max_running_requests=16, stream_interval=1, max_total_tokens=1 << 14
-            )
-            engine = SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
+            engine = SglangEngine(ModelConfig(path=str(path)), make_settings(), load_real_weights=False)
             await within(engine.start(), 240.0)
             return engine
 
         return make
+
+    async def test_published_weights_have_the_checksums_of_loaded_ones(self, engine, link, tmp_path):
+        """By SGLang's own count, also after a publish that was refused in the middle."""
+        from asyncrl.inference.sglang import SglangEngine
+
+        wanted, other = random_qwen3(seed=40), random_qwen3(seed=41)
+        path = write_random_qwen3(tmp_path / "model", seed=40)
+        loaded = SglangEngine(ModelConfig(path=str(path)), make_settings(), load_real_weights=True)
+        try:
+            await within(loaded.start(), 240.0)
+            expected = await within(loaded.checksums())
+        finally:
+            await within(loaded.stop(), 60.0)
+        assert len(expected[0]) > 10
+        await publish(engine, link, wanted.named_parameters(), 50)
+        assert await within(engine.checksums()) == expected
+        await publish(engine, link, other.named_parameters(), 51)
+        (ours,) = await within(engine.checksums())
+        assert ours.keys() == expected[0].keys()
+        assert all(ours[name] != expected[0][name] for name in ours if name.endswith("proj.weight"))
+        with pytest.raises(WeightTransferError):
+            await publish(engine, link, list(wanted.named_parameters())[:-3], 52)
+        await publish(engine, link, wanted.named_parameters(), 53)
+        assert await within(engine.checksums()) == expected

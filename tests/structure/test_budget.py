@@ -22,7 +22,7 @@ BUDGET = {
     "driver": 1330,
     "environments": 1260,
     "evaluation": 80,
-    "inference": 4400,
+    "inference": 4470,
     "observability": 500,
     "publish": 300,
     "queue": 960,

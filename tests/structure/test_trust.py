@@ -18,7 +18,7 @@ ALLOWED = {
         "workers/worker_process.py",
         "workers/worker_loop.py",
         "inference/vllm/weight_transfer.py",
-        "inference/sglang/host.py",
+        "inference/sglang/host_main.py",
         "inference/sglang/host_process.py",
         "inference/sglang/weight_channel.py",
     },

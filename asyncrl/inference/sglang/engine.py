@@ -64,6 +64,13 @@ class SglangEngine(ProcessEngine[SglangStream]):
         self._require_sleep("wake_up()")
         await self._ask(self._host.call("wake_up", tags or ["weights", "kv_cache"]))
 
+    async def checksums(self) -> list[dict[str, str]]:
+        """SGLang's own checksums of the weights in use, one dict for each tensor-parallel rank: name of SGLang's
+        parameter -> checksum. Equal weights have equal checksums, whatever way they came. It reads all weights.
+
+        Raises GenerationError: this SGLang computes none, or its process has ended."""
+        return await self._ask(self._host.call("checksums"))
+
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 
     async def _launch(self) -> None:

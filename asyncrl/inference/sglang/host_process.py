@@ -117,7 +117,7 @@ class HostProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-", dir=scratch))
         self._left = [self.directory]
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "asyncrl.inference.sglang.host", str(theirs.fileno())]
+        command = [sys.executable, "-m", "asyncrl.inference.sglang.host_main", str(theirs.fileno())]
         environment = os.environ | VARIABLES | {"TMPDIR": str(self.directory)}
         if on_cpu:
             environment |= {"SGLANG_USE_CPU_ENGINE": "1"}

@@ -1,28 +1,44 @@
-"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [SERVER_ARGUMENT...]`.
+"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [--model ARCHITECTURE]
+[SERVER_ARGUMENT...]`.
 
-Exit code 0: it can be used, for rollout.interrupt=keep too if asked, and knows these arguments. 2: it cannot; the
-reason is on stdout.
+Exit code 0: it can be used, for rollout.interrupt=keep and for the model too if asked, and knows these arguments. 2: it
+cannot; the reason is on stdout.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
 from asyncrl.errors import ConfigError
-from asyncrl.inference.sglang.support import KEEP, check_keep, check_server_args, check_sglang
+from asyncrl.inference.sglang.support import (
+    KEEP,
+    MODEL,
+    check_architecture,
+    check_keep,
+    check_server_args,
+    check_sglang,
+)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(KEEP, action="store_true")
+    parser.add_argument(MODEL)
+    parser.add_argument("server_args", nargs="*")
+    asked = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     try:
         check_sglang()
-        check_server_args([name for name in sys.argv[1:] if name != KEEP])
-        if KEEP in sys.argv:
+        check_server_args(asked.server_args)
+        if asked.keep:
             check_keep()
+        if asked.model is not None:
+            check_architecture(asked.model, os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         return 2

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
@@ -40,6 +43,9 @@ NEEDED = {
 _PROBE_S = 300.0
 KEEP = "--keep"
 """Asks the probe about `rollout.interrupt=keep`."""
+MODEL = "--model"
+"""Asks the probe about the architecture that follows."""
+_MODELS = "sglang.srt.models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +79,17 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
-def check_installed(rollout: RolloutConfig) -> None:
+def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Probes the installed SGLang in a process of its own: the import takes seconds and changes the process.
 
     Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; `keep` with an SGLang that
-    keeps no count of versions; no answer in time.
+    keeps no count of versions; a model as `check_model`; no answer in time.
     """
     asked = "rollout.engine=sglang"
     command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *rollout.sglang.server_args]
     command += [KEEP] * (rollout.interrupt == "keep")
+    if facts.architecture is not None and not facts.has_custom_code:
+        command += [MODEL, facts.architecture]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -117,6 +125,41 @@ def check_keep() -> None:
         raise ConfigError(
             explain("rollout.interrupt=keep", found, "install sglang>=0.5.19, or set rollout.interrupt=abort_resume")
         )
+
+
+def check_architecture(name: str, extra_package: str | None = None) -> None:
+    """Imports SGLang's modules that know the class, and no others: all of them take a minute.
+
+    Args:
+        extra_package: has models beside SGLang's own.
+
+    Raises ConfigError: neither SGLang nor transformers has a class of this name that SGLang can use here.
+    """
+    asked = f"rollout.engine=sglang with a {name}"
+    found = f"SGLang {version_of(('sglang',))} has no model of that name, and transformers none that SGLang can use"
+    for module in _modules_with(name, [_MODELS, *([extra_package] if extra_package else [])]):
+        try:
+            entries = getattr(import_module(module), "EntryClass", ())
+        except (ImportError, AttributeError, RuntimeError, OSError) as error:  # a kernel that is missing here
+            found = f"{module} cannot be imported: {type(error).__name__}: {error}"
+            continue
+        if name in [entry.__name__ for entry in (entries if isinstance(entries, Sequence) else [entries])]:
+            return
+    import transformers
+
+    other = getattr(transformers, name, None)
+    if other is not None and getattr(other, "is_backend_compatible", bool)():
+        return
+    do = "set rollout.engine=torch or rollout.engine=vllm, or use a model of https://docs.sglang.io"
+    raise ConfigError(explain(asked, found, do))
+
+
+def _modules_with(name: str, packages: Sequence[str]) -> list[str]:
+    """Modules whose text has the word."""
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    places = [(package, Path(place)) for package in packages for place in import_module(package).__path__]
+    files = [(package, file) for package, place in places for file in sorted(place.glob("*.py"))]
+    return [f"{package}.{file.stem}" for package, file in files if word.search(file.read_text(encoding="utf-8"))]
 
 
 def check_sglang() -> None:

@@ -1,0 +1,177 @@
+"""The process that runs SGLang's Engine below a replica.
+
+SGLang ends the process that it runs in, with all that is in it, when a scheduler dies. So that the replica outlives
+that, with the tokens that had arrived, SGLang runs here. `python -m asyncrl.inference.sglang.host_main FD` takes the
+replica's end of a socket pair.
+
+Consumes: frames of the replica: (call id, method of `Host`, arguments).
+Produces: frames ("answer", call id, result or error) and ("outputs", [Output, ...]), in the order of their making.
+Waits for: frames; SGLang's answers.
+Stops when: the replica's end closes, or a scheduler process has ended; also while SGLang is still starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.inference.sglang.host import Host
+from asyncrl.inference.sglang.wire import SIZE_BYTES, framed
+from asyncrl.inference.shared.orphan_guard import when_closed, when_ended
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.25
+_ENDING = threading.Lock()
+
+
+def end(directory: str) -> None:
+    """This process leads a group of its own, in which SGLang's processes are."""
+    _ENDING.acquire()  # never released: whoever comes second waits until the process is gone
+    below = _suspended()  # what runs could map another segment after the look at it
+    segments = {path for pid in (os.getpid(), *(p.pid for p in below)) for path in _segments(pid)}
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(below, timeout=5.0)
+    for path in segments:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # SGLang's exit hooks wait for processes that are gone
+
+
+def _suspended() -> list[psutil.Process]:
+    """All processes below this one, suspended. The tracker of shared memory and semaphores is none of them: it removes
+    these, and ends, once nobody is left."""
+    below: list[psutil.Process] = []
+    while new := [p for p in psutil.Process().children(recursive=True) if p not in below and not _is_tracker(p)]:
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        below += new
+    return below
+
+
+def _segments(pid: int) -> set[Path]:
+    """SGLang's own files of shared memory that a process maps."""
+    try:
+        words = Path(f"/proc/{pid}/maps").read_text().split()
+    except OSError:  # it has ended
+        return set()
+    return {Path(word) for word in words if word.startswith(("/dev/shm/sglang", "/dev/shm/sgl_shm"))}
+
+
+def _is_tracker(process: Any) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False
+
+
+async def _serve(engine: Any, connection: socket.socket, directory: str) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+
+    def send(message: Any) -> None:
+        writer.write(framed(message))
+
+    host = Host(engine, send)
+    calls: set[asyncio.Task[None]] = set()
+
+    async def call(number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            result, error = await getattr(host, method)(*arguments), ""
+        except Exception as failure:  # task boundary: the replica gets it
+            logger.exception("%s failed", method)
+            result, error = None, f"{type(failure).__name__}: {failure}"
+        host.flush()
+        send(("answer", number, result, error))
+
+    async def watch() -> None:
+        schedulers = [p for p in psutil.Process().children() if not _is_tracker(p)]
+        while all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in schedulers):  # noqa: ASYNC110 - a poll
+            await asyncio.sleep(_WATCH_S)
+        logger.error("a scheduler process of SGLang has ended")
+        end(directory)
+
+    watching = asyncio.create_task(watch())
+    # SGLang's own handler, for a scheduler that failed, kills all at once and leaves its files.
+    engine.tokenizer_manager.auto_create_handle_loop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, end, directory)
+    config = engine.tokenizer_manager.model_config
+    eos = sorted(getattr(config, "hf_eos_token_id", None) or ())
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    segments = [str(path) for process in processes for path in _segments(process.pid)]
+    send(("answer", 0, {"vocab_size": config.vocab_size, "eos": eos, "segments": segments}, ""))
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
+            number, method, arguments = pickle.loads(await reader.readexactly(size))  # from the replica
+            task = asyncio.create_task(call(number, method, arguments))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+    watching.cancel()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    size = int.from_bytes(_exactly(connection, SIZE_BYTES), "little")
+    start: dict[str, Any] = pickle.loads(_exactly(connection, size))  # from the replica
+    directory = start["directory"]
+    when_ended(start["owner_pid"], lambda: end(directory))
+    when_closed(connection, lambda: end(directory))
+    try:
+        from asyncrl.inference.sglang.support import check_sglang
+
+        try:
+            check_sglang()
+            from sglang.srt.entrypoints.engine import Engine
+
+            engine = Engine(**start["arguments"])
+            _check_context(engine, start["arguments"]["context_length"])
+        except Exception as error:  # process boundary: the replica gets it
+            logger.exception("SGLang does not start")
+            connection.sendall(framed(("answer", 0, None, (type(error).__name__, str(error)))))
+            return
+        asyncio.run(_serve(engine, connection, directory))
+    except BaseException:
+        logger.exception("SGLang's process ends")
+    finally:
+        end(directory)
+
+
+def _check_context(engine: Any, context_length: int) -> None:
+    """Raises ConfigError: the KV cache holds less than the longest request. SGLang would cut responses short."""
+    from asyncrl.errors import ConfigError, explain
+    from asyncrl.inference.sglang.host_process import SPARE_TOKENS
+
+    needed, limit = context_length - SPARE_TOKENS, engine.tokenizer_manager.max_req_input_len
+    if limit is not None and limit < needed:
+        found = f"SGLang's KV cache has room for requests of {limit}"
+        do = "raise rollout.sglang.max_total_tokens or mem_fraction_static, or lower max_model_len"
+        raise ConfigError(explain(f"requests of {needed} tokens (rollout.sglang.max_model_len)", found, do))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError("the replica has ended")
+        data += part
+    return data
+
+
+if __name__ == "__main__":
+    main()
