@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
@@ -84,6 +85,20 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
             filled += nbytes + -nbytes % ALIGNMENT
     seal()
     return tuple(buckets)
+
+
+def part_manifests(manifest: Manifest, first_tensors: Sequence[int], bucket_bytes: int) -> tuple[Manifest, ...]:
+    """The parts of a publish that several ranks send, each with buckets of its own; both sides cut it the same way.
+
+    Args:
+        first_tensors: number of each part's first tensor; 0 first, then not falling.
+
+    Raises:
+        ConfigError: as `plan_buckets`.
+    """
+    ends = (*first_tensors[1:], len(manifest.tensors))
+    runs = [manifest.tensors[first:end] for first, end in zip(first_tensors, ends, strict=True)]
+    return tuple(replace(manifest, tensors=run, buckets=plan_buckets(run, bucket_bytes)) for run in runs)
 
 
 def make_manifest(

@@ -1,0 +1,47 @@
+"""Several senders of one publish in one process, each for a part of its tensors. In a run they are trainer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from asyncrl.types import Digest, Manifest, PartsSource
+from asyncrl.weights.plan import part_manifests
+from asyncrl.weights.transport import WeightSender
+from asyncrl.weights.transports.control_channel import Deadline
+from asyncrl.weights.transports.interruptible_sender import GuardedSender, Interruptible
+
+
+class SplitSender:
+    """Implements `WeightSender`."""
+
+    def __init__(self, senders: Sequence[WeightSender], first_tensors: Sequence[int], bucket_bytes: int) -> None:
+        self._senders, self._first_tensors, self._bucket_bytes = senders, tuple(first_tensors), bucket_bytes
+
+    def open(self) -> PartsSource:
+        return PartsSource.of([sender.open() for sender in self._senders], self._first_tensors)
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        deadline, digest, left = Deadline(timeout_s), (), iter(weights)
+        parts = part_manifests(manifest, self._first_tensors, self._bucket_bytes)
+        last = max((number for number, part in enumerate(parts) if part.tensors), default=0)
+        for number, (sender, part) in enumerate(zip(self._senders, parts, strict=True)):
+            if part.tensors:
+                own: Iterator[tuple[str, torch.Tensor]] = left if number == last else islice(left, len(part.tensors))
+                digest += sender.send(part, own, deadline.remaining_s()) or ()
+        return digest if manifest.verify else None
+
+    def interrupt(self) -> None:
+        for sender in self._senders:
+            if isinstance(sender, Interruptible):
+                sender.interrupt()
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+
+def guarded(senders: Sequence[WeightSender], first_tensors: Sequence[int], bucket_bytes: int) -> GuardedSender:
+    return GuardedSender(SplitSender(senders, first_tensors, bucket_bytes))
