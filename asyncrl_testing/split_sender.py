@@ -9,15 +9,14 @@ import torch
 
 from asyncrl.types import Digest, Manifest, PartsSource
 from asyncrl.weights.plan import part_manifests
-from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports.control_channel import Deadline
-from asyncrl.weights.transports.interruptible_sender import GuardedSender, Interruptible
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
 
 
 class SplitSender:
     """Implements `WeightSender`."""
 
-    def __init__(self, senders: Sequence[WeightSender], first_tensors: Sequence[int], bucket_bytes: int) -> None:
+    def __init__(self, senders: Sequence[GuardedSender], first_tensors: Sequence[int], bucket_bytes: int) -> None:
         self._senders, self._first_tensors, self._bucket_bytes = senders, tuple(first_tensors), bucket_bytes
 
     def open(self) -> PartsSource:
@@ -34,14 +33,12 @@ class SplitSender:
         return digest if manifest.verify else None
 
     def interrupt(self) -> None:
-        for sender in self._senders:
-            if isinstance(sender, Interruptible):
-                sender.interrupt()
+        self.close()  # from another thread, a guarded sender ends its send in progress
 
     def close(self) -> None:
         for sender in self._senders:
             sender.close()
 
 
-def guarded(senders: Sequence[WeightSender], first_tensors: Sequence[int], bucket_bytes: int) -> GuardedSender:
+def guarded(senders: Sequence[GuardedSender], first_tensors: Sequence[int], bucket_bytes: int) -> GuardedSender:
     return GuardedSender(SplitSender(senders, first_tensors, bucket_bytes))

@@ -50,6 +50,8 @@ class Pair:
         self._publishes = 0
 
     def open(self) -> None:
+        for sender in self.senders:
+            sender.close()
         command = Open(self._transport, len(self.receivers), str(self._directory))
         source = PartsSource.of([sender.open(command) for sender in self.senders], FIRSTS)
         for number, worker in enumerate(self.receivers):
@@ -123,5 +125,4 @@ def test_a_receiver_that_refuses_a_tensor_fails_the_sender_of_its_part(pair: Pai
     assert "of another shape" in sent[failed].error[1]
     other = sent[1 - failed].error
     assert other is None if failed == 1 else other is not None and other[0] == "DeadlineExceeded"
-    pair.open()
     pair.publish(2)
