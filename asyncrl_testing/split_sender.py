@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import torch
@@ -25,11 +25,9 @@ class SplitSender:
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         deadline, digest, left = Deadline(timeout_s), (), iter(weights)
         parts = part_manifests(manifest, self._first_tensors, self._bucket_bytes)
-        last = max((number for number, part in enumerate(parts) if part.tensors), default=0)
-        for number, (sender, part) in enumerate(zip(self._senders, parts, strict=True)):
-            if part.tensors:
-                own: Iterator[tuple[str, torch.Tensor]] = left if number == last else islice(left, len(part.tensors))
-                digest += sender.send(part, own, deadline.remaining_s()) or ()
+        for sender, part in zip(self._senders, parts, strict=True):
+            own = left if sender is self._senders[-1] else islice(left, len(part.tensors))
+            digest += sender.send(part, own, deadline.remaining_s()) or ()
         return digest if manifest.verify else None
 
     def interrupt(self) -> None:

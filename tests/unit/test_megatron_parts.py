@@ -162,7 +162,10 @@ def test_the_ranks_of_the_quickstart_share_one_plan():
     ("changed", "words"),
     [
         (["trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"], "collective_timeout_s above 5"),
-        (["weights.transport=vllm_nccl", "weights.verify=off", "trainer.device=auto"], "pipeline_parallel=2.*one sender"),
+        (
+            ["weights.transport=vllm_nccl", "weights.verify=off", "trainer.device=auto"],
+            "parallel=2.*one sender",
+        ),
     ],
 )
 def test_stages_that_send_have_what_they_need(changed, words):

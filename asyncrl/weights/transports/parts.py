@@ -25,8 +25,7 @@ class PartsReceiver:
         deadline, digest = Deadline(timeout_s), ()
         parts = part_manifests(manifest, self._source.first_tensors, self._source.bucket_bytes)
         for receiver, part in zip(self._receivers, parts, strict=True):
-            if part.tensors:
-                digest += receiver.receive(part, sink, deadline.remaining_s()) or ()
+            digest += receiver.receive(part, sink, deadline.remaining_s()) or ()
         return digest if manifest.verify else None
 
     def close(self) -> None:
