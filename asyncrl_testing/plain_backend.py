@@ -22,7 +22,7 @@ from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import LossFunction, Output, Part, Peers, StepModels, TokenOutputs
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import TensorSpec
+from asyncrl.types import SendingRank, TensorSpec
 from asyncrl.weights.experts import unfused
 
 FILE = "state.pt"
@@ -111,6 +111,9 @@ class PlainBackend:
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         dtype = self._spec.model.inference_dtype
         return tuple(TensorSpec(n, tuple(t.shape), dtype, t.nbytes) for n, t in self.named_weights())
+
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        return (SendingRank(0, 0),)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._policy.named_parameters():  # a tied tensor comes once

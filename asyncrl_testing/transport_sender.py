@@ -16,7 +16,7 @@ import torch
 from asyncrl.errors import AsyncRLError
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.packing import spec_of
-from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.plan import make_manifest, part_manifests
 from asyncrl.weights.transports import build_sender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl_testing.transport_rig import (
@@ -55,6 +55,8 @@ class Send:
     hold_at: str = ""
     hold: Hold | None = None
     max_file_bytes: int | None = None
+    part: tuple[int, tuple[int, ...]] | None = None
+    """Which part, of those that begin with these tensors; None sends all."""
 
     @property
     def manifest(self) -> Manifest:
@@ -162,8 +164,14 @@ def _serve(commands: Connection) -> None:
 
 
 def _send(sender: GuardedSender, command: Send) -> Digest | None:
+    manifest, chosen = command.manifest, weights_of(command.seed, small=command.small)
+    if command.part is not None:
+        number, firsts = command.part
+        manifest = part_manifests(manifest, firsts, BUCKET_BYTES)[number]
+        chosen = chosen[firsts[number] :][: len(manifest.tensors)]
+
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights_of(command.seed, small=command.small):
+        for name, tensor in chosen:
             if name == command.hold_at and command.hold is not None:
                 command.hold.wait()
             yield name, tensor
@@ -172,6 +180,6 @@ def _send(sender: GuardedSender, command: Send) -> Digest | None:
     limit = resource.RLIM_INFINITY if command.max_file_bytes is None else command.max_file_bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        return sender.send(command.manifest, weights(), command.timeout_s)
+        return sender.send(manifest, weights(), command.timeout_s)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -36,13 +36,13 @@ def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[tor
     return torch.stack(counts), torch.stack(probabilities)
 
 
-def balance_loss(fractions: torch.Tensor, probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[]: the part that some tokens of an update have in its loss.
+def balance_weights(fractions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[L, E]: what each entry of the second result of `routing_sums` is multiplied by. The sum of the products is the
+    part that some tokens of an update have in its loss.
 
     Args:
         fractions: [L, E], f of the update.
-        probabilities: [L, E], of these tokens, from `routing_sums`; carries the gradient.
         tokens: [], how many tokens the update has.
     """
     layers, experts = fractions.shape
-    return experts / layers * (fractions * probabilities).sum() / tokens
+    return experts / layers * fractions / tokens

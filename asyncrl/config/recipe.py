@@ -132,7 +132,6 @@ class Recipe:
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
         self._check_algorithm()
-        self._check_backend()
         self._check_schedule()
         self._check_weights()
 
@@ -185,16 +184,6 @@ class Recipe:
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
         )
 
-    def _check_backend(self) -> None:
-        """Checks what the training backend cannot do of the algorithm."""
-        coefficient = self.algorithm.router_aux_coefficient
-        require(
-            self.trainer.backend != "megatron" or coefficient == 0,
-            asked=f"algorithm.router_aux_coefficient={coefficient:g} with trainer.backend=megatron",
-            found="this backend does not compute the load-balancing loss",
-            do="set algorithm.router_aux_coefficient=0, or trainer.backend=fsdp",
-        )
-
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""
         trainer, critic, steps = self.trainer, self.algorithm.critic, self.run.max_steps
@@ -212,7 +201,16 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """Checks what vLLM's own weight transfer requires of the other parts; the preflight checks its engine."""
+        """Checks what vLLM's own weight transfer requires of the other parts; the preflight checks its engine. And that
+        ranks of a pipeline stage outwait the stages before it."""
+        waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
+        staged = self.trainer.backend == "megatron" and self.trainer.megatron.pipeline_parallel > 1
+        require(
+            not staged or waits_s > transfer_s,
+            asked=f"trainer.collective_timeout_s={waits_s:g} with weights.transfer_timeout_s={transfer_s:g}",
+            found="a rank of a later pipeline stage waits in a collective while the stages before it send",
+            do=f"set trainer.collective_timeout_s above {transfer_s:g}",
+        )
         if self.weights.transport != "vllm_nccl":
             return
         require(
@@ -232,6 +230,13 @@ class Recipe:
             asked=f"weights.transport=vllm_nccl with trainer.device={self.trainer.device}",
             found="NCCL moves the memory of GPUs only",
             do="set trainer.device=cuda, or weights.transport to ipc or collective",
+        )
+        stages = self.trainer.megatron.pipeline_parallel
+        require(
+            self.trainer.backend != "megatron" or stages == 1,
+            asked=f"weights.transport=vllm_nccl with trainer.megatron.pipeline_parallel={stages}",
+            found="each pipeline stage sends its own tensors, and vLLM's own backend receives from one sender",
+            do="set weights.transport to collective, or trainer.megatron.pipeline_parallel=1",
         )
 
     @property

@@ -38,7 +38,7 @@ class MegatronConfig:
     chunks_per_stage: PositiveInt = 1
     """Parts of a stage, with parts of other stages between them (virtual pipeline): shorter waits, more transfers."""
     context_parallel: PositiveInt = 1
-    """Ranks that split each sequence. Above 1 needs TransformerEngine; this version refuses it."""
+    """Ranks that split each sequence, for long ones."""
     expert_parallel: PositiveInt = 1
     """Ranks that hold different experts of a mixture. It divides the experts."""
     expert_tensor_parallel: PositiveInt | None = None
@@ -49,6 +49,10 @@ class MegatronConfig:
     """Dtype of the weights in forward and backward; master weights and optimizer are float32."""
     recompute: Literal["none", "attention", "full"] = "none"
     """What the backward pass computes again: nothing, attention, or each layer."""
+    layers: Literal["local", "transformer_engine"] = "local"
+    """local: Megatron-core's own layers. transformer_engine: faster ones, which need that package and CUDA."""
+    offload_optimizer: bool = False
+    """Keep moments, and the master weights of bfloat16 weights, in host memory between steps."""
 
     @property
     def experts_split_by(self) -> int:
@@ -57,12 +61,6 @@ class MegatronConfig:
 
     def __post_init__(self) -> None:
         check_ranges("trainer.megatron.", self)
-        require(
-            self.context_parallel == 1,
-            asked=f"trainer.megatron.context_parallel={self.context_parallel}",
-            found="this version does not split sequences: it has no TransformerEngine layers",
-            do="set it to 1, and tensor_parallel higher or recompute=full to save memory",
-        )
         require(
             self.chunks_per_stage == 1 or self.pipeline_parallel > 1,
             asked=f"trainer.megatron.chunks_per_stage={self.chunks_per_stage}",
@@ -97,7 +95,7 @@ class LoraConfig:
 class TrainerConfig:
     num_ranks: PositiveInt = 1
     """Ranks, one process each. Backend fsdp: all of them are data-parallel. Backend megatron: tensor_parallel x
-    pipeline_parallel of them hold one copy of the model."""
+    context_parallel x pipeline_parallel of them hold one copy of the model."""
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """fsdp: FSDP2 over torch.distributed. megatron: Megatron-core, for models that need tensor, pipeline or expert
     parallelism (docs/megatron.md)."""
@@ -176,6 +174,12 @@ class TrainerConfig:
                 found="this backend trains all weights and compiles nothing",
                 do=f"leave {key} out, or set trainer.backend=fsdp",
             )
+        require(
+            self.megatron.layers == "local" or self.device == "auto" or self.device.startswith("cuda"),
+            asked=f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}",
+            found="TransformerEngine computes on CUDA devices only",
+            do="set trainer.megatron.layers=local, or trainer.device=cuda",
+        )
         megatron, ranks = self.megatron, self.num_ranks
         of_model = self.layout.num_ranks // self.layout.num_plans
         of_experts = megatron.expert_parallel * megatron.experts_split_by * megatron.pipeline_parallel

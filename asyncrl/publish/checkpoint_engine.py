@@ -235,6 +235,8 @@ class CheckpointEngine:
         started = time.monotonic()
         sent, received = await self._transfer(manifest, min(publish.left(), self._config.transfer_timeout_s))
         publish.transfer_s += time.monotonic() - started
+        if isinstance(sent, BaseException):
+            self._group = {}  # one of several senders failed, and the others were closed
         good = await self._judge(publish, sent, received, replicas)
         limit_s = min(publish.left(), self._config.transfer_timeout_s)
         outcomes = await _on_each(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +43,17 @@ class TrainBackend(Protocol):
         ...
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors of `named_weights` in its order. Local: gathers nothing."""
+        """All tensors of a publish, in the order of their senders. Local: gathers nothing; the same on every rank."""
+        ...
+
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        """The ranks that send, in the order of `weight_specs`, whose tensors they share. The same on every rank."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors in HF naming and in the replicas' dtype, one at a time. Producing one is collective: every
-        rank must exhaust the iterator. A tied tensor comes once, under the name that HF keeps."""
+        """On a sending rank its tensors of `weight_specs`, full, in HF naming and in the replicas' dtype, one at a
+        time; what other ranks get has no meaning. Producing one is collective: every rank must exhaust the iterator. A
+        tied tensor comes once, under the name that HF keeps."""
         ...
 
     def capture(self) -> None:

@@ -64,3 +64,32 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
     at = torch.arange(length, device=device)
     distance = at[:, None] - at[None, :]
     return (distance >= 0) & (distance < window)
+
+
+def split_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own: PackedLayout,
+    whole: PackedLayout,
+    positions: torch.Tensor,
+    *,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of some tokens of each sequence to the whole sequence.
+
+    Args:
+        query: [n, H, D], laid out as `own` says; key, value: [N, K, D], as `whole` says.
+        positions: [n] int64, of the queries in their sequences.
+
+    Returns:
+        [n, H, D].
+    """
+    q_SHLD, (k_SKLD, v_SKLD) = _pad(query, own), (_pad(x, whole) for x in (key, value))
+    at_SL = positions.new_zeros(own.num_sequences * own.max_length).index_copy_(0, own.slots, positions)
+    keys_L = torch.arange(whole.max_length, device=query.device)
+    seen_SLL = keys_L <= at_SL.view(own.num_sequences, own.max_length, 1)
+    out_SHLD = scaled_dot_product_attention(
+        q_SHLD, k_SKLD, v_SKLD, attn_mask=seen_SLL[:, None], scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out_SHLD.transpose(1, 2).flatten(0, 1).index_select(0, own.slots)

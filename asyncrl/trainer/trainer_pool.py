@@ -22,7 +22,9 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
     Manifest,
+    PartsSource,
     RankPlan,
+    SendingRank,
     TensorSpec,
     TrainMetrics,
     TrajectoryGroup,
@@ -77,7 +79,7 @@ class TrainerActor:
         return self._worker.address(ray.util.get_node_ip_address())
 
     def start(self, host: str, port: int, timeout_s: float) -> None:
-        self._worker.start(host, port, timeout_s)
+        self._worker.start(host, port, timeout_s, ray.util.get_node_ip_address())
 
     def train_step(self, plan: RankPlan) -> TrainMetrics:
         return self._worker.train_step(plan)
@@ -87,6 +89,9 @@ class TrainerActor:
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._worker.weight_specs()
+
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        return self._worker.sending_ranks()
 
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         return self._worker.open_weights(config, num_receivers)
@@ -133,6 +138,7 @@ class TrainerPool:
         self._spec = spec
         self._actors = [ActorClient(actor, trainer_rank(rank)) for rank, actor in enumerate(actors)]
         self._killed: list[ActorClient] = []
+        self._senders: tuple[SendingRank, ...] = ()
 
     @classmethod
     async def start(
@@ -189,21 +195,51 @@ class TrainerPool:
         return await self._actors[0].call(timeout_s, TrainerActor.weight_specs)
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
-        return await self._actors[0].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
+        """Opens the sending end of every rank that sends."""
+        self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+        calls = [
+            self._actors[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
+            for sender in self._senders
+        ]
+        sources = await asyncio.gather(*calls)
+        if len(sources) == 1:
+            return sources[0]
+        return PartsSource.of(sources, [sender.first_tensor for sender in self._senders])
 
     async def interrupt_weights(self, timeout_s: float) -> None:
-        """Closes the sending end, which ends a send in progress; `open_weights` opens it again. Does not raise."""
-        if not self._actors:
-            return
-        try:
-            await self._actors[0].call(timeout_s, TrainerActor.close_weights)
-        except (DeadlineExceeded, ProcessDied) as error:
-            logger.warning("a send in progress was not ended: %s", error)
+        """Closes the sending ends, which ends a send in progress; `open_weights` opens them again. Does not raise."""
+        actors = [self._actors[sender.rank] for sender in self._senders] if self._actors else []
+        calls = [actor.call(timeout_s, TrainerActor.close_weights) for actor in actors]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, DeadlineExceeded | ProcessDied):
+                logger.warning("a send in progress was not ended: %s", outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """Raises WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank)."""
+        """The digest of all parts. After an error of one of several senders all of them are closed: the others wait for
+        receivers that will not come.
+
+        Raises:
+            WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank).
+        """
         # the sender's own deadline comes first: its error names the receiver
-        return (await self._on_all(timeout_s + BLAME_S, TrainerActor.send_weights, manifest, timeout_s))[0]
+        limit_s, failed = timeout_s + BLAME_S, False
+
+        async def send(actor: ActorClient) -> Digest | None:
+            nonlocal failed
+            try:
+                return await actor.call(limit_s, TrainerActor.send_weights, manifest, timeout_s)
+            except AsyncRLError:
+                if len(self._senders) > 1 and not failed:
+                    failed = True
+                    await self.interrupt_weights(BLAME_S)
+                raise
+
+        found = await self._together([send(actor) for actor in self._actors], TrainerActor.send_weights.__name__)
+        if not manifest.verify:
+            return None
+        return tuple(number for sender in self._senders for number in found[sender.rank] or ())
 
     async def capture(self, timeout_s: float | None = None) -> None:
         """Every rank copies its state into host memory. `timeout_s` None: that of a step."""

@@ -21,6 +21,7 @@ from asyncrl.types import (
     Digest,
     Manifest,
     RankPlan,
+    SendingRank,
     TensorSpec,
     TrainMetrics,
     Trajectory,
@@ -28,6 +29,7 @@ from asyncrl.types import (
     TrajectoryKey,
     TransferSource,
 )
+from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
 from asyncrl.weights.transports.process_group import host_store
@@ -45,7 +47,8 @@ class TrainerWorker:
     order of collectives depend on it. `save` may run beside them, in one thread of its own.
 
     Consumes: one plan per step; the groups that it names.
-    Produces: optimizer steps; the tensors of a publish (rank 0 sends them, the others help to gather).
+    Produces: optimizer steps; the tensors of a publish (the backend's sending ranks send their parts, the others help
+    to gather).
     Waits for: its peers, at most `trainer.collective_timeout_s` per collective; `fetch`, at most 120 s.
     Unblocked by: calls of the trainer pool; its peers.
     Stops when: `stop` is called or its process is killed. When a peer dies the collective in progress raises.
@@ -56,25 +59,29 @@ class TrainerWorker:
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
+        self._bucket_bytes = 0
         self._host = "127.0.0.1"
         self._device: torch.device
         self._backend: TrainBackend
 
     def address(self, host: str) -> tuple[str, int]:
         """Opens the rendezvous on `host`, an address of this machine; rank 0 only. The port is bound from here on, so
-        that nothing else can take it before `start`. Weights are sent from the same address."""
-        self._host = host
+        that nothing else can take it before `start`."""
         self._store = host_store(host, self._world_size, self._timeout)
         return host, self._store.port
 
-    def start(self, master_addr: str, master_port: int, timeout_s: float) -> None:
+    def start(self, master_addr: str, master_port: int, timeout_s: float, host: str = "127.0.0.1") -> None:
         """Waits at most `timeout_s` for the peers and loads the model; returns when this rank can train.
+
+        Args:
+            host: an address of this machine, from which weights are sent.
 
         Raises:
             ConfigError: the model cannot be read or trained.
             DeadlineExceeded: a peer did not come.
         """
         transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
+        self._host = host
         self._device = resolve_device(self._spec.trainer.device, self._rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -114,8 +121,11 @@ class TrainerWorker:
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()
 
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        return self._backend.sending_ranks()
+
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        """Opens the sending end, and closes an earlier one; rank 0 only. Returns what receivers need to join."""
+        """Opens the sending end, and closes an earlier one; sending ranks only. Returns what receivers need to join."""
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
@@ -126,21 +136,26 @@ class TrainerWorker:
             host=self._host,
             directory=config.disk_directory,
         )
-        self._sender = sender
+        self._sender, self._bucket_bytes = sender, config.bucket_bytes
         return sender.open()
 
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """Rank 0 sends the current weights and returns its digest; the others gather with it and return None.
+        """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
+        return None.
 
         Raises:
-            WeightTransferError, DeadlineExceeded: on rank 0; the other ranks end normally.
+            WeightTransferError, DeadlineExceeded: on a sending rank; the ranks that do not send end normally.
         """
         weights = self._backend.named_weights()
+        senders = self._backend.sending_ranks()
+        places = [place for place, sender in enumerate(senders) if sender.rank == self._rank]
         try:
-            if self._rank != 0:
+            if not places:
                 return None
             if self._sender is None:
                 raise WeightTransferError("send_weights was called before open_weights")
+            if len(senders) > 1:
+                manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
             return self._sender.send(manifest, weights, timeout_s)
         finally:
             for _ in weights:  # gathering is collective: every rank must iterate to the end, also when sending failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -129,6 +130,42 @@ class VllmNcclSource(TransferSource):
     """`host`: where vLLM's NCCL group meets; the sender sends the port with each publish."""
 
     host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsSource(TransferSource):
+    """Several senders, each of a run of the tensors; the fields above are those of the first.
+
+    Attributes:
+        parts: one for each sender, as it opened; receivers join each with `receiver` of this source.
+        first_tensors: number, in the manifest, of each part's first tensor. A part ends where the next begins.
+    """
+
+    parts: tuple[TransferSource, ...]
+    first_tensors: tuple[int, ...]
+
+    @staticmethod
+    def of(parts: Sequence[TransferSource], first_tensors: Sequence[int]) -> PartsSource:
+        one = parts[0]
+        return PartsSource(
+            endpoint=one.endpoint,
+            bucket_bytes=one.bucket_bytes,
+            num_receivers=one.num_receivers,
+            epoch=one.epoch,
+            digest=one.digest,
+            key=one.key,
+            parts=tuple(parts),
+            first_tensors=tuple(first_tensors),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SendingRank:
+    """A trainer rank that sends weights. `first_tensor`: the number of its first tensor among all of a publish; its
+    last is before the first of the next sending rank."""
+
+    rank: int
+    first_tensor: int
 
 
 @dataclass(frozen=True, slots=True)

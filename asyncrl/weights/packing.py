@@ -27,16 +27,6 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
-    """Raises WeightTransferError: a bucket of the manifest is larger than the transport's."""
-    largest = max((b.nbytes for b in manifest.buckets), default=0)
-    if largest > bucket_bytes:
-        asked = f"publish {manifest.publish_id} through buckets of {bucket_bytes} bytes"
-        raise WeightTransferError(
-            explain(asked, f"a bucket of {largest} bytes", "plan with the bucket_bytes of the transport")
-        )
-
-
 def separate(buckets: Sequence[Bucket], min_bytes: int) -> tuple[Bucket, ...]:
     """The same slices in the same order, renumbered: each of at least `min_bytes` has a bucket of its own, which
     needs no packing; those between two such stay together."""

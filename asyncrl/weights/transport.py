@@ -1,4 +1,5 @@
-"""The protocols of a weight transport. One sender (trainer rank 0), any number of receivers (replica workers).
+"""The protocols of a weight transport. One sender, any number of receivers (replica workers). Where several trainer
+ranks send, each its part of the tensors, there is a sender for each (`transports/parts.py`).
 
 A transport only moves buckets. The checkpoint engine (`publish/checkpoint_engine.py`) decides when to pause, verify,
 retry and commit. The manifest travels by Ray calls.

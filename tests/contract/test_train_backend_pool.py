@@ -1,6 +1,7 @@
 """The trainer pool on a real Ray: two ranks, a queue actor, faults."""
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
@@ -16,16 +17,24 @@ import torch.distributed as dist
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.trainer import MegatronConfig, TrainerConfig
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, ProcessDied, RunFailed, StorageError
+from asyncrl.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LedgerError,
+    ProcessDied,
+    RunFailed,
+    StorageError,
+    WeightTransferError,
+)
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
-from asyncrl.weights.plan import plan_buckets
+from asyncrl.weights.plan import make_manifest, plan_buckets
 from asyncrl.weights.transports.process_group import host_store
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
 
@@ -101,6 +110,15 @@ def queue(lease):
 def pool(queue, model_path):
     """Module-wide, so that only one test pays for the start; the last test of the file breaks it."""
     return asyncio.run(TrainerPool.start(spec(model_path), queue, 0, START_S))
+
+
+@pytest.fixture(scope="module")
+def stages(queue, model_path):
+    """Two pipeline stages."""
+    found = spec(model_path, backend="megatron", megatron=MegatronConfig(pipeline_parallel=2))
+    pool = asyncio.run(TrainerPool.start(found, queue, 0, START_S))
+    yield pool
+    pool.kill()
 
 
 async def test_the_divergence_of_every_trajectory_comes_from_its_rank(pool, lease):
@@ -181,6 +199,56 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     assert sent == digest
     assert sent is not None
     assert received == {s.name: s.nbytes for s in specs}
+
+
+class RefusingSink:
+    """Counts bytes, and refuses one tensor."""
+
+    def __init__(self, refused=None):
+        self.refused, self.received = refused, {}
+
+    def write(self, spec, offset, data):
+        if spec.name == self.refused:
+            raise WeightTransferError(f"{spec.name} is refused")
+        self.received[spec.name] = self.received.get(spec.name, 0) + data.numel()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(stages, transport):
+    """The sender that still waits for receivers is closed, long before its deadline."""
+    from asyncrl.weights.transports import build_receiver
+
+    specs = await stages.weight_specs(START_S)
+    config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=transport)
+
+    async def publish(publish_id, sink):
+        manifest = make_manifest(publish_id, 4, specs, BUCKET_BYTES)
+        receiver = build_receiver(source)
+        try:
+            return await asyncio.gather(
+                stages.send_weights(manifest, 60.0),
+                asyncio.to_thread(receiver.receive, manifest, sink, 60.0),
+                return_exceptions=True,
+            )
+        finally:
+            receiver.close()
+
+    for number, refused in enumerate((specs[0].name, specs[-1].name)):
+        source = await stages.open_weights(config, 1, START_S)
+        assert len(source.parts) == 2
+        started = time.monotonic()
+        sent, received = await publish(2 * number + 1, RefusingSink(refused))
+        assert isinstance(sent, WeightTransferError)
+        assert f"{refused} is refused" in str(sent)
+        assert isinstance(received, WeightTransferError)
+        assert time.monotonic() - started < 40
+        source = await stages.open_weights(config, 1, START_S)
+        sink = RefusingSink()
+        sent, digest = await publish(2 * number + 2, sink)
+        assert sent == digest
+        assert len(sent) == len(specs)
+        assert sink.received == {s.name: s.nbytes for s in specs}
 
 
 async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks_in_step(pool, lease):

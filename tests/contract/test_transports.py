@@ -17,6 +17,7 @@ from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, 
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.fake_transport import FakeNetwork
 from asyncrl_testing.second_memory import SecondMemory, build_second_memory_receiver
+from asyncrl_testing.split_sender import guarded
 from asyncrl_testing.strangers import StrangerSuite
 from asyncrl_testing.transport_lifecycle_suite import TransportLifecycleSuite
 from asyncrl_testing.transport_rig import BUCKET_BYTES, Rig, Worker, many_weights, plain_weights
@@ -59,6 +60,35 @@ class TestDisk(TransportSuite, TransportLifecycleSuite, StrangerSuite):
         def build(bucket_bytes: int, num_receivers: int):
             return build_sender("disk", bucket_bytes, num_receivers, directory=str(tmp_path))
 
+        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+
+
+def two_senders(transport: str, **settings: str):
+    """Builds senders of which the second sends all from the fourth tensor on."""
+
+    def build(bucket_bytes: int, num_receivers: int):
+        senders = [build_sender(transport, bucket_bytes, num_receivers, **settings) for _ in range(2)]
+        return guarded(senders, (0, 3), bucket_bytes)
+
+    return build
+
+
+class TestTwoSendersOverIpc(TransportSuite, TransportLifecycleSuite):
+    @pytest.fixture
+    def rig(self, processes: list[Worker]) -> Rig:
+        return Rig(two_senders("ipc"), processes, workers_can_die=True)
+
+
+class TestTwoSendersOverCollective(TransportSuite, TransportLifecycleSuite):
+    @pytest.fixture
+    def rig(self, processes: list[Worker]) -> Rig:
+        return Rig(two_senders("collective"), processes, workers_can_die=True)
+
+
+class TestTwoSendersOverDisk(TransportSuite, TransportLifecycleSuite):
+    @pytest.fixture
+    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
+        build = two_senders("disk", directory=str(tmp_path))
         return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 

@@ -45,13 +45,19 @@ FITTED = AlgorithmConfig(
         CorrectionConfig(name="m2po", high=2.0),
     ],
 )
+BALANCED = AlgorithmConfig(router_aux_coefficient=0.5, entropy_coefficient=0.01)
 DENSE = {
     "tp2": MegatronConfig(tensor_parallel=2),
     "pp2": MegatronConfig(pipeline_parallel=2, recompute="attention"),
+    "cp2": MegatronConfig(context_parallel=2),
     "dp2": MegatronConfig(),
 }
 MIXTURE = {"tp2-ep2": MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)}
-MIXTURE |= {"ep2": MegatronConfig(expert_parallel=2)}
+MIXTURE |= {
+    "ep2": MegatronConfig(expert_parallel=2),
+    "cp2-ep2": MegatronConfig(context_parallel=2, expert_parallel=2),
+    "pp2-experts": MegatronConfig(pipeline_parallel=2, recompute="full"),
+}
 
 
 def spec_of(path, world_size, backend, layout=None, algorithm=None):
@@ -87,8 +93,48 @@ def features(make, ranks, rank, models):
 
 def mixture(make, ranks, rank, models):
     plans = [plans_of(lease, ranks, rank) for lease in LEASES]
-    trained = make(models["mixture"], FITTED)
-    return [train(trained, plans, number) for number in range(2)]
+    trained, balanced = make(models["mixture"], FITTED), make(models["mixture"], BALANCED)
+    return {
+        "mixture": [train(trained, plans, number) for number in range(2)],
+        "balanced": [train(balanced, plans, number) for number in range(2)],
+        "balanced_weights": weights_of(balanced),
+    }
+
+
+def offloaded(make, plans, root):
+    """Two steps, a checkpoint, and a step after it, with the optimizer's state on the device and on the host; the
+    places where steps find the state on the host differ from those where it rests."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        for offload in (False, True):
+            key = f"{dtype}-{offload}"
+            backend = make(MegatronConfig(param_dtype=dtype, offload_optimizer=offload))
+            update = backend._models.policy.update
+            rests, seen = places(update), []
+            for part in update._parts():
+                part.optimizer.register_step_pre_hook(lambda *_, u=update, seen=seen: seen.append(places(u)))
+            found[key] = {"steps": [train(backend, plans, number) for number in range(2)]}
+            backend.capture()
+            backend.save(root / key)
+            found[key]["moved"] = [[a != b for a, b in zip(rests, there, strict=True)] for there in seen]
+            found[key]["returned"] = places(update) == rests
+            train(backend, plans, 2)
+            found[key]["weights"] = weights_of(backend)
+            resumed = make(MegatronConfig(param_dtype=dtype, offload_optimizer=offload))
+            resumed.load(root / key)
+            train(resumed, plans, 2)
+            found[key]["resumed_weights"] = weights_of(resumed)
+    return found
+
+
+def places(update):
+    """Addresses of the tensors that offloading moves."""
+    owned = {id(m) for part in update._parts() for group in part.shard_fp32_from_float16_groups for m in group}
+    tensors = []
+    for _, share in update.shares():
+        tensors += [share.moments["exp_avg"], share.moments["exp_avg_sq"]]
+        tensors += [share.master] if id(share.master) in owned else []
+    return [t.data_ptr() for t in tensors]
 
 
 def rank_main(root, rank, world_size, models):
@@ -105,7 +151,7 @@ def rank_main(root, rank, world_size, models):
             return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
 
         if name in MIXTURE:
-            found[name] = {"mixture": mixture(make, ranks, rank, models)}
+            found[name] = mixture(make, ranks, rank, models)
             parallel_state.destroy_model_parallel()
             continue
         found[name], ppo, plans = features(make, ranks, rank, models)
@@ -124,6 +170,9 @@ def rank_main(root, rank, world_size, models):
         except AsyncRLError as error:
             found[name]["refused"] = type(error).__name__
         (whole,) = LEASES[0].plans(1, 48)
+        if name == "dp2":
+            build = lambda layout: make(models["dense"], AlgorithmConfig(), layout)  # noqa: E731
+            found[name]["offload"] = offloaded(build, plans, root)
         idle = RankPlan(whole.step, tuple(((),) * len(update) for update in whole.updates))
         plain = make(models["dense"], AlgorithmConfig())
         plan = whole if ranks.plan_of(rank) == 0 else idle
@@ -191,10 +240,15 @@ def outcome(tmp_path_factory):
         plain = make(models["dense"], AlgorithmConfig())
         (whole,) = LEASES[0].plans(1, 48)
         found["lopsided"] = asdict(plain.train_step(whole, LEASES[0].trajectories))
-        found["mixture"] = mixture(make, single, 0, models)
+        found |= mixture(make, single, 0, models)
         return found, ranks
     finally:
         dist.destroy_process_group()
+
+
+def sent(ranks, layout, key):
+    """The tensors that all ranks send."""
+    return {name: weight for rank in ranks for name, weight in rank[layout][key].items()}
 
 
 def assert_close_metrics(found, expected, rel):
@@ -215,8 +269,9 @@ def test_ppo_with_critic_and_reference_is_that_of_fsdp(outcome, layout):
     for found, one in zip(ranks[0][layout]["ppo"], expected["ppo"], strict=True):
         assert_close_metrics(found, one, rel=1e-3)
         assert dict(one["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
+    weights = sent(ranks, layout, "ppo_weights")
     for name, weight in expected["ppo_weights"].items():
-        difference = np.abs(ranks[0][layout]["ppo_weights"][name] - weight)
+        difference = np.abs(weights[name] - weight)
         assert np.mean(difference > 1e-4) < 0.01, name
     both = {key: value for rank in ranks for key, value in rank[layout]["kl"].items()}
     assert both == pytest.approx(expected["kl"], abs=1e-4)
@@ -229,6 +284,20 @@ def test_corrections_fitted_over_an_update_are_those_of_fsdp(outcome, layout):
         assert_close_metrics(found, one, rel=1e-3)
 
 
+@pytest.mark.parametrize("layout", MIXTURE)
+def test_the_load_balancing_loss_is_that_of_fsdp(outcome, layout):
+    """Its value, and its gradient by the norm and by the routers after two steps."""
+    expected, ranks = outcome
+    assert all(rank[layout]["balanced"] == ranks[0][layout]["balanced"] for rank in ranks)
+    for found, one in zip(ranks[0][layout]["balanced"], expected["balanced"], strict=True):
+        assert_close_metrics(found, one, rel=1e-4)
+        assert dict(one["means"])["train/router_balance"] > 1
+    weights = sent(ranks, layout, "balanced_weights")
+    for name, weight in expected["balanced_weights"].items():
+        difference = np.abs(weights[name] - weight)
+        assert np.mean(difference > 1e-4) < 0.01, name
+
+
 @pytest.mark.parametrize("layout", list(DENSE)[1:])
 def test_a_checkpoint_of_another_layout_goes_on(outcome, layout):
     """Weights, moments and the number of steps of policy and critic."""
@@ -236,6 +305,21 @@ def test_a_checkpoint_of_another_layout_goes_on(outcome, layout):
     assert all(rank[layout]["resumed"] == ranks[0][layout]["resumed"] for rank in ranks)
     assert_close_metrics(ranks[0][layout]["resumed"], expected["last"], rel=1e-3)
     assert_close_metrics(ranks[0][layout]["resumed"], ranks[0][layout]["last"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizer_state_on_the_host_changes_nothing(outcome, dtype):
+    for rank in outcome[1]:
+        on_device, on_host = (rank["dp2"]["offload"][f"{dtype}-{offload}"] for offload in (False, True))
+        assert on_host["steps"] == on_device["steps"]
+        assert all(map(all, on_host["moved"]))
+        assert len(on_host["moved"]) == 8, "two steps of two epochs of two minibatches"
+        assert on_host["returned"]
+        assert not any(map(any, on_device["moved"]))
+        assert on_device["weights"] or rank is not outcome[1][0], "the first rank sends"
+        for name, weight in on_device["weights"].items():
+            for found in (on_host["weights"], on_host["resumed_weights"], on_device["resumed_weights"]):
+                assert np.array_equal(found[name], weight), name
 
 
 @pytest.mark.parametrize("layout", DENSE)

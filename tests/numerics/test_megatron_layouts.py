@@ -44,6 +44,10 @@ LAYOUTS = {
     "vpp": ("qwen2", 2, MegatronConfig(pipeline_parallel=2, chunks_per_stage=2)),
     "tp4": ("qwen3", 4, MegatronConfig(tensor_parallel=4)),
     "tp2-pp2": ("qwen3", 4, MegatronConfig(tensor_parallel=2, pipeline_parallel=2)),
+    "cp2": ("qwen3", 2, MegatronConfig(context_parallel=2, recompute="full")),
+    "cp2-tp2": ("llama", 4, MegatronConfig(context_parallel=2, tensor_parallel=2)),
+    "cp2-pp2": ("qwen2", 4, MegatronConfig(context_parallel=2, pipeline_parallel=2)),
+    "cp2-ep2": ("mixture", 2, MegatronConfig(context_parallel=2, expert_parallel=2)),
     "ep2": ("mixture", 2, MegatronConfig(expert_parallel=2)),
     "etp2": ("mixture", 2, MegatronConfig(tensor_parallel=2)),
     "tp2-ep2": ("shared", 2, MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)),
@@ -100,6 +104,7 @@ def run(make, plan_of, directory):
     """Everything that is compared. `make`: a backend; `plan_of`: the plan of this rank for a lease."""
     backend = make()
     found = {"loaded": weights_of(backend), "specs": [(s.name, s.shape) for s in backend.weight_specs()]}
+    found["senders"] = [(s.rank, s.first_tensor) for s in backend.sending_ranks()]
     logprobs = backend.logprobs(plan_of(LEASES[0]), LEASES[0].trajectories)
     found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
     found["steps"] = [asdict(backend.train_step(plan_of(lease), lease.trajectories)) for lease in LEASES[:3]]
@@ -199,6 +204,12 @@ def outcome(request, references):
     return references(kind), [rank[request.param] for rank in found], root / request.param
 
 
+def sent(ranks, key):
+    """The tensors that all ranks send, in their order."""
+    assert len({name for rank in ranks for name in rank[key]}) == sum(len(rank[key]) for rank in ranks), "sent once"
+    return {name: weight for rank in ranks for name, weight in rank[key].items()}
+
+
 def close(found, expected, tolerance):
     assert set(found) == set(expected)
     for name, values in expected.items():
@@ -207,11 +218,23 @@ def close(found, expected, tolerance):
 
 def test_what_was_loaded_is_exported_bit_for_bit(outcome):
     reference, ranks, _ = outcome
+    loaded = sent(ranks, "loaded")
+    assert set(loaded) == set(reference["loaded"])
+    assert not [n for n, w in loaded.items() if not np.array_equal(w, reference["loaded"][n])]
     for found in ranks:
-        assert set(found["loaded"]) == set(reference["loaded"])
-        differing = [n for n, w in found["loaded"].items() if not np.array_equal(w, reference["loaded"][n])]
-        assert not differing
-        assert found["specs"] == [(name, weight.shape) for name, weight in found["loaded"].items()]
+        assert found["specs"] == [(name, weight.shape) for name, weight in loaded.items()]
+
+
+def test_the_first_rank_of_each_stage_sends_its_tensors_and_no_others(outcome, request):
+    _, ranks, _ = outcome
+    layout = LAYOUTS[request.node.callspec.params["outcome"]][2]
+    stages = layout.pipeline_parallel
+    leaders = [stage * len(ranks) // stages for stage in range(stages)]
+    for rank, found in enumerate(ranks):
+        assert [sender for sender, _ in found["senders"]] == leaders
+        firsts = [first for _, first in found["senders"]] + [len(found["specs"])]
+        own = found["specs"][slice(*firsts[leaders.index(rank) :][:2])] if rank in leaders else []
+        assert [name for name, _ in own] == list(found["loaded"])
 
 
 def test_logprobs_are_those_of_hugging_face(outcome):
@@ -233,11 +256,11 @@ def test_metrics_of_three_steps_are_those_of_fsdp_and_the_same_on_every_rank(out
 def test_weights_after_three_steps_are_those_of_fsdp(outcome):
     """Adam turns a gradient of rounding size into a step of lr, so single elements may differ by that."""
     reference, ranks, _ = outcome
-    for rank in ranks:
-        for name, expected in reference["weights"].items():
-            difference = np.abs(rank["weights"][name] - expected)
-            assert np.mean(difference > 2e-5) < 0.01, name
-            assert difference.max() < 3e-3, name
+    weights = sent(ranks, "weights")
+    for name, expected in reference["weights"].items():
+        difference = np.abs(weights[name] - expected)
+        assert np.mean(difference > 2e-5) < 0.01, name
+        assert difference.max() < 3e-3, name
 
 
 def test_resumed_training_is_bitwise_the_same(outcome):
@@ -251,6 +274,7 @@ def test_resumed_training_is_bitwise_the_same(outcome):
 def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
     _, ranks, root = outcome
     found = dict(open_checkpoint(root / "trainer", "megatron").weights())
-    assert list(found) == list(ranks[0]["weights"])
-    for name, weight in ranks[0]["weights"].items():
+    weights = sent(ranks, "weights")
+    assert set(found) == set(weights)
+    for name, weight in weights.items():
         assert np.array_equal(found[name].numpy(), weight), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from asyncrl.algorithms.router_balance import balance_loss, routing_sums
+from asyncrl.algorithms.router_balance import balance_weights, routing_sums
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
@@ -43,7 +43,7 @@ def paper(layers: list[np.ndarray]) -> float:
 def whole_loss(layers):
     counts, probabilities = routing_sums(layers, TOP)
     tokens = torch.tensor(float(len(layers[0])))
-    return balance_loss(counts / tokens, probabilities, tokens)
+    return (balance_weights(counts / tokens, tokens) * probabilities).sum()
 
 
 def test_it_is_the_papers_formula():
@@ -75,7 +75,8 @@ def test_parts_add_up_to_the_whole_with_its_gradient():
     tokens = torch.tensor(float(TOKENS))
     fractions = routing_sums(layers, TOP)[0] / tokens
     cuts = ((0, 7), (7, 8), (8, TOKENS))
-    found = [balance_loss(fractions, routing_sums([x[a:b] for x in parts], TOP)[1], tokens) for a, b in cuts]
+    weights = balance_weights(fractions, tokens)
+    found = [(weights * routing_sums([x[a:b] for x in parts], TOP)[1]).sum() for a, b in cuts]
     sum(found).backward()
     assert sum(found).item() == pytest.approx(whole_loss(layers).item(), rel=1e-6)
     for one, other in zip(layers, parts, strict=True):

@@ -1,5 +1,6 @@
 """What of the Megatron-core backend needs neither Megatron-core nor ranks: names, layouts, refusals, checkpoints."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,7 +119,13 @@ def test_layouts_that_fit():
     [
         (lambda: trainer(3, tensor_parallel=2), "multiple of 2"),
         (lambda: trainer(4, tensor_parallel=2, expert_parallel=4), "num_ranks=4.*multiple of 8"),
-        (lambda: trainer(2, context_parallel=2), "TransformerEngine"),
+        (lambda: trainer(3, context_parallel=2), "context 2.*multiple of 2"),
+        (
+            lambda: TrainerConfig(
+                backend="megatron", device="cpu", megatron=MegatronConfig(layers="transformer_engine")
+            ),
+            "TransformerEngine computes on CUDA.*layers=local",
+        ),
         (lambda: trainer(2, chunks_per_stage=2), "chunks_per_stage=2"),
         (lambda: TrainerConfig(backend="megatron", lora=LoraConfig(rank=4)), "trainer.lora.rank"),
         (lambda: TrainerConfig(backend="megatron", compile=True), "trainer.compile"),
@@ -146,11 +153,26 @@ def test_a_model_that_would_train_wrongly_is_refused(changed, words):
     require_trains("megatron", facts())
 
 
-def test_what_the_backend_lacks_of_an_algorithm_is_refused_with_the_recipe():
+def test_the_ranks_of_the_quickstart_share_one_plan():
     recipe = load_recipe(QUICKSTART, [])
     assert recipe.trainer.layout.num_plans == 1
-    with pytest.raises(ConfigError, match=r"(?s)router_aux_coefficient=0.1.*trainer.backend=fsdp"):
-        load_recipe(QUICKSTART, ["algorithm.router_aux_coefficient=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"], "collective_timeout_s above 5"),
+        (
+            ["weights.transport=vllm_nccl", "weights.verify=off", "trainer.device=auto"],
+            "parallel=2.*one sender",
+        ),
+    ],
+)
+def test_stages_that_send_have_what_they_need(changed, words):
+    staged = ["trainer.megatron.tensor_parallel=1", "trainer.megatron.pipeline_parallel=2"]
+    assert load_recipe(QUICKSTART, staged).trainer.megatron.pipeline_parallel == 2
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        load_recipe(QUICKSTART, [*staged, *changed])
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
@@ -158,6 +180,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
         ConfigError, match=r"(?s)absent_package.core is not installed.*pip install 'asyncrl\[megatron\]'"
     ):
         require_package(["absent_package.core", "json"])
+
+
+def test_transformer_engine_is_asked_for_before_anything_starts():
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("TransformerEngine is installed")
+    with pytest.raises(ConfigError, match=r"(?s)layers=transformer_engine.*is not installed.*layers=local"):
+        require_fits(trainer(layers="transformer_engine"), facts())
 
 
 def test_checkpoints_of_one_backend_are_refused_by_the_other(tmp_path):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WeightTransferError
 from asyncrl.weights.assembling_sink import AssemblingSink
-from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate, spec_of
-from asyncrl.weights.plan import make_manifest, make_spec
+from asyncrl.weights.packing import Packer, Unpacker, separate, spec_of
+from asyncrl.weights.plan import check_fits, make_manifest, make_spec
 
 pytestmark = pytest.mark.unit
 

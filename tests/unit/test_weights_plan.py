@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.types import Bucket, TensorSlice, TensorSpec
-from asyncrl.weights.plan import ALIGNMENT, DTYPE_BYTES, make_manifest, make_spec, plan_buckets
+from asyncrl.weights.plan import ALIGNMENT, DTYPE_BYTES, make_manifest, make_spec, part_manifests, plan_buckets
 
 pytestmark = pytest.mark.unit
 
@@ -110,3 +110,16 @@ def test_a_manifest_refuses_specs_that_contradict_themselves(specs, match):
 def test_planning_needs_no_torch():
     code = "import sys, asyncrl.weights.plan, asyncrl.weights.transport; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@given(spec_lists(), st.lists(st.integers(0, 20), max_size=3), st.integers(16, 3000))
+@settings(max_examples=60, deadline=None)
+def test_parts_hold_every_tensor_once_with_buckets_of_their_own(specs, cuts, bucket_bytes):
+    firsts = (0, *sorted(cuts))
+    whole = make_manifest(3, 7, specs, bucket_bytes)
+    parts = part_manifests(whole, firsts, bucket_bytes)
+    assert len(parts) == len(firsts)
+    assert tuple(spec for part in parts for spec in part.tensors) == whole.tensors
+    for part in parts:
+        assert (part.publish_id, part.version, part.verify) == (3, 7, whole.verify)
+        assert part.buckets == plan_buckets(part.tensors, bucket_bytes)

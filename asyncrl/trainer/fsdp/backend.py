@@ -17,7 +17,7 @@ from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class FsdpBackend:
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._publication.specs()
+
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        return (SendingRank(0, 0),)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainBackend`. Tensors are on the trainer's device. A tensor that needed no gathering and no cast shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Generic
 
 import torch
@@ -43,9 +44,14 @@ class Trained(Generic[Output]):
 
     def _part(self, at: int, tokens: PackedTokens, loss_function: LossFunction[Output], *, learns: bool) -> Part:
         with torch.set_grad_enabled(learns):
-            part = loss_function(at, self._forward(tokens))
+            output = self._forward(tokens)
+            part = loss_function(at, output)
+            if tokens.balance is not None:
+                assert isinstance(output, TokenOutputs), "only a policy balances its routers"
+                assert output.given is not None, "the policy was built with its routing"
+                part = replace(part, balance=(tokens.balance * output.given).sum())
         if learns:
-            (part.loss * self._num_ranks).backward()  # FSDP averages gradients over ranks
+            (part.total * self._num_ranks).backward()  # FSDP averages gradients over ranks
         return part.detached()
 
 

@@ -19,7 +19,7 @@ from asyncrl.trainer.megatron.supports import require_package
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import RankPlan, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
     from asyncrl.trainer.megatron.models import MegatronModels
@@ -40,10 +40,9 @@ class MegatronBackend:
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
         """Loads this rank's part of the models; collective. Raises ConfigError: a model cannot be read or trained."""
         require_package()
-        if spec.algorithm.router_aux_coefficient > 0:
-            asked = f"algorithm.router_aux_coefficient={spec.algorithm.router_aux_coefficient:g}"
-            found = "trainer.backend=megatron does not compute the load-balancing loss"
-            raise ConfigError(explain(asked, found, "set it to 0, or trainer.backend=fsdp"))
+        if spec.trainer.megatron.layers == "transformer_engine" and device.type != "cuda":
+            found, do = f"this rank trains on {device}", "set trainer.megatron.layers=local, or train on GPUs"
+            raise ConfigError(explain("trainer.megatron.layers=transformer_engine", found, do))
         self._spec, self._rank, self._world_size = spec, rank, world_size
         self._on_device = _context(device)
         with self._on_device():
@@ -74,9 +73,12 @@ class MegatronBackend:
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._publication.specs()
 
+    def sending_ranks(self) -> tuple[SendingRank, ...]:
+        """One for each pipeline stage."""
+        return self._publication.senders()
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors are on the trainer's device, whole on every rank, and share no memory with the
-        weights."""
+        """See `TrainBackend`. Tensors are on the trainer's device and share no memory with the weights."""
         return self._publication.tensors()
 
     def capture(self) -> None:
@@ -142,4 +144,8 @@ def _build(spec: TrainerSpec, device: torch.device) -> tuple[MegatronModels, Tra
     groups = join_groups(spec.trainer)
     models = MegatronModels(spec, groups, on_cpu=device.type == "cpu")
     step = TrainingStep(spec, models.of_step(), peers=Peers(groups.data), device=device)
-    return models, step, BlockPublication(models.policy.parameters, spec.model.inference_dtype)
+    return (
+        models,
+        step,
+        BlockPublication(models.policy.parameters, spec.model.inference_dtype, spec.trainer.megatron.pipeline_parallel),
+    )

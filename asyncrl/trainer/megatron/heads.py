@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.trainer.megatron.model import DecoderChunk, gathered
+from asyncrl.trainer.megatron.routing import RoutingSums
 from asyncrl.trainer.megatron.token_logprobs import token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import TokenOutputs
@@ -20,11 +21,12 @@ class Head(Protocol, Generic[Result]):
     """Numbers for each predicted token."""
 
     def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
-        """[rows, n] float32, the same on all tensor-parallel ranks. `hidden`: what `chunk`, the last one, returned."""
+        """[rows, n] float32, the same on all tensor-parallel ranks; n may be 0. `hidden`: what `chunk`, the last one,
+        returned."""
         ...
 
-    def output(self, numbers: torch.Tensor) -> Result:
-        """From [rows, n]."""
+    def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> Result:
+        """From [rows, n] and what routers did, where that was asked for."""
         ...
 
 
@@ -49,8 +51,10 @@ class PolicyHead:
         )
         return torch.stack(found)
 
-    def output(self, numbers: torch.Tensor) -> TokenOutputs:
-        return TokenOutputs(numbers[0], numbers[1])
+    def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> TokenOutputs:
+        if routing is None:
+            return TokenOutputs(numbers[0], numbers[1])
+        return TokenOutputs(numbers[0], numbers[1], routing.chosen, routing.given)
 
 
 class ValueHead:
@@ -61,5 +65,5 @@ class ValueHead:
         rows = gathered(hidden, chunk.config, partial_gradients=False).index_select(0, tokens.predictors)
         return chunk.value_head(rows.float()).T
 
-    def output(self, numbers: torch.Tensor) -> torch.Tensor:
+    def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> torch.Tensor:
         return numbers[0]

@@ -3,6 +3,7 @@ and in `optimizer.py`.
 
 The model is built from Megatron-core's own layers ("local" ones), without TransformerEngine and Apex, with two modules
 of ours: torch's RMSNorm, which the local one refuses under sequence parallelism, and attention over packed sequences.
+With `trainer.megatron.layers=transformer_engine` it is built from TransformerEngine's instead, by the same names.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec, get_mlp_module_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -39,17 +39,18 @@ from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.megatron.names import LocalTensor, Place, describe
+from asyncrl.trainer.megatron.routing import watch_routers
+from asyncrl.trainer.megatron.rows import PackedAttention
 from asyncrl.trainer.megatron.sizes import ModelSizes
-from asyncrl.trainer.packed_attention import packed_attention
-from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """This rank's parallel groups. `tensor` and `pipeline`: with the ranks that share its plan; `data`: one rank of
-    each plan."""
+    """This rank's parallel groups. `tensor`, `context` and `pipeline`: with the ranks that share its plan; `data`: one
+    rank of each plan."""
 
     tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
     place: Place
@@ -68,6 +69,7 @@ def join_groups(trainer: TrainerConfig) -> Groups:
     layout, parallel = trainer.megatron, _parallel()
     chunks = layout.chunks_per_stage if layout.chunks_per_stage > 1 else None
     wanted = (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel, layout.experts_split_by, chunks)
+    wanted += (layout.context_parallel,)
     if not parallel.model_parallel_is_initialized():
         parallel.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_parallel,
@@ -75,6 +77,7 @@ def join_groups(trainer: TrainerConfig) -> Groups:
             virtual_pipeline_model_parallel_size=chunks,
             expert_model_parallel_size=layout.expert_parallel,
             expert_tensor_parallel_size=layout.experts_split_by,
+            context_parallel_size=layout.context_parallel,
             distributed_timeout_minutes=timedelta(seconds=trainer.collective_timeout_s) / timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
@@ -85,9 +88,12 @@ def join_groups(trainer: TrainerConfig) -> Groups:
         parallel.get_expert_model_parallel_world_size(),
         parallel.get_expert_tensor_parallel_world_size(),
         parallel.get_virtual_pipeline_model_parallel_world_size(),
+        parallel.get_context_parallel_world_size(),
     )
     if found != wanted:
-        raise RuntimeError(f"this process has parallel groups of (TP, PP, EP, ETP, VPP) {found}, asked for {wanted}")
+        raise RuntimeError(
+            f"this process has parallel groups of (TP, PP, EP, ETP, VPP, CP) {found}, asked for {wanted}"
+        )
     place = Place(
         tensor=parallel.get_tensor_model_parallel_rank(),
         num_tensor=found[0],
@@ -98,6 +104,7 @@ def join_groups(trainer: TrainerConfig) -> Groups:
     )
     return Groups(
         parallel.get_tensor_model_parallel_group(),
+        parallel.get_context_parallel_group(),
         parallel.get_pipeline_model_parallel_group(),
         parallel.get_data_parallel_group(),
         place,
@@ -149,10 +156,12 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=on_cpu,
+        transformer_impl=megatron.layers,
         perform_initialization=False,
         tensor_model_parallel_size=megatron.tensor_parallel,
         pipeline_model_parallel_size=megatron.pipeline_parallel,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=megatron.context_parallel,
         expert_model_parallel_size=megatron.expert_parallel,
         expert_tensor_parallel_size=trainer.megatron.experts_split_by,
         sequence_parallel=megatron.sequence_parallel and megatron.tensor_parallel > 1,
@@ -204,6 +213,12 @@ class DecoderChunk(GPTModel):
             del self.output_layer
             self.value_head = nn.Linear(sizes.hidden_size, 1, device=_device(config))
 
+    def watch_routers(self, sizes: ModelSizes) -> None:
+        """From now on the routers of this chunk fill the `routing` of rows."""
+        places = {number: place for place, number in enumerate(sorted(sizes.expert_layers))}
+        numbered = enumerate(self.decoder.layers, self.first_layer)
+        watch_routers([(places[number], layer) for number, layer in numbered if number in places])
+
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
@@ -250,61 +265,6 @@ def gathered(hidden: torch.Tensor, config: TransformerConfig, *, partial_gradien
     return hidden[:, 0]
 
 
-@dataclass
-class PackedRow(PackedSeqParams):
-    """What attention reads of a packed row. `layout` is for `PackedAttention`, the other fields are Megatron-core's."""
-
-    layout: PackedLayout | None = None
-
-
-def packed_row(tokens: PackedTokens, multiple: int) -> tuple[torch.Tensor, torch.Tensor, PackedRow]:
-    """Token ids and positions [1, N] and the row. N is a multiple of `multiple`: the row is filled up with a sequence
-    of tokens that nothing predicts."""
-    layout, ids, positions = tokens.layout, tokens.input_ids, tokens.position_ids
-    fill = -ids.shape[1] % multiple
-    if fill:
-        place = torch.arange(fill, device=ids.device)
-        ids = torch.cat([ids, torch.zeros_like(place)[None]], 1)
-        positions = torch.cat([positions, place[None]], 1)
-        longest = max(layout.max_length, fill)
-        rows, columns = layout.slots // layout.max_length, layout.slots % layout.max_length
-        slots = torch.cat([rows * longest + columns, layout.num_sequences * longest + place])
-        boundaries = torch.cat([layout.boundaries, layout.boundaries[-1:] + fill])
-        layout = PackedLayout(layout.num_sequences + 1, longest, slots, boundaries)
-    row = PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=layout.boundaries,
-        cu_seqlens_kv=layout.boundaries,
-        max_seqlen_q=layout.max_length,
-        max_seqlen_kv=layout.max_length,
-        layout=layout,
-    )
-    return ids, positions, row
-
-
-class PackedAttention(nn.Module):
-    """`packed_attention` where Megatron-core expects its core attention."""
-
-    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **kwargs: Any) -> None:
-        """`kwargs`: of other implementations; causal self-attention needs none of them."""
-        super().__init__()
-        self._scaling = softmax_scale
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        packed_seq_params: PackedRow,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """[N, heads * head size]; query [N, heads, head size], key and value with their own heads."""
-        assert packed_seq_params.layout is not None, "rows come from `packed_row`"
-        return packed_attention(query, key, value, packed_seq_params.layout, scaling=self._scaling).flatten(1)
-
-
 class Norm(nn.RMSNorm):
     """torch's RMSNorm with Megatron-core's arguments. Under sequence parallelism its gradient is summed over the
     tensor-parallel ranks."""
@@ -321,8 +281,23 @@ def _parallel() -> Any:
 
 def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
-    layers = [_layer(sizes, experts=number in sizes.expert_layers) for number in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType] a module class works
+    made, norm = (_engine_layer, _engine_norm()) if config.transformer_impl == "transformer_engine" else (_layer, Norm)
+    layers = [made(sizes, experts=number in sizes.expert_layers) for number in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # pyright: ignore[reportArgumentType] a module class works
+
+
+def _engine_layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:
+    """TransformerEngine's layer, whose attention reads the boundaries of packed rows and splits them over
+    context-parallel ranks as `split_row` does."""
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=sizes.num_experts if experts else None, moe_grouped_gemm=False, qk_layernorm=sizes.qk_norm
+    )
+
+
+def _engine_norm() -> Any:
+    from megatron.core.extensions.transformer_engine import TENorm  # its import needs the package
+
+    return TENorm
 
 
 def _layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:

@@ -15,14 +15,22 @@ from asyncrl.trainer.megatron.heads import Head, PolicyHead, ValueHead
 from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_config
 from asyncrl.trainer.megatron.names import LocalTensor
 from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, DistributedUpdate, Share, wrap
+from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.source import PretrainedModel, Source
 from asyncrl.trainer.megatron.stored_state import RankFiles
-from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained
+from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
 from asyncrl.trainer.step.model import Output, StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 HEAD = "head."
 """How the names of a critic's head begin, which no pretrained model has."""
+
+
+def _check_routers(sizes: ModelSizes, coefficient: float) -> None:
+    """Raises ConfigError: a load-balancing loss was asked for, and the model has no routers."""
+    if coefficient > 0 and not sizes.expert_layers:
+        asked, do = f"algorithm.router_aux_coefficient={coefficient:g}", "set it to 0, or train a mixture of experts"
+        raise ConfigError(explain(asked, "the model at model.path has no experts", do))
 
 
 class TrainedModel(Generic[Output]):
@@ -100,9 +108,12 @@ class TrainedModel(Generic[Output]):
                     share.state[kind].copy_(values.flatten()[share.start : share.stop])
         self.update.set_steps(written.numbers[name])
 
-    def of_step(self, head: Head[Output], groups: Groups) -> PipelineTrained[Output]:
-        """The same as the training step sees it."""
-        return PipelineTrained(self.chunks, self.config, head, groups, self.update)
+    def of_step(self, head: Head[Output], groups: Groups, *, routing: bool = False) -> PipelineTrained[Output]:
+        """The same as the training step sees it. `routing`: with what the routers of a mixture do."""
+        routers = (len(self.sizes.expert_layers), self.sizes.num_experts) if routing else None
+        for chunk in self.chunks if routing else ():
+            decoder_of(chunk).watch_routers(self.sizes)
+        return PipelineTrained(self.chunks, self.config, head, groups, self.update, routers)
 
 
 class MegatronModels:
@@ -113,6 +124,7 @@ class MegatronModels:
         self._spec, self._groups, self._on_cpu = spec, groups, on_cpu
         algorithm = spec.algorithm
         source = PretrainedModel(spec.model)
+        _check_routers(source.sizes, algorithm.router_aux_coefficient)
         self.policy: TrainedModel[Any] = TrainedModel(source, spec, groups, critic=False, on_cpu=on_cpu)
         self.critic: TrainedModel[Any] | None = None
         if algorithm.needs_critic:
@@ -124,7 +136,8 @@ class MegatronModels:
         """The same as the training step sees them."""
         head = PolicyHead(self.policy.sizes.vocab_size, self._groups.tensor)
         critic = self.critic.of_step(ValueHead(), self._groups) if self.critic is not None else None
-        return StepModels(self.policy.of_step(head, self._groups), critic, self._reference)
+        balanced = self._spec.algorithm.router_aux_coefficient > 0
+        return StepModels(self.policy.of_step(head, self._groups, routing=balanced), critic, self._reference)
 
     def trained(self) -> Sequence[tuple[str, TrainedModel[Any]]]:
         """By their names in a checkpoint."""

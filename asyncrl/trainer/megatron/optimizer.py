@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.megatron.host_state import HostState, Slot
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -25,12 +27,19 @@ class Share:
     """This rank's part of a parameter: entries `[start, stop)` of its flattened form, in float32.
 
     Attributes:
-        state: `MASTER` and `MOMENTS` -> [stop - start] float32, live.
+        master: [stop - start], of the optimizer.
+        moments: of `MOMENTS`, and what else the optimizer keeps for `master`.
     """
 
     start: int
     stop: int
-    state: dict[str, torch.Tensor]
+    master: torch.Tensor
+    moments: dict[str, torch.Tensor]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """`MASTER` and `MOMENTS` -> [stop - start] float32; live until the next step."""
+        return {MASTER: self.master.detach()} | {kind: self.moments[kind] for kind in MOMENTS}
 
 
 def wrap(chunks: Sequence[nn.Module], config: TransformerConfig) -> list[DistributedDataParallel]:
@@ -80,9 +89,12 @@ class DistributedUpdate:
                     state = part.optimizer.state[parameter]
                     state.update({kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS})
         self.set_steps(0)
+        slots = list(self._slots()) if config.megatron.offload_optimizer else []
+        self._host_state = HostState(slots)
 
     def clip(self) -> float:
         """Scales gradients to at most the norm that was given; returns their global norm before that. Collective."""
+        self._host_state.to_device()  # before the gradients of the master weights are there
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         share = self._max_grad_norm / (norm + 1e-6)
@@ -103,6 +115,7 @@ class DistributedUpdate:
     def drop(self) -> None:
         """Drops the gradients."""
         self._optimizer.zero_grad()
+        self._host_state.to_host()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
@@ -114,8 +127,18 @@ class DistributedUpdate:
             masters = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
             for model, master in zip(chain(*models), chain(*masters), strict=True):
                 place = part._get_model_param_range_map(model)["param"]
-                state = {MASTER: master.detach()} | {kind: part.optimizer.state[master][kind] for kind in MOMENTS}
-                yield model, Share(place.start, place.end, state)
+                yield model, Share(place.start, place.end, master, part.optimizer.state[master])
+
+    def _slots(self) -> Iterator[Slot]:
+        """Of the moments, and of the master weights that are not the weights themselves."""
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = part.optimizer.state[parameter]
+                    for kind in MOMENTS:
+                        yield Slot(partial(state.__getitem__, kind), partial(state.__setitem__, kind))
+            for master in chain(*part.shard_fp32_from_float16_groups):
+                yield Slot(partial(getattr, master, "data"), partial(setattr, master, "data"))
 
     def steps(self) -> int:
         """How many steps were made: AdamW corrects the bias of its moments by it."""

@@ -1,8 +1,10 @@
 """The tensors of a publish: the whole policy under Hugging Face names in the replicas' dtype.
 
 Every rank learns once which blocks of which tensors the others hold. Of each block the first rank that holds it is the
-owner. The tensors are then produced bucket by bucket: each owner packs its blocks of a bucket into one buffer and sends
-that to all ranks. So pipeline, tensor and expert parallelism are one case. A rank needs two buckets of extra memory.
+owner, so a tied embedding belongs to the first stage. The first rank of each pipeline stage sends the tensors of its
+stage. It produces them bucket by bucket: the other owners of the stage pack their blocks of a bucket into one buffer
+and send that to it. Tensor and expert parallelism are one case, and nothing is gathered over the stages. A sending rank
+needs two buckets of extra memory, other owners one; a rank that owns nothing takes no part.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from asyncrl.trainer.megatron.names import Block, LocalTensor, order
-from asyncrl.types import TensorSpec
+from asyncrl.types import SendingRank, TensorSpec
 
 BUCKET_BYTES = 1 << 27
 """Tensors are produced together up to this size; a larger one is produced alone."""
@@ -32,55 +34,84 @@ class _Held:
 
 
 class BlockPublication:
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter, LocalTensor]], dtype_name: str) -> None:
-        """Collective. `parameters`: (name, parameter, contents) of this rank. `dtype_name`: the replicas'."""
+    def __init__(
+        self, parameters: Sequence[tuple[str, nn.Parameter, LocalTensor]], dtype_name: str, pipeline_parallel: int
+    ) -> None:
+        """Collective.
+
+        Args:
+            parameters: (name, parameter, contents) of this rank.
+            dtype_name: the replicas'.
+            pipeline_parallel: number of stages; the ranks of one follow each other.
+        """
         self._parameters = {name: parameter for name, parameter, _ in parameters}
         self._dtype_name = dtype_name
         self._dtype: torch.dtype = getattr(torch, dtype_name)
+        self._rank, self._of_stage = dist.get_rank(), dist.get_world_size() // pipeline_parallel
         own = [
-            _Held(dist.get_rank(), name, block, tuple(parameter.narrow(block.dim, block.local, block.length).shape))
+            _Held(self._rank, name, block, tuple(parameter.narrow(block.dim, block.local, block.length).shape))
             for name, parameter, contents in parameters
             for block in contents.blocks
         ]
         everyone: list[list[_Held]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, own)
-        self._plan: dict[str, dict[int, _Held]] = {}
+        plan: dict[str, dict[int, _Held]] = {}
         for held in (held for held_by_one in everyone for held in held_by_one):
-            self._plan.setdefault(held.block.name, {}).setdefault(held.block.start, held)
-        self._plan = {name: self._plan[name] for name in sorted(self._plan, key=order)}
+            plan.setdefault(held.block.name, {}).setdefault(held.block.start, held)
+        self._plan = {
+            name: plan[name] for name in sorted(plan, key=lambda name: (_only(self._stages(plan[name])), order(name)))
+        }
 
     def specs(self) -> tuple[TensorSpec, ...]:
+        """Of all stages, one stage after the other."""
         shapes = {name: self._shape(name) for name in self._plan}
         itemsize = self._dtype.itemsize
         return tuple(
             TensorSpec(name, tuple(shape), self._dtype_name, shape.numel() * itemsize) for name, shape in shapes.items()
         )
 
+    def senders(self) -> tuple[SendingRank, ...]:
+        """The first rank of each stage."""
+        stages = [_only(self._stages(held)) for held in self._plan.values()]
+        return tuple(SendingRank(stage * self._of_stage, stages.index(stage)) for stage in sorted(set(stages)))
+
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank must exhaust the iterator. All ranks get whole tensors."""
-        device = next(iter(self._parameters.values())).device
-        for names in self._buckets():
-            whole = {name: torch.empty(self._shape(name), dtype=self._dtype, device=device) for name in names}
+        """The whole tensors of this stage on its sending rank, none on others. Collective over the owners of the stage:
+        each must exhaust the iterator."""
+        stage = self._rank // self._of_stage
+        leader = stage * self._of_stage
+        for names in self._buckets(stage):
             held = [held for name in names for held in self._plan[name].values()]
-            for owner in sorted({h.owner for h in held}):
-                self._move(owner, [h for h in held if h.owner == owner], whole)
-            yield from whole.items()
+            by_owner = {owner: [h for h in held if h.owner == owner] for owner in sorted({h.owner for h in held})}
+            if self._rank == leader:
+                yield from self._gathered(names, by_owner).items()
+            elif self._rank in by_owner:
+                dist.send(torch.cat([self._block(h).flatten() for h in by_owner[self._rank]]), dst=leader)
 
-    def _move(self, owner: int, held: Sequence[_Held], whole: dict[str, torch.Tensor]) -> None:
-        """Copies the blocks of one owner into the whole tensors of every rank."""
-        mine = owner == dist.get_rank()
-        sizes = [torch.Size(h.shape).numel() for h in held]
-        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=next(iter(whole.values())).device)
-        parts = list(zip(held, buffer.split(sizes), strict=True))
-        if mine:
-            for h, part in parts:
-                block = h.block
-                part.copy_(self._parameters[h.parameter].narrow(block.dim, block.local, block.length).flatten())
-        if dist.get_world_size() > 1:
-            dist.broadcast(buffer, src=owner)
-        for h, part in parts:
-            whole[h.block.name].narrow(h.block.dim, h.block.start, h.block.length).copy_(part.view(h.shape))
+    def _gathered(self, names: Sequence[str], by_owner: dict[int, list[_Held]]) -> dict[str, torch.Tensor]:
+        """The tensors of one bucket from the blocks of all owners."""
+        device = next(iter(self._parameters.values())).device
+        whole = {name: torch.empty(self._shape(name), dtype=self._dtype, device=device) for name in names}
+        for owner, held in by_owner.items():
+            if owner == self._rank:
+                parts = [self._block(h) for h in held]
+            else:
+                sizes = [torch.Size(h.shape).numel() for h in held]
+                buffer = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+                dist.recv(buffer, src=owner)
+                parts = [part.view(h.shape) for h, part in zip(held, buffer.split(sizes), strict=True)]
+            for h, part in zip(held, parts, strict=True):
+                whole[h.block.name].narrow(h.block.dim, h.block.start, h.block.length).copy_(part)
+        return whole
+
+    def _block(self, held: _Held) -> torch.Tensor:
+        """A block of this rank in the replicas' dtype; it may share memory with the weights."""
+        block = held.block
+        return self._parameters[held.parameter].narrow(block.dim, block.local, block.length).to(self._dtype)
+
+    def _stages(self, blocks: dict[int, _Held]) -> set[int]:
+        return {held.owner // self._of_stage for held in blocks.values()}
 
     def _shape(self, name: str) -> torch.Size:
         """Of the whole tensor."""
@@ -89,12 +120,20 @@ class BlockPublication:
         shape[found[0].block.dim] = max(h.block.start + h.block.length for h in found)
         return torch.Size(shape)
 
-    def _buckets(self) -> Iterator[list[str]]:
+    def _buckets(self, stage: int) -> Iterator[list[str]]:
+        """The names of the stage's tensors."""
         bucket, size = [], 0
         for spec in self.specs():
+            if self._stages(self._plan[spec.name]) != {stage}:
+                continue
             if bucket and size + spec.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(spec.name)
             size += spec.nbytes
         yield bucket
+
+
+def _only(stages: set[int]) -> int:
+    (stage,) = stages  # a stage has whole tensors
+    return stage

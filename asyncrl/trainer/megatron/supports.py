@@ -12,6 +12,10 @@ from asyncrl.types import ModelFacts
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 PACKAGES = ("megatron.core", "psutil")
 INSTALL = "pip install 'asyncrl[megatron]'"
+ENGINE, INSTALL_ENGINE = (
+    "transformer_engine",
+    "pip install 'transformer-engine[pytorch]', or set trainer.megatron.layers=local",
+)
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
@@ -28,12 +32,15 @@ def unsupported(facts: ModelFacts) -> list[str]:
 
 
 def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
-    """Checks that the layout divides the model; what `facts` does not know is not checked.
+    """Checks that the layout divides the model, and that its layers are installed; what `facts` does not know is not
+    checked.
 
     Raises:
         ConfigError: it does not. The message names the nearest sizes that do.
     """
     megatron, sizes = trainer.megatron, facts.sizes
+    if megatron.layers == "transformer_engine":
+        require_package((ENGINE,), "trainer.megatron.layers=transformer_engine", INSTALL_ENGINE)
     tensor, stages = megatron.tensor_parallel, megatron.pipeline_parallel * megatron.chunks_per_stage
     _require_divides(
         "tensor_parallel", tensor, (("attention heads", sizes.heads), ("feed-forward width", sizes.ffn)), key
@@ -63,12 +70,14 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
         raise ConfigError(explain(asked, found, "set trainer.megatron.sequence_parallel=true"))
 
 
-def require_package(packages: Sequence[str] = PACKAGES) -> None:
+def require_package(
+    packages: Sequence[str] = PACKAGES, asked: str = "trainer.backend=megatron", do: str = INSTALL
+) -> None:
     """Raises ConfigError: Megatron-core, or what it needs, is not installed. Imports neither."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         found = f"the package {', '.join(missing)} is not installed"
-        raise ConfigError(explain("trainer.backend=megatron", found, INSTALL))
+        raise ConfigError(explain(asked, found, do))
 
 
 def _is_installed(name: str) -> bool:

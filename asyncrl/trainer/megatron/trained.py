@@ -14,8 +14,10 @@ from torch import nn
 
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
-from asyncrl.trainer.megatron.model import DecoderChunk, Groups, packed_row
+from asyncrl.trainer.megatron.model import DecoderChunk, Groups
 from asyncrl.trainer.megatron.optimizer import DistributedUpdate
+from asyncrl.trainer.megatron.routing import RoutingSums, RowRouting
+from asyncrl.trainer.megatron.rows import on_predictors, packed_row
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.trainer.step.model import LossFunction, Output, Part
 
@@ -24,10 +26,20 @@ class PipelineFrozen(Generic[Output]):
     """The `FrozenModel` of the chunks of a model."""
 
     def __init__(
-        self, chunks: Sequence[nn.Module], config: TransformerConfig, head: Head[Output], groups: Groups
+        self,
+        chunks: Sequence[nn.Module],
+        config: TransformerConfig,
+        head: Head[Output],
+        groups: Groups,
+        routers: tuple[int, int] | None = None,
     ) -> None:
-        """`chunks`: of this rank; `DecoderChunk`s, maybe wrapped."""
+        """
+        Args:
+            chunks: of this rank; `DecoderChunk`s, maybe wrapped.
+            routers: number of layers with experts and of experts in each, if their routers are watched.
+        """
         self._chunks, self._config, self._head, self._groups = list(chunks), config, head, groups
+        self._routers = routers
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
@@ -40,33 +52,46 @@ class PipelineFrozen(Generic[Output]):
             found[at] = numbers
             return numbers.sum()
 
-        self._run(batches, keep, learns=False)
+        routing = self._run(batches, keep, learns=False)
         counts = [tokens.targets.numel() for tokens in batches]
         ids = batches[0].input_ids
         whole = torch.empty(self._head.rows, sum(counts), dtype=torch.float32, device=ids.device)
         if self._groups.is_last_stage:
             whole = torch.cat([found[at] for at in range(len(batches))], 1).contiguous()
         self._from_last_stage(whole)
-        return [self._head.output(part) for part in whole.split(counts, 1)]
+        return [self._head.output(*one) for one in zip(whole.split(counts, 1), routing, strict=True)]
 
     def _run(
         self, batches: Sequence[PackedTokens], use: Callable[[int, torch.Tensor], torch.Tensor], *, learns: bool
-    ) -> None:
-        """Runs the schedule. On the last stage `use` gets the number of each micro-batch and the head's numbers for it,
-        and returns the loss."""
+    ) -> Sequence[RoutingSums | None]:
+        """Runs the schedule; returns what the routers did in each micro-batch, if they are watched. On the last stage
+        `use` gets the number of each micro-batch and the head's numbers for it, and returns the loss."""
         config, rows = self._config, list(batches)
         stages = self._groups.pipeline.size()
         if len(self._chunks) > 1:  # the interleaved schedule takes whole groups of micro-batches
             rows += [_nothing(rows[0])] * (-len(rows) % stages)
-        multiple = self._groups.place.num_tensor if config.sequence_parallel else 1
+        watched: dict[int, RowRouting] = {}
 
         def forward(numbers: Iterator[int], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             at = next(numbers)
-            ids, positions, row = packed_row(rows[at], multiple)
+            ids, positions, row = packed_row(
+                rows[at],
+                self._groups.place,
+                self._groups.context,
+                sequence_parallel=config.sequence_parallel,
+                routers=self._routers,
+            )
+            if row.routing is not None:  # of every chunk: each has its layers
+                row.routing = watched.setdefault(at, row.routing)
             hidden = chunk(ids, positions, None, packed_seq_params=row)
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-                result = self._head(_decoder(chunk), hidden, rows[at])
+                result = on_predictors(
+                    rows[at],
+                    row,
+                    self._groups.context,
+                    lambda tokens: self._head(decoder_of(chunk), hidden, tokens),
+                )
                 value = use(at, result) if at < len(batches) else result.sum() * 0.0
                 return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
@@ -83,6 +108,10 @@ class PipelineFrozen(Generic[Output]):
             micro_batch_size=1,
             forward_only=not learns,
         )
+        if self._routers is None:
+            return [None] * len(batches)
+        split = (self._groups.tensor, self._groups.context, self._groups.pipeline)
+        return RoutingSums.of_all_ranks([watched[at] for at in range(len(batches))], split)
 
     def _from_last_stage(self, values: torch.Tensor) -> None:
         """Replaces `values` by those of the last stage. Collective over the stages."""
@@ -101,9 +130,10 @@ class PipelineTrained(PipelineFrozen[Output]):
         head: Head[Output],
         groups: Groups,
         update: DistributedUpdate,
+        routers: tuple[int, int] | None = None,
     ) -> None:
         """`chunks`: wrapped for `update`, their optimizer."""
-        super().__init__(chunks, config, head, groups)
+        super().__init__(chunks, config, head, groups, routers)
         self.clip_gradients, self.update, self.drop_gradients = update.clip, update.step, update.drop
 
     def train(self, mode: bool) -> None:
@@ -122,8 +152,9 @@ class PipelineTrained(PipelineFrozen[Output]):
             return part.loss
 
         with torch.set_grad_enabled(learns):
-            self._run(batches, use, learns=learns)
-        return self._of_all_stages([found[at] for at in sorted(found)], len(batches), batches[0].input_ids.device)
+            routing = self._run(batches, use, learns=learns)
+        parts = self._of_all_stages([found[at] for at in sorted(found)], len(batches), batches[0].input_ids.device)
+        return [_with_balance(*one) for one in zip(parts, batches, routing, strict=True)]
 
     def _of_all_stages(self, parts: list[Part], count: int, device: torch.device) -> list[Part]:
         """The parts of the last stage on every stage. Collective over the stages."""
@@ -144,14 +175,21 @@ class PipelineTrained(PipelineFrozen[Output]):
         ]
 
 
-def _decoder(chunk: nn.Module) -> DecoderChunk:
+def decoder_of(chunk: nn.Module) -> DecoderChunk:
+    """The decoder inside the wrapper of an optimizer, if it has one."""
     inner = chunk if isinstance(chunk, DecoderChunk) else chunk.module
     assert isinstance(inner, DecoderChunk), "chunks are decoders, wrapped at most once"
     return inner
+
+
+def _with_balance(part: Part, tokens: PackedTokens, routing: RoutingSums | None) -> Part:
+    if routing is None or tokens.balance is None:
+        return part
+    return replace(part, balance=(tokens.balance * routing.given).sum())
 
 
 def _nothing(like: PackedTokens) -> PackedTokens:
     """A row of one token."""
     zero = torch.zeros(1, dtype=torch.int64, device=like.input_ids.device)
     layout = PackedLayout(1, 1, zero, torch.tensor([0, 1], dtype=torch.int32, device=zero.device))
-    return replace(like, input_ids=zero[None], position_ids=zero[None], layout=layout, predictors=zero, targets=zero)
+    return PackedTokens(zero[None], zero[None], layout, zero, zero, like.temperature)

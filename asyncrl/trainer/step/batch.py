@@ -45,6 +45,8 @@ class PackedTokens:
         predictors: [n] int64, index in the row of the token before each predicted token.
         targets: [n] int64, the predicted tokens.
         temperature: divisor of the logits.
+        balance: [L, E] float32, what each sum `given` of the routers (`TokenOutputs`) adds to the loss; None without a
+            load-balancing loss.
     """
 
     input_ids: torch.Tensor
@@ -53,6 +55,7 @@ class PackedTokens:
     predictors: torch.Tensor
     targets: torch.Tensor
     temperature: float
+    balance: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,11 +18,11 @@ from asyncrl.algorithms import build_objective
 from asyncrl.algorithms.loss import LossInputs
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.algorithms.proximal import log_linear
-from asyncrl.algorithms.router_balance import balance_loss
+from asyncrl.algorithms.router_balance import balance_weights
 from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from asyncrl.errors import RunFailed, explain
 from asyncrl.trainer.schedule import scheduled_rate
-from asyncrl.trainer.step.batch import PackedBatch, Trajectories, pack
+from asyncrl.trainer.step.batch import PackedBatch, PackedTokens, Trajectories, pack
 from asyncrl.trainer.step.model import Part, Peers, StepModels, TokenOutputs
 from asyncrl.trainer.step.prepare import Prepared, Preparer
 from asyncrl.trainer.step.totals import StepTotals
@@ -112,16 +112,20 @@ class TrainingStep:
     ) -> torch.Tensor:
         """Forward and backward through one update; returns this rank's part of the minimised loss, the critic's
         included, [] float64. `learns`: True trains the policy; False trains only the critic."""
-        tokens = [batch.tokens for batch in batches]
         parts = self._models.policy.forward_backward(
-            tokens, lambda at, output: self._policy_part(batches[at], ready[at], output), learns=learns
+            [self._balanced(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)],
+            lambda at, output: self._policy_part(batches[at], ready[at], output),
+            learns=learns,
         )
+        parts = [self._with_balance(part, prepared) for part, prepared in zip(parts, ready, strict=True)]
         for part, batch, prepared in zip(parts, batches, ready, strict=True):
             totals.add(part, batch)
             totals.add_sums(prepared.sums)
         if self._models.critic is not None:
             critic_parts = self._models.critic.forward_backward(
-                tokens, lambda at, values: self._critic_part(batches[at], ready[at], values), learns=True
+                [batch.tokens for batch in batches],
+                lambda at, values: self._critic_part(batches[at], ready[at], values),
+                learns=True,
             )
             for part in critic_parts:
                 totals.add_sums(part.seen.sums)
@@ -130,16 +134,26 @@ class TrainingStep:
 
     def _policy_part(self, batch: PackedBatch, prepared: Prepared, output: TokenOutputs) -> Part:
         loss, seen = self._objective(self._inputs(batch, prepared, output))
-        if output.given is None:
-            return Part(loss, seen)
+        return Part(loss, seen)
+
+    def _balanced(self, batch: PackedBatch, prepared: Prepared) -> PackedTokens:
+        """The micro-batch with the weights of its load-balancing loss, if there is one."""
+        coefficient = self._spec.algorithm.router_aux_coefficient
+        if not coefficient:
+            return batch.tokens
         assert prepared.routed is not None, "prepared with the routing"
         assert prepared.routed_tokens is not None, "prepared with the routing"
+        weights = balance_weights(prepared.routed, prepared.routed_tokens.float())
+        return replace(batch.tokens, balance=weights * (coefficient * (batch.num_tokens > 0)))
+
+    def _with_balance(self, part: Part, prepared: Prepared) -> Part:
+        """The part with its load-balancing loss in loss and metrics."""
+        if part.balance is None:
+            return part
         assert prepared.token_share is not None, "prepared with the routing"
-        real = output.given * (batch.num_tokens > 0)
-        balance = balance_loss(prepared.routed, real, prepared.routed_tokens.float())
-        watched = (Metric.ROUTER_BALANCE, balance.detach() / prepared.token_share)
-        loss = loss + self._spec.algorithm.router_aux_coefficient * balance
-        return Part(loss, replace(seen, sums=(watched, *seen.sums)))
+        share = prepared.token_share * self._spec.algorithm.router_aux_coefficient
+        watched = (Metric.ROUTER_BALANCE, part.balance / share)
+        return Part(part.total, replace(part.seen, sums=(watched, *part.seen.sums)))
 
     def _critic_part(self, batch: PackedBatch, prepared: Prepared, values: torch.Tensor) -> Part:
         """The micro-batch's part of the critic's mean loss over the trained tokens of the update."""

@@ -35,13 +35,20 @@ class TokenOutputs:
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """The result of a loss function for one micro-batch. `loss`: [] float32, the micro-batch's part of the minimised
-    loss; carries the gradient. `seen` carries none."""
+    loss; carries the gradient. `seen` carries none. `balance`: [] float32, its part of the load-balancing loss, which
+    the model adds; None without."""
 
     loss: torch.Tensor
     seen: LossStatistics
+    balance: torch.Tensor | None = None
+
+    @property
+    def total(self) -> torch.Tensor:
+        """[]: all that the micro-batch adds to the minimised loss."""
+        return self.loss if self.balance is None else self.loss + self.balance
 
     def detached(self) -> Part:
-        return Part(self.loss.detach(), self.seen)
+        return Part(self.loss.detach(), self.seen, None if self.balance is None else self.balance.detach())
 
 
 LossFunction = Callable[[int, Output], Part]
@@ -71,6 +78,10 @@ class Model(FrozenModel[Output], Protocol[Output]):
         The backend owns the schedule: it calls `loss_function` once for each micro-batch, at any time and in any
         order, on the ranks that hold the model's output. A rank that does not hold it receives the parts from one that
         does: all ranks that share a plan return the same.
+
+        Where a micro-batch has `PackedTokens.balance`, its routers' sums `given` are multiplied by it and added to the
+        loss, as `Part.balance`. The weights are known before the forward pass, so that a stage of a pipeline adds the
+        gradient of its own layers.
 
         Args:
             learns: False computes the parts without a gradient.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import CollectiveSource, DiskSource, IpcSource, TransferSource, VllmNcclSource
+from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TransferSource, VllmNcclSource
 from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
+from asyncrl.weights.transports.parts import PartsReceiver
 from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
@@ -58,6 +61,9 @@ def build_sender(
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
     """The receiver that joins `source`. `device`: where the sink's tensors live; for `collective` of the sender's kind.
     Raises ConfigError: unknown transport, or one that only vLLM's workers receive."""
+    if isinstance(source, PartsSource):
+        parts = [replace(part, receiver=source.receiver) for part in source.parts]
+        return PartsReceiver(source, [build_receiver(part, device=device) for part in parts])
     if isinstance(source, VllmNcclSource):
         do = "set rollout.engine=vllm, or weights.transport to ipc, collective or disk"
         raise ConfigError(explain(f"weights.transport={VLLM_NCCL}", "an engine other than vLLM as receiver", do))

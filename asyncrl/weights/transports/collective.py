@@ -20,7 +20,8 @@ import torch.distributed as dist
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
 from asyncrl.weights.digest import digest_for
-from asyncrl.weights.packing import Packer, Unpacker, check_fits, separate
+from asyncrl.weights.packing import Packer, Unpacker, separate
+from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, join_store

@@ -21,7 +21,8 @@ import torch
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Digest, DiskSource, Manifest
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
-from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.packing import Packer, Unpacker
+from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing

@@ -21,7 +21,8 @@ import torch
 from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Digest, IpcSource, Manifest
 from asyncrl.weights.digest import digest_for
-from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.packing import Packer, Unpacker
+from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (

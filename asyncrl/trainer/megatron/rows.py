@@ -1,0 +1,120 @@
+"""Packed rows as Megatron-core's layers read them: this rank's part of a row, attention over it, and from this rank's
+predicted tokens to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from asyncrl.trainer.megatron.context import SplitRow, split_row
+from asyncrl.trainer.megatron.names import Place
+from asyncrl.trainer.megatron.routing import RowRouting
+from asyncrl.trainer.packed_attention import packed_attention, split_attention
+from asyncrl.trainer.step.batch import PackedTokens
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What layers read of a packed row. `split` is for `PackedAttention`, `routing` for `watch_routers`; the other
+    fields are Megatron-core's, over the rows of all context-parallel ranks."""
+
+    split: SplitRow | None = None
+    routing: RowRouting | None = None
+
+
+def packed_row(
+    tokens: PackedTokens,
+    place: Place,
+    context: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+    routers: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, PackedRow]:
+    """This rank's token ids and positions, [1, n], and the row. Tokens that fill it up are predicted by nothing.
+
+    Args:
+        place: this rank's.
+        context: the context-parallel ranks.
+        sequence_parallel: n is a multiple of the tensor-parallel ranks.
+        routers: number of layers with experts, and of experts in each, to watch their routers.
+    """
+    multiple = place.num_tensor if sequence_parallel else 1
+    split = split_row(tokens.layout, ranks=context.size(), rank=context.rank(), multiple=multiple)
+    real = split.tokens >= 0
+    ids = tokens.input_ids[:, split.tokens.clamp(min=0)] * real
+    row = PackedRow(
+        qkv_format="thd",
+        cu_seqlens_q=split.whole.boundaries,
+        cu_seqlens_kv=split.whole.boundaries,
+        max_seqlen_q=split.whole.max_length,
+        max_seqlen_kv=split.whole.max_length,
+        split=split,
+    )
+    if routers is not None:
+        own = real.chunk(multiple)[place.tensor] if sequence_parallel else real
+        row.routing = RowRouting.begin(routers, own, tokens.balance)
+    return ids, split.positions[None], row
+
+
+def on_predictors(
+    tokens: PackedTokens, row: PackedRow, group: dist.ProcessGroup, compute: Callable[[PackedTokens], torch.Tensor]
+) -> torch.Tensor:
+    """[rows, n]: what `compute` returns for all predicted tokens, the same on every context-parallel rank of `group`.
+
+    Args:
+        compute: [rows, own] of the predicted tokens that it is given: this rank's, whose predictors are places of this
+            rank's part of the row.
+    """
+    assert row.split is not None, "rows come from `packed_row`"
+    chosen, places = row.split.of_this_rank(tokens.predictors)
+    own = compute(replace(tokens, predictors=places, targets=tokens.targets[chosen]))
+    if group.size() == 1:
+        return own
+    whole = own.new_zeros(len(own), len(tokens.targets)).index_copy(1, chosen, own)
+    # every rank has the gradient of the whole, and its own entries of it are its share
+    return reduce_from_tensor_model_parallel_region(whole, group=group)
+
+
+class PackedAttention(nn.Module):
+    """`packed_attention` where Megatron-core expects its core attention."""
+
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: Any, softmax_scale: float | None = None, **kwargs: Any
+    ) -> None:
+        """`kwargs`: of other implementations; causal self-attention needs none of them."""
+        super().__init__()
+        self._scaling, self._context = softmax_scale, pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: PackedRow,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[n, heads * head size]; query [n, heads, head size], key and value with their own heads. Context-parallel
+        ranks gather keys and values; the gradient of theirs is summed over all queries."""
+        split = packed_seq_params.split
+        assert split is not None, "rows come from `packed_row`"
+        if self._context.size() == 1:
+            return packed_attention(query, key, value, split.own, scaling=self._scaling).flatten(1)
+        key, value = (
+            gather_from_sequence_parallel_region(x, group=self._context).index_select(0, split.order)
+            for x in (key, value)
+        )
+        found = split_attention(query, key, value, split.own, split.whole, split.positions, scaling=self._scaling)
+        return found.flatten(1)
