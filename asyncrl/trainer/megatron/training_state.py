@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from asyncrl.errors import StorageError, explain
 from asyncrl.trainer.megatron.checkpoint_reader import MASTER
-from asyncrl.trainer.megatron.names import Block, LocalTensor
+from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.stored_state import TOTAL_STEPS, Captured, RankFiles, file_of, header, write_file
 from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
@@ -103,4 +103,5 @@ def _files(
 
 def _whole(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, LocalTensor]:
     """As `header` takes it."""
-    return shape, 0, prod(shape), LocalTensor((Block(name, 0, 0, 0, shape[0]),), False, 0)
+    dim = dim_of(name)
+    return shape, 0, prod(shape), LocalTensor((Block(name, dim, 0, 0, shape[dim]),), False, dim)
