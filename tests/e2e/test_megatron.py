@@ -23,9 +23,9 @@ PIPELINE = ("trainer.megatron.tensor_parallel=1", "trainer.megatron.pipeline_par
 
 def test_a_killed_rank_is_replaced_and_the_run_goes_on_with_the_other_backend(start, tmp_path):
     run = start(*SMALL, *ALERT, *PIPELINE, "run.max_steps=2000", recipe="quickstart_megatron")
-    run.wait_for_event("checkpoint")
+    run.wait_for_event("checkpoint", timeout_s=300)
     lost = kill_a_rank(run)
-    run.wait_for_event("training_restarted")
+    run.wait_for_event("training_restarted", timeout_s=240)
     assert [e["process"] for e in events(run, "training_failed")] == [lost]
     assert events(run, "training_restarted")[0]["checkpoint"].startswith("step_")
     finish(run)
