@@ -1,4 +1,5 @@
-"""`asyncrl-export CHECKPOINT OUT`: writes a checkpoint of a run as a model in Hugging Face format.
+"""`asyncrl-export CHECKPOINT OUT`: writes a checkpoint of a run as a model in Hugging Face format. With `--to BACKEND`
+it writes a run that goes on with another training backend (`convert.py`).
 
 Any number of trainer ranks may have written CHECKPOINT; reading it needs none. When OUT exists it is complete.
 Exit codes: 1 an error of the program, 2 bad input, 8 OUT cannot be written.
@@ -7,7 +8,6 @@ Exit codes: 1 an error of the program, 2 bad input, 8 OUT cannot be written.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shutil
@@ -22,15 +22,17 @@ from rich.console import Console
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, require_trusted
+from asyncrl.commands.convert import convert
+from asyncrl.commands.new_directory import new_directory, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.json_records import from_plain
 from asyncrl.trainer.backend import CheckpointReader
-from asyncrl.trainer.backends import open_checkpoint
+from asyncrl.trainer.backends import BACKENDS, open_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +55,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(explain(f"export {arguments.checkpoint}", "no run and no checkpoint of one", do))
         model = model_of(found, arguments.model, trust_run=arguments.trust_run, trust_code=arguments.trust_remote_code)
         use_cache_if_unreachable(filter(is_hub_model, [model.path]))
-        if arguments.adapter:
+        if arguments.to is not None:
+            _require_alone(arguments)
+            text = convert(found, model, out, arguments.to, trust_run=arguments.trust_run)
+        elif arguments.adapter:
             export_adapter(found, out, base=arguments.model, revision=model.revision)
             text = "adapter"
         else:
@@ -91,7 +96,7 @@ def export(
 
     require_new(out)
     check_place(model.path, f"the run of {found.directory} trained model.path")
-    with _new_directory(out) as directory:
+    with new_directory(out) as directory:
         _write_description(model, directory, getattr(torch, dtype))
         return _write_weights(found, model, directory, getattr(torch, dtype), max_shard_bytes)
 
@@ -123,7 +128,7 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    with _new_directory(out) as directory:
+    with new_directory(out) as directory:
         (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
         safetensors.torch.save_file(named, directory / "adapter_model.safetensors", metadata=_metadata(found))
@@ -172,27 +177,6 @@ def _reader(found: FoundCheckpoint) -> CheckpointReader:
     """The reader of the backend that the run's recipe names."""
     trainer = (found.recipe or {}).get("trainer")
     return open_checkpoint(found.directory / "trainer", trainer.get("backend") if isinstance(trainer, dict) else None)
-
-
-def require_new(out: Path) -> None:
-    """Raises ConfigError: there is something at `out`."""
-    if out.exists() or out.is_symlink():
-        raise ConfigError(explain(f"export to {out}", "it exists", "name a directory that does not exist yet"))
-
-
-@contextlib.contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when what is inside has not raised. Raises StorageError."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(out)
-    except OSError as error:
-        raise StorageError(explain(f"write {out}", str(error), "make room there, or name another directory")) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) -> None:
@@ -266,6 +250,14 @@ def _metadata(found: FoundCheckpoint) -> dict[str, str]:
     return {"format": "pt", "global_steps": str(found.global_steps)}
 
 
+def _require_alone(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError: with --to, an option that is about a model in Hugging Face format."""
+    if arguments.adapter or arguments.dtype is not None:
+        option = "--adapter" if arguments.adapter else "--dtype"
+        found = "a checkpoint keeps all that was trained, in float32"
+        raise ConfigError(explain(f"--to with {option}", found, f"leave one of them out: {option} is for a model"))
+
+
 def _bytes(text: str) -> int:
     """Raises ConfigError."""
     match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip().upper())
@@ -284,6 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", help="run directory (its newest checkpoint), or runs/NAME/checkpoints/step_N")
     add("out", help="directory to write, which must not exist")
     add("--dtype", choices=DTYPES, help="of the weights (default: that of the run's replicas, model.inference_dtype)")
+    add("--to", choices=sorted(BACKENDS), help="a run for this training backend: OUT is its run directory, to resume")
     add("--adapter", action="store_true", help="of a LoRA run: the adapter alone, for peft")
     add("--model", metavar="DIR", help="where config, tokenizer and base weights are now (default: as in the recipe)")
     add(TRUST_RUN, action="store_true", help=HELP_RUN)

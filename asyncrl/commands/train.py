@@ -34,6 +34,7 @@ from asyncrl.config.load import Loaded, environment_defaults, load
 from asyncrl.driver.preflight import check_packages, check_recipe, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.registry import make_importable
+from asyncrl.trainer.backends import require_written_by
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
@@ -91,6 +92,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     if start_from is not None:
         check_resumable(recipe, found.train.digest, start_from)
+        require_written_by(recipe.trainer.backend, start_from / "trainer")
     console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
     from asyncrl.driver.run import run

@@ -46,6 +46,19 @@ def hub_facts(model: ModelConfig) -> ModelFacts:
     return replace(_read_config(model.path, f"model.path={model.path}", Path(file)), is_local=False)
 
 
+def cached_facts(model: ModelConfig) -> ModelFacts | None:
+    """The facts of a model of the hub whose config.json is in the cache, which alone is asked; None: it is not.
+
+    Raises ConfigError: it is no config.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    if not isinstance(file, str):
+        return None
+    return replace(_read_config(model.path, f"model.path={model.path}", Path(file)), is_local=False)
+
+
 def _read_config(path: str, asked: str, file: Path) -> ModelFacts:
     if not file.is_file():
         raise ConfigError(explain(asked, "no config.json in it", "name a directory in Hugging Face format"))

@@ -13,7 +13,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.model_files import check_model, hub_facts
+from asyncrl.data.model_files import cached_facts, check_model, hub_facts
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import (
@@ -25,6 +25,7 @@ from asyncrl.data.tokenizer import (
 )
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
+from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.environments.tool_calls import format_of, template_text
 from asyncrl.inference.engines import require_package, require_runs, require_transport
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found. `train` and `held_out` hold the prompts; None where only a hub name is known so far.
-    `notes`: what could not be checked, and what a user may have overlooked."""
+    """What was found. `facts`: of the policy's model. `train` and `held_out` hold the prompts; None where only a hub
+    name is known so far. `notes`: what could not be checked, and what a user may have overlooked."""
 
+    facts: ModelFacts
     train: TrainingSet | None
     held_out: dict[str, RenderedPrompts | None]
     notes: tuple[str, ...]
@@ -70,13 +72,17 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
         if not facts.is_local:
-            _check_processes(recipe, hub_facts(recipe.model), trains=trains)
+            facts = hub_facts(recipe.model)
+            _check_processes(recipe, facts, trains=trains)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
+        if cached := cached_facts(recipe.model):
+            facts = cached
+            _check_processes(recipe, facts, trains=trains)
 
     def may_read(source: str) -> bool:
         if use_hub or is_place(source):
@@ -99,7 +105,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         check_rows(recipe.reward, train.rows)
         notes += _mark_notes(recipe, train.rows)
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
-    return Preflight(train, held_out, tuple(notes))
+    return Preflight(facts, train, held_out, tuple(notes))
 
 
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
@@ -230,6 +236,8 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
             f"layout    tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
             f"{trainer.layout.num_plans} copies; experts over {layout.expert_parallel} x {layout.experts_split_by}"
         )
+    for label, text in trainer_plan(recipe, found.facts):
+        emit(f"{label:<10}{text}")
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens

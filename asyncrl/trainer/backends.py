@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.model_tensors import RankMemory, Shape, layer_of
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl.trainer.backend import CheckpointReader, TrainBackend
     from asyncrl.trainer.trainer_spec import TrainerSpec
+    from asyncrl.trainer.training_state import TrainingState
     from asyncrl.types import ModelFacts
 
 
@@ -33,9 +36,19 @@ class BackendSpec:
     """Advice for a model that the backend does not support."""
     marker: str
     """The file that a trainer directory of this backend has, and of no other."""
+    state: str
+    """`package.module:Class` of the `TrainingState`; called with the trainer directory of a checkpoint."""
+    write_state: str
+    """`package.module:function`, a `WriteTrainingState`."""
     layout: str = ""
     """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError where
     the ranks do not divide the model. Its module imports no torch."""
+    memory: str = ""
+    """`package.module:function`; called with (TrainerConfig, tensors of the policy, critic=, reference=); returns the
+    `RankMemory` of each kind of rank. Its module imports no torch. Empty: the backend has no estimate."""
+    stage: str = ""
+    """`package.module:function`; called with (name of a tensor, TrainerConfig, number of layers); returns the pipeline
+    stage that sends it. Its module imports no torch. Empty: there is one stage."""
     package: str = ""
     """`package.module:function`; raises ConfigError where a package is missing. Its module imports no torch."""
 
@@ -47,6 +60,8 @@ BACKENDS: dict[str, BackendSpec] = {
         unsupported="asyncrl.trainer.fsdp.supports:unsupported",
         works="train a decoder-only model of text such as Qwen2, Qwen3 (also MoE) or Llama",
         marker=".metadata",
+        state="asyncrl.trainer.fsdp.training_state:FsdpTrainingState",
+        write_state="asyncrl.trainer.fsdp.training_state:write_training_state",
     ),
     "megatron": BackendSpec(
         backend="asyncrl.trainer.megatron.backend:MegatronBackend",
@@ -54,7 +69,11 @@ BACKENDS: dict[str, BackendSpec] = {
         unsupported="asyncrl.trainer.megatron.supports:unsupported",
         works="train Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE, or set trainer.backend=fsdp",
         marker="rank00000.safetensors",
+        state="asyncrl.trainer.megatron.training_state:MegatronTrainingState",
+        write_state="asyncrl.trainer.megatron.training_state:write_training_state",
         layout="asyncrl.trainer.megatron.supports:check_layout",
+        memory="asyncrl.trainer.megatron.memory:rank_memory",
+        stage="asyncrl.trainer.megatron.memory:stage_of",
         package="asyncrl.trainer.megatron.supports:require_package",
     ),
 }
@@ -80,19 +99,57 @@ def require_fits(trainer: TrainerConfig, facts: ModelFacts, key: str = "model.pa
         resolve_name(check)(trainer, facts, key)
 
 
+def memory_of(
+    trainer: TrainerConfig, tensors: Mapping[str, Shape], *, critic: bool, reference: bool
+) -> list[RankMemory] | None:
+    """What each kind of rank holds between two steps; None where the backend has no estimate. `tensors`: of the policy,
+    which a critic and a reference resemble."""
+    estimate = BACKENDS[trainer.backend].memory
+    return resolve_name(estimate)(trainer, tensors, critic=critic, reference=reference) if estimate else None
+
+
+def stages_of(trainer: TrainerConfig, tensors: Mapping[str, Shape]) -> dict[str, int]:
+    """The pipeline stage that sends each tensor."""
+    stage, num_layers = BACKENDS[trainer.backend].stage, 1 + max(layer_of(name) or 0 for name in tensors)
+    return {name: resolve_name(stage)(name, trainer, num_layers) if stage else 0 for name in tensors}
+
+
 def require_backend(backend: str) -> None:
     """Raises ConfigError: a package that the backend needs is not installed."""
     if check := BACKENDS[backend].package:
         resolve_name(check)()
 
 
+def written_by(directory: Path) -> str | None:
+    """The backend that wrote the trainer directory of a checkpoint; None: none of those here."""
+    return next((name for name, spec in BACKENDS.items() if (directory / spec.marker).exists()), None)
+
+
 def require_written_by(backend: str, directory: Path) -> None:
     """Raises ConfigError: the trainer directory of a checkpoint is of another backend. One that is of none passes."""
-    if (directory / BACKENDS[backend].marker).exists():
+    if (other := written_by(directory)) in (None, backend):
         return
-    if other := next((name for name, spec in BACKENDS.items() if (directory / spec.marker).exists()), None):
-        do = f"set trainer.backend={other}, or start a new run from what asyncrl-export makes of it"
-        raise ConfigError(explain(f"resume from {directory} with trainer.backend={backend}", f"it is of {other}", do))
+    do = (
+        f"set trainer.backend={other}, or convert it: asyncrl-export {directory.parent} NEW_RUN --to {backend}, "
+        "and go on with run.dir=NEW_RUN resume=auto"
+    )
+    raise ConfigError(explain(f"resume from {directory} with trainer.backend={backend}", f"it is of {other}", do))
+
+
+def open_training_state(directory: Path) -> TrainingState:
+    """Raises ConfigError: there is no checkpoint of a backend, or it cannot be read."""
+    backend = written_by(directory)
+    if backend is None:
+        do = "name a run, or runs/NAME/checkpoints/step_N"
+        raise ConfigError(explain(f"convert {directory}", "it is of no backend known here", do))
+    return resolve_name(BACKENDS[backend].state)(directory)
+
+
+def write_training_state(
+    to: str, directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """`WriteTrainingState` of backend `to`."""
+    resolve_name(BACKENDS[to].write_state)(directory, state, configs)
 
 
 def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader:

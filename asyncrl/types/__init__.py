@@ -26,7 +26,7 @@ from asyncrl.types.groups import (
     RolloutStats,
     Ticket,
 )
-from asyncrl.types.models import ModelFacts
+from asyncrl.types.models import LayerSizes, ModelFacts
 from asyncrl.types.replicas import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaTable
 from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
@@ -64,6 +64,7 @@ __all__ = [
     "GenerationRequest",
     "GroupSummary",
     "IpcSource",
+    "LayerSizes",
     "LeaseManifest",
     "LeaseWait",
     "LedgerCounts",

@@ -25,10 +25,21 @@ _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """What a layout must divide; None where the config does not say. `ffn`, `expert_ffn`, `shared_ffn`: widths of the
-    feed-forward block, of an expert and of the expert that every token takes."""
+    """Sizes that layouts and plans depend on; None where the config does not say.
+
+    Attributes:
+        head_dim: of one attention head; None: the width of the model over its heads.
+        ffn, expert_ffn, shared_ffn: widths of the feed-forward block, of an expert and of the expert that every token
+            takes.
+        expert_layers: numbers of the layers that have experts.
+        tied: the output layer is the embedding.
+    """
 
     layers: int | None = None
+    hidden: int | None = None
+    head_dim: int | None = None
+    expert_layers: frozenset[int] = frozenset()
+    tied: bool = False
     heads: int | None = None
     kv_heads: int | None = None
     ffn: int | None = None
@@ -101,6 +112,10 @@ class ModelFacts:
             unusual=tuple(_unusual(text)),
             sizes=LayerSizes(
                 layers=text.get("num_hidden_layers"),
+                hidden=text.get("hidden_size"),
+                head_dim=text.get("head_dim"),
+                expert_layers=frozenset(_expert_layers(text)),
+                tied=bool(text.get("tie_word_embeddings")),
                 heads=text.get("num_attention_heads"),
                 kv_heads=text.get("num_key_value_heads") or text.get("num_attention_heads"),
                 ffn=text.get("intermediate_size"),
@@ -108,6 +123,14 @@ class ModelFacts:
                 shared_ffn=text.get("shared_expert_intermediate_size"),
             ),
         )
+
+
+def _expert_layers(text: Mapping[str, Any]) -> Iterator[int]:
+    """Numbers of the layers with experts, of models that say it as Qwen does; all layers of a mixture otherwise."""
+    dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step") or 1
+    if any(text.get(key) for key in _EXPERTS):
+        layers = range(text.get("num_hidden_layers") or 0)
+        yield from (layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
 def _unusual(text: Mapping[str, Any]) -> Iterator[str]:

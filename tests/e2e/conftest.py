@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ SMALL = (
     "checkpoint.every_steps=2",
 )
 """For runs that have to run, not to learn."""
+ALERT = ("rollout.num_replicas=1", "ray.health_interval_s=0.5", "ray.health_timeout_s=5")
+"""For runs that lose processes: a loss is found soon."""
 
 
 @pytest.fixture(scope="session")
@@ -161,6 +164,28 @@ def assert_audited(run: Run, *, max_lag: int, steps: int | None = None) -> None:
     if steps is not None:
         last = metrics[-1]
         assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
+
+
+def finish(run, *, more_steps=3, timeout_s=180):
+    """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
+    run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + more_steps, timeout_s)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.log
+    assert_audited(run, max_lag=2)
+
+
+def events(run, kind):
+    return [e for e in run.events if e["event"] == kind]
+
+
+def kill_a_rank(run):
+    """Kills one of two trainer ranks; its name. The order of process ids is not that of ranks: Ray may hand either
+    actor the process that it started first."""
+    victim = psutil.Process(run.actor_pids("TrainerActor")[1])
+    log = (run.directory / "log.txt").read_text()
+    (rank,) = re.findall(rf"trainer rank (\d) of 2 ready on \S+, pid {victim.pid}\b", log)
+    victim.kill()
+    return f"trainer rank {rank}"
 
 
 def assert_damage_is_found(directory: Path, place: Path) -> int:

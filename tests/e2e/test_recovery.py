@@ -1,7 +1,6 @@
 """What the real system mends by itself, and how it ends when it cannot: every row of docs/operations.md."""
 
 import json
-import re
 import signal
 
 import psutil
@@ -9,26 +8,14 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
 from asyncrl.queue.group_files import load_partials
+from tests.e2e.conftest import ALERT, assert_audited, assert_damage_is_found, assert_sound, events, finish, kill_a_rank
 from tests.e2e.conftest import SMALL as SMALL_RUN
-from tests.e2e.conftest import assert_audited, assert_damage_is_found, assert_sound
 from tests.e2e.faulty import ESCAPES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SMALL = (*SMALL_RUN, "rollout.num_replicas=1", "ray.health_interval_s=0.5", "ray.health_timeout_s=5")
+SMALL = (*SMALL_RUN, *ALERT)
 NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
-
-
-def finish(run, *, more_steps=3, timeout_s=180):
-    """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
-    run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + more_steps, timeout_s)
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.log
-    assert_audited(run, max_lag=2)
-
-
-def events(run, kind):
-    return [e for e in run.events if e["event"] == kind]
 
 
 def test_what_is_lost_is_replaced_one_after_the_other(start):
@@ -85,16 +72,6 @@ def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start)
     _, alive = psutil.wait_procs(tree, timeout=20)
     assert not alive, [p.cmdline() for p in alive if p.is_running()]
     assert_audited(run, max_lag=2)
-
-
-def kill_a_rank(run):
-    """Kills one of two trainer ranks; its name. The order of process ids is not that of ranks: Ray may hand either
-    actor the process that it started first."""
-    victim = psutil.Process(run.actor_pids("TrainerActor")[1])
-    log = (run.directory / "log.txt").read_text()
-    (rank,) = re.findall(rf"trainer rank (\d) of 2 ready on \S+, pid {victim.pid}\b", log)
-    victim.kill()
-    return f"trainer rank {rank}"
 
 
 def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpoint(start, tmp_path):

@@ -314,7 +314,71 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["dapo_qwen", "grpo_qwen3_30b_a3b", "retool_qwen"])
+QWEN_32B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
+    "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+    "rope_theta": 1e6, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 131072,
+}  # fmt: skip
+QWEN_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The configs of two models, and nothing else, in the hub's cache."""
+    import huggingface_hub.constants
+
+    for name, config in (("Qwen--Qwen2.5-32B", QWEN_32B), ("Qwen--Qwen3-30B-A3B", QWEN_30B_A3B)):
+        stored = tmp_path / f"models--{name}"
+        (stored / "snapshots/a").mkdir(parents=True)
+        (stored / "refs").mkdir()
+        (stored / "refs/main").write_text("a")
+        (stored / "snapshots/a/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+
+
+OVER_MEGATRON = [
+    "trainer.backend=megatron", "trainer.num_ranks=16", "trainer.megatron.expert_parallel=8",
+    "trainer.megatron.pipeline_parallel=2", "trainer.megatron.param_dtype=bfloat16", "trainer.megatron.recompute=full",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parameters", "lines"),
+    [
+        ("dapo_qwen_megatron", [], 32.8e9, ["layout    tensor 8 x pipeline 1 x 2 copies", "memory    each rank: 45."]),
+        ("grpo_qwen3_30b_a3b", OVER_MEGATRON, 30.5e9, ["experts over 8 x 1", "memory    stage 0 of 2: 4", "stage 1: "]),
+    ],
+)
+def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines, hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main([f"recipes/{name}.yaml", *overrides, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "the recipe is valid" in plan
+    for line in lines:
+        assert line in plan
+    used = [float(gib) for gib in re.findall(r"(?:each rank|stage \d of \d): ([\d.]+) GiB = weights", plan)]
+    assert used
+    assert all(gib * GIB + ACTIVATIONS < 0.99 * CARD for gib in used), "it fits its GPUs"
+    tensors, size, buckets = re.search(r"publish +(\d+) tensors, ([\d.]+) GiB in bfloat16; (\d+) bucket", plan).groups()
+    assert float(size) * GIB == pytest.approx(2 * parameters, rel=0.01)
+    assert int(buckets) >= 2 * parameters / (1 << 29)
+    counted = [int(number) for number in re.findall(r"stage \d: (\d+) tensors", plan)]
+    assert not counted or sum(counted) == int(tensors)
+
+
+def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["trainer.megatron.tensor_parallel=16", "--dry-run"]
+    assert cli.main(["recipes/dapo_qwen_megatron.yaml", *words]) == 2
+    assert "40, the attention heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen"])
 def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
     """Without a GPU, the packages of one, or the hub."""
     monkeypatch.chdir(ROOT)

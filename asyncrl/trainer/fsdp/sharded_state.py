@@ -67,8 +67,16 @@ def capture(live: dict[str, torch.Tensor], *, rank: int, device: torch.device) -
     return {name: tensor.to("cpu", copy=True) for name, tensor in everything.items()}
 
 
-def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def save(
+    directory: Path,
+    captured: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    planner: dcp.SavePlanner | None = None,
+) -> None:
     """Writes what `capture` returned below `directory`; collective over `group`, a gloo group that nothing else uses.
+
+    Args:
+        planner: gives the tensors; by default they are those of `captured`.
 
     Raises:
         StorageError: a rank could not write. Raised on every rank.
@@ -77,7 +85,7 @@ def save(directory: Path, captured: dict[str, torch.Tensor], group: dist.Process
     torch.serialization.set_crc32_options(False)
     writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # 0: the copies lie on the host, no CUDA stream
     try:
-        dcp.save(captured, storage_writer=writer, process_group=group)
+        dcp.save(captured, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # not an Exception: it must not leave this process unconverted
         raise _unwritable(directory, error) from error
 

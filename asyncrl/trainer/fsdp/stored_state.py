@@ -104,8 +104,8 @@ class StoredState:
         except CheckpointException as error:  # not an Exception: it must not leave this process unconverted
             raise self.unfit(by_rank(error)) from error
 
-    def unfit(self, found: str) -> ConfigError:
-        return ConfigError(explain(self._asked, found, _ANOTHER))
+    def unfit(self, found: str, do: str = _ANOTHER) -> ConfigError:
+        return ConfigError(explain(self._asked, found, do))
 
 
 def by_rank(error: CheckpointException) -> str:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOTAL_STEPS = "total_steps"
-
 
 class MegatronBackend:
     """One rank. Needs torch.distributed's default group, over all ranks. Owns the models, their optimizers, and the
@@ -83,7 +81,7 @@ class MegatronBackend:
 
     def capture(self) -> None:
         self._captured = None  # freed before the next one is made
-        numbers, parameters, tensors = {_TOTAL_STEPS: self._spec.total_steps}, {}, {}
+        numbers, parameters, tensors = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
         for model_name, model in self._models.trained():
             numbers[model_name] = model.update.steps()
             numbers.update((f"{model_name}.{size}", value) for size, value in model.sizes.fingerprint().items())
@@ -110,11 +108,11 @@ class MegatronBackend:
         self._warn_of_another_length(written)
         for model_name, model in models:
             model.load_state(written, model_name)
-        if written.world_size == self._world_size:
-            torch.set_rng_state(written.random_state(self._rank))
+        if written.world_size == self._world_size and (random_state := written.random_state(self._rank)) is not None:
+            torch.set_rng_state(random_state)
 
     def _warn_of_another_length(self, written: RankFiles) -> None:
-        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.numbers.get(_TOTAL_STEPS)
+        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.numbers.get(stored_state.TOTAL_STEPS)
         if trainer.schedule != "constant" and trainer.decay_steps is None and self._rank == 0 and then != now:
             logger.warning(
                 "the learning rate jumps: it fell towards step %s, and now falls towards run.max_steps=%d; "

@@ -60,6 +60,8 @@ LAYER: dict[str, Rule] = {
 """Tensor of a Megatron-core layer -> its rule; `{expert}`: the expert's number in the model. Where two names have one
 rule, the second is that of TransformerEngine's layers."""
 
+_BY_COLUMNS = tuple(rule.names[0].rpartition("{expert}")[2] for rule in LAYER.values() if rule.kind == "columns")
+
 EMBEDDING, OUTPUT, FINAL_NORM = (
     "embedding.word_embeddings.weight",
     "output_layer.weight",
@@ -196,6 +198,11 @@ def _cut(segments: Sequence[tuple[str, int, int]], dim: int, start: int, length:
 
 def _whole(name: str, length: int) -> LocalTensor:
     return LocalTensor((Block(name, 0, 0, 0, length),), False, 0)
+
+
+def dim_of(name: str) -> int:
+    """The dimension along which the blocks of the Hugging Face tensor `name` run."""
+    return 1 if name.endswith(_BY_COLUMNS) else 0
 
 
 def order(name: str) -> tuple[int, int, str]:

@@ -9,8 +9,9 @@ they need: optimizer state is read back at another layout too. Nothing in a file
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 
 FIRST_FILE = "rank00000.safetensors"
-_HEADER, _FORMAT, _RANDOM = "asyncrl", 1, "random"
+TOTAL_STEPS = "total_steps"
+"""Number of a checkpoint: the length of the run, which a falling learning rate depends on."""
+_HEADER, _FORMAT, _RANDOM, _CONVERTED = "asyncrl", 1, "random", "converted"
+_CACHED = 3
+"""Parameters that are kept in memory while another layout reads them block by block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +61,14 @@ def header(
     rank: int,
     world_size: int,
     numbers: dict[str, int],
-    parameters: dict[str, tuple[Sequence[int], int, int, LocalTensor]],
+    parameters: Mapping[str, tuple[Sequence[int], int, int, LocalTensor]],
+    *,
+    converted: bool = False,
 ) -> str:
     """Args:
     numbers: of the run, by name.
     parameters: name in the file -> shape, range in the flattened form, contents.
+    converted: the file is made from a checkpoint of another backend, and has no random state.
     """
     described = {
         name: {
@@ -70,9 +78,8 @@ def header(
         }
         for name, (shape, start, stop, contents) in parameters.items()
     }
-    return json.dumps(
-        {"format": _FORMAT, "rank": rank, "world_size": world_size, "numbers": numbers, "parameters": described}
-    )
+    found = {"format": _FORMAT, "rank": rank, "world_size": world_size, "numbers": numbers, "parameters": described}
+    return json.dumps(found | ({_CONVERTED: True} if converted else {}))
 
 
 def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None:
@@ -84,8 +91,8 @@ def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None
     failure = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"rank{group.rank():05d}.safetensors"
-        save_file(captured.tensors, file, metadata={_HEADER: captured.header})
+        file = file_of(directory, group.rank())
+        write_file(file, captured)
     except (OSError, SafetensorError) as error:
         failure = f"{type(error).__name__}: {error}"
     failures: list[str | None] = [None] * group.size()
@@ -94,6 +101,15 @@ def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None
     if found:
         do = "make room there, or repair the directory; the state in training is not touched"
         raise StorageError(explain(f"write the trainer's state to {directory}", found, do))
+
+
+def file_of(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank:05d}.safetensors"
+
+
+def write_file(file: Path, captured: Captured) -> None:
+    """Raises OSError, SafetensorError."""
+    save_file(captured.tensors, file, metadata={_HEADER: captured.header})
 
 
 class RankFiles:
@@ -114,34 +130,38 @@ class RankFiles:
         if not (directory / FIRST_FILE).is_file():
             raise ConfigError(explain(asked, "no checkpoint there", "name the trainer directory of a checkpoint"))
         self._ranges: dict[str, dict[_Stored, list[_Range]]] = {}
+        self._holders: dict[str, dict[str, list[tuple[_Stored, Block]]]] = {}
+        self._lately = lru_cache(_CACHED)(self._assembled)
         try:
             first = self._add(directory / FIRST_FILE)
+            self._has_random_state = not first.get(_CONVERTED, False)
             self.world_size, self.numbers = int(first["world_size"]), dict(first["numbers"])
             for rank in range(1, self.world_size):
-                self._add(directory / f"rank{rank:05d}.safetensors")
+                self._add(file_of(directory, rank))
         except (OSError, SafetensorError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise self.unfit(f"{type(error).__name__}: {error}") from error
 
     def names(self, model: str) -> list[str]:
         """The Hugging Face names of `model` in order."""
-        found = {block.name for stored in self._ranges.get(model, {}) for block in stored.blocks}
-        return sorted(found, key=order)
+        return sorted(self._holders.get(model, {}), key=order)
 
     def whole(self, model: str, kind: str, name: str) -> torch.Tensor:
         """The whole tensor `name`, float32. Raises ConfigError."""
-        held = [(stored, b) for stored in self._ranges.get(model, {}) for b in stored.blocks if b.name == name]
+        held = self._holders.get(model, {}).get(name)
         if not held:
             raise self.unfit(f"it has no {name} of the {model}")
-        stored, block = held[0]
-        shape = list(stored.shape)
-        shape[block.dim] = sum({b.start: b.length for _, b in held}.values())
+        shape, dim = _whole_shape(held), held[0][1].dim
         try:
             target = torch.empty(shape, dtype=torch.float32)
         except (RuntimeError, MemoryError) as error:  # a forged shape
-            raise self.unfit(f"{name} would have the shape {shape}: {error}") from error
-        extent = LocalTensor((Block(name, block.dim, 0, 0, shape[block.dim]),), False, block.dim)
+            raise self.unfit(f"{name} would have the shape {list(shape)}: {error}") from error
+        extent = LocalTensor((Block(name, dim, 0, 0, shape[dim]),), False, dim)
         self.read_into(target, extent, model, kind)
         return target
+
+    def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
+        """Of the whole tensors of `model`, by their names in order."""
+        return {name: _whole_shape(self._holders[model][name]) for name in self.names(model)}
 
     def read_into(self, target: torch.Tensor, contents: LocalTensor, model: str, kind: str) -> None:
         """Overwrites `target`, [shape of a parameter] float32, with what `contents` says it holds; padding is 0.
@@ -152,51 +172,49 @@ class RankFiles:
         Raises:
             ConfigError: it is not in the checkpoint, or in another shape.
         """
-        found = self._ranges.get(model, {})
         same = _Stored(tuple(target.shape), contents.blocks)
-        if same in found and contents.blocks:
-            target.copy_(self._assembled(same, found[same], kind))
+        if same in self._ranges.get(model, {}) and contents.blocks:
+            target.copy_(self._assembled(model, same, kind))
             return
         target.zero_()
         try:
             for block in contents.blocks:
-                self._fill(target, block, kind, found)
+                self._fill(target, block, model, kind)
         except (RuntimeError, IndexError) as error:  # blocks outside of their tensors
             raise self.unfit(f"a header does not fit its tensors: {error}") from error
 
-    def random_state(self, rank: int) -> torch.Tensor:
-        """[bytes] uint8. Raises ConfigError."""
-        return self._tensor(self._directory / f"rank{rank:05d}.safetensors", _RANDOM)
+    def random_state(self, rank: int) -> torch.Tensor | None:
+        """[bytes] uint8; None in a converted checkpoint. Raises ConfigError."""
+        return self._tensor(file_of(self._directory, rank), _RANDOM) if self._has_random_state else None
 
     def unfit(
         self, found: str, do: str = "name another checkpoint, or its run directory for the newest intact one"
     ) -> ConfigError:
         return ConfigError(explain(self._asked, found, do))
 
-    def _fill(self, target: torch.Tensor, block: Block, kind: str, found: dict[_Stored, list[_Range]]) -> None:
+    def _fill(self, target: torch.Tensor, block: Block, model: str, kind: str) -> None:
         """Copies what any stored parameter has of `block`."""
         missing = block.length
         done: set[int] = set()
-        for stored, ranges in found.items():
-            for other in stored.blocks:
-                low, high = max(block.start, other.start), min(block.start + block.length, other.start + other.length)
-                if other.name != block.name or low >= high or low in done:
-                    continue
-                values = self._assembled(stored, ranges, kind)
-                part = values.narrow(other.dim, other.local + low - other.start, high - low)
-                place = target.narrow(block.dim, block.local + low - block.start, high - low)
-                if part.shape != place.shape:
-                    raise self.unfit(f"{block.name} has the shape {list(part.shape)} in it, {list(place.shape)} here")
-                place.copy_(part)
-                done.add(low)
-                missing -= high - low
+        for stored, other in self._holders.get(model, {}).get(block.name, []):
+            low, high = max(block.start, other.start), min(block.start + block.length, other.start + other.length)
+            if low >= high or low in done:
+                continue
+            values = self._lately(model, stored, kind)
+            part = values.narrow(other.dim, other.local + low - other.start, high - low)
+            place = target.narrow(block.dim, block.local + low - block.start, high - low)
+            if part.shape != place.shape:
+                raise self.unfit(f"{block.name} has the shape {list(part.shape)} in it, {list(place.shape)} here")
+            place.copy_(part)
+            done.add(low)
+            missing -= high - low
         if missing:
             raise self.unfit(f"it lacks {missing} of {block.length} entries of {block.name}")
 
-    def _assembled(self, stored: _Stored, ranges: Sequence[_Range], kind: str) -> torch.Tensor:
+    def _assembled(self, model: str, stored: _Stored, kind: str) -> torch.Tensor:
         """The whole parameter of the ranks that wrote it. Raises ConfigError."""
         parts, at = [], 0
-        for held in sorted(ranges, key=lambda r: (r.start, -r.stop)):
+        for held in sorted(self._ranges[model][stored], key=lambda r: (r.start, -r.stop)):
             if held.stop <= at:
                 continue  # a copy of what is there: ranks of other stages or experts hold it too
             values = self._tensor(held.file, f"{held.name}.{kind}")
@@ -226,8 +244,20 @@ class RankFiles:
             stored = _Stored(tuple(_whole(n) for n in parameter["shape"]), blocks)
             start, stop = (_whole(n) for n in parameter["range"])
             model = name.partition(".")[0]
-            self._ranges.setdefault(model, {}).setdefault(stored, []).append(_Range(file, name, start, stop))
+            ranges = self._ranges.setdefault(model, {})
+            if stored not in ranges:
+                for block in blocks:
+                    self._holders.setdefault(model, {}).setdefault(block.name, []).append((stored, block))
+            ranges.setdefault(stored, []).append(_Range(file, name, start, stop))
         return found
+
+
+def _whole_shape(held: Sequence[tuple[_Stored, Block]]) -> tuple[int, ...]:
+    """Of the tensor that the blocks make up."""
+    stored, block = held[0]
+    shape = list(stored.shape)
+    shape[block.dim] = sum({b.start: b.length for _, b in held}.values())
+    return tuple(shape)
 
 
 def entries(name: str, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

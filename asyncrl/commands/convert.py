@@ -1,0 +1,121 @@
+"""Converts a checkpoint for another training backend: the run goes on in a new run directory, where it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.checkpoint.locate import FoundCheckpoint
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.checkpoint.store import CheckpointStore, read_state
+from asyncrl.checkpoint.trust import TRUST_RUN
+from asyncrl.commands.new_directory import new_directory, require_new
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.places import is_hub_model
+from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.backends import open_training_state, require_trains, write_training_state, written_by
+from asyncrl.trainer.training_state import MODELS
+from asyncrl.types import ModelFacts
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.training_state import TrainingState
+
+RECORD = "converted.json"
+"""File of a converted checkpoint: where it is from, and what it has of that."""
+
+
+def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, trust_run: bool = False) -> str:
+    """Writes a run directory for `trainer.backend=to` whose only checkpoint has what `found` has; returns what it has,
+    in words.
+
+    Weights, moments and steps of the optimizers, the queue and the run's progress are the same, bit by bit. Random
+    states of the ranks are not in it. Logs and config of the run come along, so that the run's history stays whole.
+
+    Args:
+        model: of the run; its config decides how backend `to` lays out the weights.
+        trust_run: the run may name a critic of the hub.
+
+    Raises:
+        ConfigError: `out` exists, the checkpoint is of `to` or has adapters alone, or `to` cannot train the model.
+        StorageError: `out` cannot be written.
+    """
+    require_new(out)
+    source = found.directory / "trainer"
+    written, asked = written_by(source), f"convert {found.directory} to trainer.backend={to}"
+    if written == to:
+        raise ConfigError(explain(asked, "it is of that backend", f"resume it with trainer.backend={to} as it is"))
+    state = open_training_state(source)
+    configs = _configs(found, model, state, to, trust_run=trust_run)
+    said = f"{written} to {to}: {' and '.join(configs)} with both moments; random states start as in a new run"
+    record = {"checkpoint": str(found.directory.resolve()), "from": written, "to": to, "what": said}
+    progress = read_state(found.directory)
+    with new_directory(out) as directory:
+        store = CheckpointStore(directory / "checkpoints", keep=1)
+        temporary = store.begin(progress.global_steps)
+        write_training_state(to, temporary / "trainer", state, configs)
+        shutil.copytree(found.directory / "queue", temporary / "queue")
+        (temporary / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        store.finish(temporary, progress)
+        if found.recipe is not None:
+            _copy_run(RunDirectory(found.directory.resolve().parent.parent), RunDirectory(directory), to)
+    return f"{said}; go on with: asyncrl-train RECIPE trainer.backend={to} run.dir={out} resume=auto"
+
+
+def _copy_run(run: RunDirectory, new: RunDirectory, to: str) -> None:
+    """The logs of a run, and its config with the other backend."""
+    for old, copy in ((run.events, new.events), (run.metrics, new.metrics)):
+        if old.exists():
+            shutil.copy(old, copy)
+    config = json.loads(run.config.read_text(encoding="utf-8"))
+    trainer = config["recipe"].get("trainer")
+    config["recipe"]["trainer"] = (trainer if isinstance(trainer, dict) else {}) | {"backend": to}
+    new.config.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _configs(
+    found: FoundCheckpoint, model: ModelConfig, state: TrainingState, to: str, *, trust_run: bool
+) -> dict[str, Mapping[str, Any]]:
+    """The Hugging Face config of each model in the checkpoint. Raises ConfigError: it is of another model, or `to`
+    cannot train it."""
+    named = {"model": model.path, "critic": _critic_path(found) or model.path}
+    configs = {}
+    for name in MODELS:
+        shapes = state.shapes(name)
+        if not shapes:
+            continue
+        path, asked = named[name], f"convert the {name} of {found.directory}"
+        if name == "critic" and path != model.path and is_hub_model(path) and not trust_run:
+            said = f"its config.json says algorithm.critic.path={path}: a model of the hub"
+            raise ConfigError(explain(asked, said, f"pass {TRUST_RUN} if the run is yours or of somebody you trust"))
+        config = _config(path, model, asked)
+        require_trains(to, ModelFacts.of_config(path, config))
+        rows = shapes.get("model.embed_tokens.weight", ())
+        here = (config.get("vocab_size"), config.get("hidden_size"))
+        if rows != here:
+            said = f"the embedding in the checkpoint is {list(rows)}, that of {path} {list(here)}"
+            raise ConfigError(explain(asked, said, "pass --model DIRECTORY, the model that was trained"))
+        configs[name] = config
+    if "model" not in configs:
+        raise ConfigError(explain(f"convert {found.directory}", "it has no weights", "name another checkpoint"))
+    return configs
+
+
+def _critic_path(found: FoundCheckpoint) -> str | None:
+    section: Any = found.recipe or {}
+    for key in ("algorithm", "critic", "path"):
+        section = section.get(key) if isinstance(section, dict) else None
+    return section if isinstance(section, str) else None
+
+
+def _config(path: str, model: ModelConfig, asked: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    revision = model.revision if path == model.path else None
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=model.trust_remote_code).to_dict()
+    except (OSError, ValueError) as error:
+        do = "name a directory in Hugging Face format, or a hub name that this machine can reach, with --model"
+        raise ConfigError(explain(asked, str(error), do)) from error

@@ -1,0 +1,54 @@
+"""What a dry run says of the trainer's memory and of a publish, by arithmetic over the model's config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.trainer.backends import memory_of, stages_of
+from asyncrl.trainer.model_tensors import RankMemory, model_tensors
+from asyncrl.types import ModelFacts
+from asyncrl.weights.plan import make_spec, plan_buckets
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """(label, text) of each line; none where the backend or the model's config does not say enough."""
+    tensors, trainer, algorithm = model_tensors(facts), recipe.trainer, recipe.algorithm
+    if tensors is None:
+        return
+    found = memory_of(trainer, tensors, critic=algorithm.needs_critic, reference=algorithm.needs_reference)
+    for memory in found or ():
+        yield "memory", _memory(memory)
+    if found:
+        yield "", "activations, two buckets of a publish and what an allocator keeps come on top: not estimated"
+    if trainer.lora.rank:
+        return
+    dtype, limit = recipe.model.inference_dtype, recipe.weights.bucket_bytes
+    specs = [make_spec(name, shape, dtype) for name, shape in tensors.items()]
+    buckets = plan_buckets(specs, limit)
+    largest = max(specs, key=lambda spec: spec.nbytes)
+    sizes = [bucket.nbytes for bucket in buckets]
+    text = (
+        f"{len(specs)} tensors, {_bytes(sum(spec.nbytes for spec in specs))} in {dtype}; {len(buckets)} bucket(s) of "
+    )
+    text += f"{_bytes(min(sizes))} to {_bytes(max(sizes))}; largest tensor {_bytes(largest.nbytes)} ({largest.name})"
+    yield "publish", text
+    stages = stages_of(trainer, tensors)
+    if len(set(stages.values())) > 1:
+        count, size = Counter(stages.values()), Counter[int]()
+        for spec in specs:
+            size[stages[spec.name]] += spec.nbytes
+        yield "", "from " + ", ".join(f"stage {s}: {count[s]} tensors, {_bytes(size[s])}" for s in sorted(count))
+
+
+def _memory(memory: RankMemory) -> str:
+    text = f"{memory.ranks}: {_bytes(memory.total)} = weights {_bytes(memory.weights)} + gradients "
+    return f"{text}{_bytes(memory.gradients)} + optimizer {_bytes(memory.optimizer)}"
+
+
+def _bytes(number: int) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if number >= unit), (1, "bytes"))
+    return f"{number / unit:.1f} {name}" if unit > 1 else f"{number} {name}"

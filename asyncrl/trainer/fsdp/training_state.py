@@ -1,0 +1,124 @@
+"""Conversion of FSDP2's checkpoints: the `TrainingState` of one, and one made of another backend's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from asyncrl.trainer.fsdp import lora
+from asyncrl.trainer.fsdp.sharded_state import TOTAL_STEPS, save
+from asyncrl.trainer.fsdp.stored_state import StoredState
+from asyncrl.trainer.training_state import MODELS, MOMENTS, WEIGHT, TensorKind, TrainingState
+from asyncrl.weights.experts import fused_parts, unfused
+
+_OPTIMIZERS = {"model": "optimizer", "critic": "critic_optimizer"}
+"""Model -> how the names of its optimizer's entries begin."""
+_STEP = "step"
+_CACHED = 6
+"""Gate-and-up and down projections of the experts of one layer, of three kinds."""
+
+
+class FsdpTrainingState:
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, it cannot be read, or it has adapters alone."""
+        self._written = StoredState(directory, f"convert {directory}")
+        if lora.SCALE in self._written:
+            do = "start a new run from what asyncrl-export without --to makes of it: a model with the adapters merged"
+            found = "it holds adapters alone (trainer.lora), which the other backend does not train"
+            raise self._written.unfit(found, do)
+        self._parts = {model: dict(self._unfused(model)) for model in MODELS}
+        self._read_entry = lru_cache(_CACHED)(self._written.read)
+
+    def total_steps(self) -> int:
+        """See `TrainingState`."""
+        return int(self._number(TOTAL_STEPS))
+
+    def steps(self, model: str) -> int:
+        """See `TrainingState`."""
+        prefix = f"{_OPTIMIZERS[model]}."
+        counts = {n: torch.empty(()) for n in self._written.entries if n.startswith(prefix) and n.endswith(f".{_STEP}")}
+        if any(self._written.shape(name) for name in counts):
+            raise self._written.unfit(f"the steps of {prefix[:-1]} are no numbers")
+        self._written.read_into(counts, alone=True)
+        found = {int(count) for count in counts.values()}
+        if len(found) != 1:
+            raise self._written.unfit(f"the tensors of the {model} have made {sorted(found)} steps: one number is due")
+        return found.pop()
+
+    def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
+        """See `TrainingState`."""
+        return {name: shape for name, (_, shape) in self._parts[model].items()}
+
+    def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
+        """See `TrainingState`."""
+        inside, shape = self._parts[model][name]
+        entry = f"{model}.{inside}" if kind == WEIGHT else f"{_OPTIMIZERS[model]}.{inside}.{kind}"
+        if entry not in self._written or self._written.shape(entry) != self._written.shape(f"{model}.{inside}"):
+            raise self._written.unfit(f"it has no {entry} in the shape of the weight")
+        parts = dict(unfused(_outside(model, inside), self._read_entry(entry)))
+        assert tuple(parts[name].shape) == shape
+        return parts[name].float().clone()  # not a part of what is cached
+
+    def _unfused(self, model: str) -> list[tuple[str, tuple[str, tuple[int, ...]]]]:
+        """(Hugging Face name, (name in the model, shape)) of each tensor."""
+        inside = [name.removeprefix(f"{model}.") for name in self._written.entries if name.startswith(f"{model}.")]
+        whole = {name: torch.empty(self._written.shape(f"{model}.{name}"), device="meta") for name in inside}
+        return [
+            (part, (name, tuple(tensor.shape)))
+            for name, fused in whole.items()
+            for part, tensor in unfused(_outside(model, name), fused)
+        ]
+
+    def _number(self, entry: str) -> torch.Tensor:
+        if entry not in self._written or self._written.shape(entry):
+            raise self._written.unfit(f"it has no number {entry}")
+        return self._written.read(entry)
+
+
+def write_training_state(directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """See `WriteTrainingState`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    sources: dict[str, Any] = {}
+    ready: dict[str, torch.Tensor] = {TOTAL_STEPS: torch.tensor(state.total_steps(), dtype=torch.int64)}
+    for model in configs:
+        optimizer, steps = _OPTIMIZERS[model], float(state.steps(model))
+        own = state.shapes(model)
+        for name, parts in fused_parts(own).items():
+            inside = _inside(model, name)
+            shape = parts.shape({part: own[part] for part in parts.names})
+            for kind in (WEIGHT, *MOMENTS):
+                entry = f"{model}.{inside}" if kind == WEIGHT else f"{optimizer}.{inside}.{kind}"
+                shapes[entry] = shape
+                sources[entry] = partial(parts.joined, partial(_read, state, model, kind))
+            ready[f"{optimizer}.{inside}.{_STEP}"] = torch.tensor(steps)
+    save(directory, ready | {n: torch.empty(s, device="meta") for n, s in shapes.items()}, None, _WhenWritten(sources))
+
+
+class _WhenWritten(dcp.DefaultSavePlanner):
+    """Plans with the shapes of tensors, and makes each when it is written."""
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._sources = sources
+
+    def lookup_object(self, index: Any) -> Any:
+        source = self._sources.get(index.fqn)
+        return super().lookup_object(index) if source is None else source()
+
+
+def _read(state: TrainingState, model: str, kind: TensorKind, name: str) -> torch.Tensor:
+    return state.read(model, name, kind)
+
+
+def _outside(model: str, name: str) -> str:
+    """The Hugging Face name of what `model` calls `name`: a critic's layers are its backbone's."""
+    return name.replace("backbone.", "model.", 1) if model == "critic" else name
+
+
+def _inside(model: str, name: str) -> str:
+    return name.replace("model.", "backbone.", 1) if model == "critic" and name.startswith("model.") else name

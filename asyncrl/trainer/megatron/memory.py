@@ -1,0 +1,96 @@
+"""What a rank of a layout holds, by arithmetic. Pure; imports no torch.
+
+Source: Megatron-core's buffers and distributed optimizer, as `optimizer.py` uses them. A test compares it with what
+ranks allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.megatron.sizes import VOCABULARY_ROWS
+from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_GRADIENT_BYTES, _MOMENT_BYTES, _MASTER_BYTES = 4, 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Elements of one model on a rank: of all but experts, and of experts."""
+
+    dense: int = 0
+    experts: int = 0
+
+    def __add__(self, other: _Share) -> _Share:
+        return _Share(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def elements(self) -> int:
+        return self.dense + self.experts
+
+
+def stage_of(name: str, trainer: TrainerConfig, num_layers: int) -> int:
+    """The pipeline stage that holds the tensor `name`; of a tied embedding, the first of two."""
+    megatron = trainer.megatron
+    layer = layer_of(name)
+    if layer is None:
+        return 0 if name == EMBEDDING else megatron.pipeline_parallel - 1
+    chunk = layer * megatron.pipeline_parallel * megatron.chunks_per_stage // num_layers
+    return chunk % megatron.pipeline_parallel
+
+
+def rank_memory(
+    trainer: TrainerConfig, tensors: Mapping[str, Shape], *, critic: bool = False, reference: bool = False
+) -> list[RankMemory]:
+    """One entry for each pipeline stage. `tensors`: of the policy; a critic and a reference have the same sizes."""
+    megatron = trainer.megatron
+    stages, width = megatron.pipeline_parallel, _DTYPE_BYTES[megatron.param_dtype]
+    state = _MOMENT_BYTES + (_MASTER_BYTES if width < _MASTER_BYTES else 0)  # float32 weights are their own masters
+    expert_copies = trainer.num_ranks // (megatron.expert_parallel * megatron.experts_split_by * stages)
+    found = []
+    for stage in range(stages):
+        policy = _share(trainer, tensors, stage)
+        trained = policy + (_share(trainer, tensors, stage, critic=True) if critic else _Share())
+        held = trained.elements + (policy.elements if reference else 0)
+        masters = -(-trained.dense // trainer.layout.num_plans) - (-trained.experts // expert_copies)
+        found.append(
+            RankMemory(
+                ranks=f"stage {stage} of {stages}" if stages > 1 else "each rank",
+                weights=width * held,
+                gradients=_GRADIENT_BYTES * trained.elements,
+                optimizer=state * masters,
+            )
+        )
+    return found
+
+
+def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, critic: bool = False) -> _Share:
+    megatron = trainer.megatron
+    num_layers = 1 + max(layer_of(name) or 0 for name in tensors)
+    here = {n: shape for n, shape in tensors.items() if stage_of(n, trainer, num_layers) == stage}
+    last = megatron.pipeline_parallel - 1
+    if critic:
+        here.pop(OUTPUT, None)
+        if stage == last:
+            here["head.weight"] = (tensors[NORM][0] + 1,)
+    elif OUTPUT not in tensors and stage == last > 0:
+        here[OUTPUT] = tensors[EMBEDDING]  # of a tied embedding the last stage has a copy
+    dense = experts = 0
+    for name, shape in here.items():
+        if ".experts." in name:
+            experts += prod(shape)
+        elif name in (EMBEDDING, OUTPUT):
+            unit = VOCABULARY_ROWS * megatron.tensor_parallel
+            dense += -(-shape[0] // unit) * VOCABULARY_ROWS * shape[1]
+        else:
+            dense += prod(shape) // (1 if _is_whole(name) else megatron.tensor_parallel)
+    return _Share(dense, experts // (megatron.expert_parallel * megatron.experts_split_by))
+
+
+def _is_whole(name: str) -> bool:
+    """True for what every tensor-parallel rank holds."""
+    return name.endswith(("norm.weight", "mlp.gate.weight", "shared_expert_gate.weight", "head.weight"))

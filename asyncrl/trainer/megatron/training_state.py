@@ -1,0 +1,107 @@
+"""Conversion of Megatron-core's checkpoints: the `TrainingState` of one, and one made of another backend's state.
+
+A converted checkpoint has each Hugging Face tensor as a parameter of its own, in files of a limited size. Ranks of any
+layout read it as they read a checkpoint of another layout. Imports no Megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from asyncrl.errors import StorageError, explain
+from asyncrl.trainer.megatron.checkpoint_reader import MASTER
+from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
+from asyncrl.trainer.megatron.sizes import ModelSizes
+from asyncrl.trainer.megatron.stored_state import TOTAL_STEPS, Captured, RankFiles, file_of, header, write_file
+from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
+
+MAX_FILE_BYTES = 4 << 30
+"""Largest file of a converted checkpoint, unless a single tensor with its moments is larger."""
+_KINDS: dict[TensorKind, str] = {WEIGHT: MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Kind of a tensor -> its name in the files."""
+
+
+class MegatronTrainingState:
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
+        self._written = RankFiles(directory, f"convert {directory}")
+
+    def total_steps(self) -> int:
+        """See `TrainingState`."""
+        return self._number(TOTAL_STEPS)
+
+    def steps(self, model: str) -> int:
+        """See `TrainingState`."""
+        return self._number(model)
+
+    def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
+        """See `TrainingState`."""
+        return self._written.shapes(model)
+
+    def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
+        """See `TrainingState`."""
+        return self._written.whole(model, _KINDS[kind], name)
+
+    def _number(self, name: str) -> int:
+        found = self._written.numbers.get(name)
+        if type(found) is not int:
+            raise self._written.unfit(f"it has no number {name}")
+        return found
+
+
+def write_training_state(
+    directory: Path,
+    state: TrainingState,
+    configs: Mapping[str, Mapping[str, Any]],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """See `WriteTrainingState`."""
+    numbers = {TOTAL_STEPS: state.total_steps()}
+    for model, config in configs.items():
+        numbers[model] = state.steps(model)
+        sizes = ModelSizes.of_config(config).fingerprint()
+        numbers.update((f"{model}.{size}", value) for size, value in sizes.items())
+    files = list(_files({model: state.shapes(model) for model in configs}, max_file_bytes))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, inside in enumerate(files):
+            parameters = {f"{model}.{name}": _whole(name, shape) for model, name, shape in inside}
+            tensors = {
+                f"{model}.{name}.{key}": state.read(model, name, kind).flatten()
+                for model, name, _ in inside
+                for kind, key in _KINDS.items()
+            }
+            described = header(number, len(files), numbers, parameters, converted=True)
+            write_file(file_of(directory, number), Captured(described, tensors))
+    except (OSError, SafetensorError) as error:
+        do = "make room there, or name another directory"
+        raise StorageError(explain(f"write the trainer's state to {directory}", str(error), do)) from error
+
+
+def _files(
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]], max_bytes: int
+) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+    """(model, name, shape) of the tensors of each file."""
+    inside: list[tuple[str, str, tuple[int, ...]]] = []
+    held = 0
+    for model, named in shapes.items():
+        for name, shape in named.items():
+            nbytes = prod(shape) * torch.float32.itemsize * len(_KINDS)
+            if inside and held + nbytes > max_bytes:
+                yield inside
+                inside, held = [], 0
+            inside.append((model, name, shape))
+            held += nbytes
+    yield inside
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, LocalTensor]:
+    """As `header` takes it."""
+    dim = dim_of(name)
+    return shape, 0, prod(shape), LocalTensor((Block(name, dim, 0, 0, shape[dim]),), False, dim)

@@ -1,0 +1,52 @@
+"""The training state of a checkpoint, apart from the backend that wrote it: what conversion reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+TensorKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+WEIGHT: TensorKind = "weight"
+MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
+MODELS = ("model", "critic")
+"""The models that a checkpoint may hold."""
+
+
+class TrainingState(Protocol):
+    """Weights, moments and numbers of steps that one backend's `save` wrote, read in one process and without a process
+    group. Tensors have Hugging Face names, experts apart; the head of a critic is `head.weight` and `head.bias`."""
+
+    def total_steps(self) -> int:
+        """Length of the run that wrote it. Raises ConfigError: it cannot be read."""
+        ...
+
+    def steps(self, model: str) -> int:
+        """How many steps the optimizer of `model` made. Raises ConfigError: it cannot be read."""
+        ...
+
+    def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
+        """The tensors of `model`, in the order in which they are best read; empty where there is no such model."""
+        ...
+
+    def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
+        """A whole tensor, float32. Raises ConfigError: it cannot be read."""
+        ...
+
+
+class WriteTrainingState(Protocol):
+    def __call__(self, directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Writes `state` so that the backend's `load` reads it with any number of ranks. Reads a few tensors at a time.
+
+        Args:
+            directory: does not exist, or is empty.
+            configs: the Hugging Face config of each model of `state`, with a value for every key.
+
+        Raises:
+            ConfigError: `state` cannot be read.
+            StorageError: `directory` cannot be written.
+        """
+        ...
