@@ -12,7 +12,8 @@ import torch
 
 from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, Manifest, TransferSource
-from asyncrl.weights.packing import Packer, Unpacker, check_fits
+from asyncrl.weights.packing import Packer, Unpacker
+from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, layout_of
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
