@@ -323,6 +323,10 @@ class Transfer:
 
 @contextmanager
 def connected(num_workers, backends=None):
+    # Both sides import vLLM in threads of their own, and its modules import each other: in one process that may deadlock.
+    import vllm.distributed.weight_transfer.nccl_engine
+    import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
+
     endpoints = []
 
     def open_endpoint(*where):
