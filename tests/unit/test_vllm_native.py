@@ -323,7 +323,7 @@ class Transfer:
 
 @contextmanager
 def connected(num_workers, backends=None):
-    # Both sides import vLLM in threads of their own, and its modules import each other: in one process that may deadlock.
+    # Both sides import vLLM in threads of their own, and its modules import each other: that may deadlock.
     import vllm.distributed.weight_transfer.nccl_engine
     import vllm.distributed.weight_transfer.packed_tensor  # noqa: F401
 
