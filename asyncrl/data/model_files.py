@@ -53,7 +53,10 @@ def cached_facts(model: ModelConfig) -> ModelFacts | None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    try:
+        file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    except ValueError:  # no name that the hub could have: what loads the model says so
+        return None
     if not isinstance(file, str):
         return None
     return replace(_read_config(model.path, f"model.path={model.path}", Path(file)), is_local=False)

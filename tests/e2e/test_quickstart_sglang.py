@@ -37,6 +37,7 @@ def test_it_learns_with_a_clean_audit(start):
 def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(start):
     run = start(
         "rollout.engine=sglang", "rollout.sglang.max_running_requests=64", "rollout.sglang.max_total_tokens=32768",
+        "rollout.sglang.max_model_len=1024",
         "rollout.num_replicas=2", "eval.leased_replicas=1", "eval.every_steps=1", "eval.max_prompts=32",
         "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "observability.samples_per_step=192",
         recipe="agent", joined=False,
