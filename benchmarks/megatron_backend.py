@@ -1,6 +1,6 @@
 """What the Megatron-core backend costs on CPU ranks: steps against FSDP2, the export against a bare gather, loading.
 
-    OMP_NUM_THREADS=1 python benchmarks/megatron.py [--size 0.5B] [--step-size 50M] [--rounds 5] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/megatron_backend.py [--size 0.5B] [--step-size 50M] [--rounds 5] [--write]
 
 Two ranks over gloo, one thread each, float32.
 
@@ -219,7 +219,7 @@ def main() -> None:
     from asyncrl.checkpoint.run_directory import git_commit, package_versions
 
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
-    command = f"python benchmarks/megatron.py --size {options.size} --step-size {options.step_size}"
+    command = f"python benchmarks/megatron_backend.py --size {options.size} --step-size {options.step_size}"
     text = "\n".join(
         [
             "# Megatron-core on CPU ranks",
