@@ -16,7 +16,7 @@ from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
-from asyncrl.driver.step_record import StepClock, StepRecord, tokens_between
+from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord, tokens_between
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
@@ -64,6 +64,7 @@ class Coordinator:
         self._restored = asyncio.Event()
         self._finishing = False
         """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
+        self._shares = ReplicaShares()
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
 
@@ -153,6 +154,7 @@ class Coordinator:
         self._restored.set()
         initial = await self._evaluations.before_training() if self._step == 0 else {}
         self._clock.mark(await parts.replicas.stats())
+        self._clock.time.take()
         while self._step < recipe.run.max_steps and not self._stop.is_set():
             record = await self._one_step()
             if record is None:
@@ -163,7 +165,8 @@ class Coordinator:
             parts.metrics.write(record.values)
             parts.progress.stepped(record.values)
             if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
-                await self._writer.save(self._state())
+                with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
+                    await self._writer.save(self._state())
         self._finishing = True
         await self._writer.last(self._state())
 
@@ -171,15 +174,20 @@ class Coordinator:
         """Leases, trains, commits and publishes one step; None when a stop came before its groups were ready."""
         recipe, parts = self._recipe, self._parts
         self._clock.start()
-        manifest = await self._lease()
+        with self._clock.time.during(Metric.TRAINER_GROUPS):
+            manifest = await self._lease()
         if manifest is None:
             return None
         waited_s = self._clock.lap()
+        self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         plans = self._planner.plan(manifest)
         if self._planner.needs_kl:
-            plans = self._planner.plan(manifest, await parts.trainers.reference_kl(plans))
-        metrics = await parts.trainers.train_step(plans)
+            with self._clock.time.during(Metric.TRAINER_TRAINING):
+                reference_kl = await parts.trainers.reference_kl(plans)
+            plans = self._planner.plan(manifest, reference_kl)
+        with self._clock.time.during(Metric.TRAINER_TRAINING):
+            metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
         parts.events.write(
             StepTrained(
@@ -199,12 +207,15 @@ class Coordinator:
         report: PublishReport | None = None
         if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
             if recipe.mode != "fully_async":
-                waited_s += await self._drain()
+                with self._clock.time.during(Metric.TRAINER_GROUPS):
+                    waited_s += await self._drain()
             if not self._stop.is_set() and self._published != self._step:
                 report, counts = await self._publish()
         record.of_publish(report)
         record.of_queue(counts, await parts.queue.window())
-        for name, value in (await self._evaluations.after_step(self._step, last=last)).items():
+        with self._clock.time.during(Metric.TRAINER_EVALUATION):
+            evaluated = await self._evaluations.after_step(self._step, last=last)
+        for name, value in evaluated.items():
             record.add(name, value)
         stats = await parts.replicas.stats()
         record.of_time(self._clock, stats, waited_s)
@@ -255,6 +266,10 @@ class Coordinator:
         return time.monotonic() - started
 
     async def _publish(self) -> tuple[PublishReport, LedgerCounts]:
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
+            return await self._publish_now()
+
+    async def _publish_now(self) -> tuple[PublishReport, LedgerCounts]:
         before = await self._parts.replicas.stats()
         report = await self._parts.weights.publish(self._step)
         assert report is not None, "only a catch-up can be for nobody"
@@ -269,7 +284,10 @@ class Coordinator:
         replicas get them."""
         if self._published != self._step:
             await self._publish()
-        elif (report := await self._parts.weights.publish(self._step, newcomers_only=True)) is not None:
+            return
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
+            report = await self._parts.weights.publish(self._step, newcomers_only=True)
+        if report is not None:
             self._record(report)
 
     def _record(self, report: PublishReport) -> None:
@@ -285,6 +303,7 @@ class Coordinator:
                 replicas=report.replicas,
             )
         )
+        self._shares.paused(report.pause_s * self._recipe.rollout.num_replicas)
         self._parts.saw("publish", time.monotonic())
 
     async def _catch_up_evaluation(self) -> None:
@@ -353,6 +372,7 @@ class Coordinator:
                 Metric.CPU_TRAINERS: trainers_s,
                 Metric.CPU_ROLLOUTER: rollout.cpu_s,
                 Metric.REPREFILLED: rollout.reprefilled_tokens,
+                **self._shares.since_last(rollout),
             }
 
 

@@ -9,9 +9,44 @@ from dataclasses import asdict
 
 import numpy as np
 
+from asyncrl.observability.time_account import TimeAccount
 from asyncrl.remote.waits import WaitTotals
-from asyncrl.types import EndShares, LeaseManifest, LedgerCounts, PublishReport, ReplicaStats, TrainMetrics
-from asyncrl.types.metrics import QUEUE_METRICS, Metric
+from asyncrl.types import (
+    EndShares,
+    LeaseManifest,
+    LedgerCounts,
+    PublishReport,
+    ReplicaStats,
+    RolloutStats,
+    TrainMetrics,
+)
+from asyncrl.types.metrics import QUEUE_METRICS, REPLICA_TIME, Metric
+
+TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_time")
+
+
+class ReplicaShares:
+    """Turns what the rollouter counts since its start into shares of the time since the last look."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, Mapping[str, float]] = (0, {})
+        self._paused_s = 0.0
+
+    def paused(self, replica_s: float) -> None:
+        """A publish held replicas up for so many replica seconds. The rollouter sees only that they have requests."""
+        self._paused_s += replica_s
+
+    def since_last(self, stats: RolloutStats) -> dict[str, float]:
+        """The metrics `replica_time/`; empty when no time has passed."""
+        pid, before = self._before
+        spent = {c: s - (before.get(c, 0.0) if pid == stats.pid else 0.0) for c, s in stats.replica_s.items()}
+        self._before, paused_s, self._paused_s = (stats.pid, stats.replica_s), self._paused_s, 0.0
+        if (total := sum(spent.values())) <= 0:
+            return {}
+        gate_s = min(paused_s, spent["generating"])
+        spent["generating"] -= gate_s
+        spent["gate_closed"] += gate_s
+        return {REPLICA_TIME[cause]: seconds / total for cause, seconds in spent.items()}
 
 
 class StepClock:
@@ -24,6 +59,8 @@ class StepClock:
     def __init__(self, elapsed_s: float = 0.0) -> None:
         self._began = time.monotonic() - elapsed_s
         self._marked_at = self._lapped_at = time.monotonic()
+        self.time = TimeAccount(Metric.TRAINER_PLANNING)
+        """What the training loop spends its time on; booked by the metrics' names."""
         self.publish_tokens = 0
         """Tokens that the replicas sampled during publishes since the last mark."""
         self._counted: dict[tuple[int, int], tuple[float, int]] = {}
@@ -136,6 +173,9 @@ class StepRecord:
             Metric.IDLE_TRAINER: min(1.0, waited_s / wall_s),
             Metric.IDLE_ROLLOUT: max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
+        spent = clock.time.take()
+        total = sum(spent.values()) or 1.0
+        self.values |= {cause: spent.get(cause, 0.0) / total for cause in TRAINER_TIME}
         clock.publish_tokens = 0
 
     def of_waits(self, totals: WaitTotals) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -106,6 +106,7 @@ class GenerationClient:
         states: tuple[ReplicaState, ...] = ("serving", "held"),
         waits_for_replacements: bool = False,
         max_lost: int = 3,
+        on_change: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
@@ -117,11 +118,14 @@ class GenerationClient:
             waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
                 deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
             max_lost: a response fails when this many replicas died while they worked on it: it may be what kills them.
+            on_change: called when a replica gets its first request, or has ended its last one.
         """
         self._name = name
         self._states = states
         self._waits_for_replacements = waits_for_replacements
         self._max_lost = max_lost
+        self._on_change = on_change
+        self._busy: set[int] = set()
         self._added = asyncio.Event()
         self._last_loss = "there is no replica"
         self._links: dict[int, _Link] = {}
@@ -173,6 +177,11 @@ class GenerationClient:
         self._detach(link)
         if begun:
             self._spawn(self._stop_working(link, begun), f"withdraw from replica {link.replica_id}")
+
+    @property
+    def busy(self) -> Set[int]:
+        """The replicas that have requests of this client."""
+        return self._busy
 
     @property
     def loads(self) -> dict[int, int]:
@@ -264,6 +273,7 @@ class GenerationClient:
             await self._added.wait()
         link = self._links[self._router.pick(request.session_id, prefix)]
         link.in_flight += 1
+        self._count(link)
         pending = self._pending[request.request_id] = _Pending(link, draft, on_chunk)
         self._enqueue(link, request)
         try:
@@ -274,11 +284,18 @@ class GenerationClient:
         finally:
             del self._pending[request.request_id]
             link.in_flight -= 1
+            self._count(link)
             if not link.lost:
                 self._router.done(link.replica_id)
         if pending.failure is not None:
             raise pending.failure
         return pending
+
+    def _count(self, link: _Link) -> None:
+        is_busy = link.in_flight > 0 and not link.lost
+        if is_busy != (link.replica_id in self._busy) and self._links.get(link.replica_id, link) is link:
+            (self._busy.add if is_busy else self._busy.discard)(link.replica_id)
+            self._on_change()
 
     async def _abandon(self, link: _Link, request_id: str) -> None:
         """Aborts a request whose caller was cancelled or has enough tokens."""
@@ -389,6 +406,7 @@ class GenerationClient:
         link.lost = True
         del self._links[link.replica_id]
         self._router.remove(link.replica_id)
+        self._busy.discard(link.replica_id)
         link.busy.set()  # its collector ends
         for pending in self._pending.values():
             if pending.link is link:

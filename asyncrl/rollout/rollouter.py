@@ -13,8 +13,10 @@ import hashlib
 import itertools
 import logging
 import os
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -32,6 +34,7 @@ from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
+from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
 from asyncrl.rollout.sample_files import QuarantineFile, SampleFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
 from asyncrl.rollout.user_code import UserCode, summary
@@ -111,6 +114,11 @@ class Rollouter:
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
         """Client of the leased replicas, while an evaluation has some."""
+        self._time = ReplicaTime(time.monotonic())
+        self._states: Counter[ReplicaState] = Counter()
+        self._held: Set[int] = set()
+        self._open = 0
+        """Trajectories in progress."""
         self.client: GenerationClient
         self._tools: SessionTools
         self._renderer: PromptRenderer
@@ -138,6 +146,7 @@ class Rollouter:
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
+        self._observe()
         self._tools = SessionTools(self.client, chat, self._rewards.score)
         # Rows, tokenizer and modules live as long as the process: full garbage collections that visit them each time
         # took a fifth of this process's time.
@@ -162,10 +171,12 @@ class Rollouter:
         """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s. An older table
         than the last one is ignored."""
         if table.generation >= self._replicas.generation:
-            self._replicas = table
+            self._replicas, self._held = table, table.those("held").keys()
+            self._states = Counter(row.state for row in table.rows.values())
             self.client.set_replicas(table)
             if self._lent is not None:
                 self._lent.set_replicas(table)
+            self._observe()
 
     async def partials(self) -> list[PartialGroup]:
         """A copy of every running group that has at least one token."""
@@ -227,6 +238,7 @@ class Rollouter:
             cpu_s=cpu.user + cpu.system,
             reprefilled_tokens=self.client.reprefilled_tokens,
             cancelled_groups=self._cancelled,
+            replica_s={str(cause): seconds for cause, seconds in self._observe().items()},
         )
 
     async def stop(self) -> None:
@@ -262,6 +274,7 @@ class Rollouter:
             states=states,
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
+            on_change=self._observe if waits else lambda: None,
         )
 
     async def _admit(self) -> None:
@@ -373,6 +386,7 @@ class Rollouter:
         async def made() -> Trajectory:
             return (await self._environment.run(task, session)).normalized().validate()
 
+        self._open += 1
         try:
             return await self._of_environment(
                 f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
@@ -382,6 +396,22 @@ class Rollouter:
             )
         finally:
             session.close()
+            self._open -= 1
+            self._observe()
+
+    def _observe(self) -> Mapping[ReplicaCause, float]:
+        """Books the time of the replicas up to now; returns their seconds by cause."""
+        client, counted, held = self.client, self._states, self._held
+        use = ReplicaUse(
+            serving=counted["serving"],
+            busy=len(client.busy - held),
+            held=counted["held"],
+            held_busy=len(client.busy & held),
+            leased=counted["leased"],
+            absent=counted["starting"] + counted["newcomer"] + counted["suspended"] + counted["dead"],
+            working=max(0, self._open - client.in_flight),
+        )
+        return self._time.observe(time.monotonic(), use)
 
     async def _of_environment(
         self, asked: str, work: Callable[[], Awaitable[T]], timeout_s: float, do: str = "see what it waits for"

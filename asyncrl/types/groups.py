@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from asyncrl.ranges import Whole
 from asyncrl.types.generation import Generation
@@ -149,7 +150,8 @@ class EndShares:
 class RolloutStats:
     """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
     this process. Since its start: `reprefilled_tokens` of prompts and responses were sent again because a request was
-    interrupted; `cancelled_groups` were cancelled because the queue had ended them."""
+    interrupted; `cancelled_groups` were cancelled because the queue had ended them; `replica_s` are seconds of all
+    replicas together by cause, as `rollout.replica_time` has them."""
 
     pid: int
     groups: int
@@ -160,3 +162,4 @@ class RolloutStats:
     cpu_s: float
     reprefilled_tokens: int = 0
     cancelled_groups: int = 0
+    replica_s: Mapping[str, float] = field(default_factory=dict)

@@ -41,7 +41,11 @@ class Metric(StrEnum):
     @property
     def is_required(self) -> bool:
         """Every line of `metrics.jsonl` has it."""
-        return not self.is_family and self.group not in ("eval", "cpu", "critic") and self not in _SOMETIMES
+        return (
+            not self.is_family
+            and self.group not in ("eval", "cpu", "critic", "replica_time")
+            and self not in _SOMETIMES
+        )
 
     def of(self, name: object) -> str:
         """The key of the family's metric for this set, part, correction or count."""
@@ -129,6 +133,19 @@ class Metric(StrEnum):
     WAITS_DEADLINE = "waits/deadline_used", "share", LOWER, "largest share of its deadline that such a wait used; 1: it was missed"
     IDLE_TRAINER = "idle/trainer_fraction", "share", LOWER, "wall time of the step in which the trainer waited for groups"
     IDLE_ROLLOUT = "idle/rollout_fraction", "share", LOWER, "wall time of the step in which replicas decoded nothing, mean over replicas"
+    TRAINER_TRAINING = "trainer_time/training", "share", HIGHER, "wall time since the line before: the optimizer step"
+    TRAINER_GROUPS = "trainer_time/waiting_for_groups", "share", LOWER, "wall time: the step's groups are not complete; in sync and one_step_off also running groups before a publish"
+    TRAINER_OVERDUE = "trainer_time/overdue_wait", "share", LOWER, "wall time: all groups but those that the step must train, for their lag, are there"
+    TRAINER_PUBLISH = "trainer_time/publish", "share", LOWER, "wall time: a publish"
+    TRAINER_CHECKPOINT = "trainer_time/checkpoint", "share", LOWER, "wall time: training waits for a checkpoint"
+    TRAINER_EVALUATION = "trainer_time/evaluation", "share", LOWER, "wall time: training waits for an evaluation"
+    TRAINER_PLANNING = "trainer_time/planning", "share", LOWER, "wall time: the plan of the step, its commit and its record"
+    REPLICA_GENERATING = "replica_time/generating", "share", HIGHER, "time of all replicas between the last two health checks: they have requests"
+    REPLICA_GATE = "replica_time/gate_closed", "share", LOWER, "the same: a publish holds them up"
+    REPLICA_SLOTS = "replica_time/slots_exhausted", "share", LOWER, "the same: no request, because the limit on the lag admits no further group"
+    REPLICA_ENVIRONMENT = "replica_time/environment", "share", LOWER, "the same: no request, and environments or rewards work on trajectories"
+    REPLICA_EVALUATION = "replica_time/evaluation", "share", NONE, "the same: leased to an evaluation"
+    REPLICA_RECOVERING = "replica_time/recovering", "share", LOWER, "the same: they start, are late or have died"
     SINKS_FAILED = "sinks/failed_records", "records", LOWER, "records that `observability.sinks` have not taken since the run began or resumed"
     CPU_COORDINATOR = "cpu/coordinator_s", "s", LOWER, "CPU time of the driver since it started"
     CPU_QUEUE = "cpu/queue_s", "s", LOWER, "CPU time of the message queue since it started, at the last health check"
@@ -144,6 +161,9 @@ _SOMETIMES = (
 )
 REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
 FAMILIES = tuple(metric for metric in Metric if metric.is_family)
+
+REPLICA_TIME = {metric.partition("/")[2]: metric for metric in Metric if metric.group == "replica_time"}
+"""The cause, as `rollout.replica_time` names it -> the metric."""
 
 QUEUE_METRICS = {metric.partition("/")[2]: metric for metric in Metric if metric.group == "queue"}
 """The part of the key after "queue/", which is a field of `LedgerCounts` where it counts groups -> the metric."""

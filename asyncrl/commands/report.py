@@ -1,0 +1,51 @@
+"""`asyncrl-report RUN_DIR [RUN_DIR ...]`: one HTML file about a run, finished or not, or about several side by side.
+
+The file needs no network and no server. Exit codes: 2 bad input, 8 the file cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.errors import AsyncRLError, unwritable
+from asyncrl.report.html import page
+from asyncrl.report.page_data import page_data
+from asyncrl.report.run_files import read_run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="asyncrl-report", description=str(__doc__).split("\n")[0])
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="run directories; the first is shown in full")
+    parser.add_argument("--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out")
+    options = parser.parse_args(argv)
+    try:
+        runs = [read_run(path) for path in options.runs]
+        out = options.out or runs[0].directory / "report.html"
+        data = page_data(runs)
+        write(out, page(" and ".join(run.name for run in runs), data))
+    except AsyncRLError as error:
+        Console(stderr=True).print(f"asyncrl-report: {error}", markup=False, highlight=False, soft_wrap=True)
+        return error.exit_code
+    console = Console()
+    for finding in data["runs"][0]["findings"]:
+        console.print(f"{finding['severity']:8} {finding['title']}: {finding['evidence']}", markup=False, highlight=False)
+    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def write(out: Path, text: str) -> None:
+    """When the file is there, it is complete. Raises StorageError."""
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(out)
+    except OSError as error:
+        raise unwritable(out, error) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What ails a run, from its metrics and events: findings in words, the gravest first. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
+
+from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.run_files import RunFiles
+from asyncrl.types.metrics import Metric
+
+Severity = Literal["bad", "warning", "hint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a user should know.
+
+    Attributes:
+        severity: "bad" spoils the run, "warning" costs much of it, "hint" says what bounds it.
+        title: the sickness in a few words.
+        evidence: the figures that show it.
+        remedy: what to change.
+        metrics: keys of the charts that show it.
+    """
+
+    severity: Severity
+    title: str
+    evidence: str
+    remedy: str
+    metrics: tuple[str, ...] = ()
+
+
+def findings(run: RunFiles, lives: Lifetimes) -> list[Finding]:
+    """All findings, the gravest first."""
+    order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
+    return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
+
+
+def _late(run: RunFiles, key: str) -> list[float]:
+    """The values of a metric without those of the first fifth of the steps, in which a run fills up."""
+    values = run.series(key)
+    return [value for value in values[len(values) // 5 :] if value is not None]
+
+
+def _mean(run: RunFiles, key: str) -> float:
+    return fmean(_late(run, key) or [0.0])
+
+
+def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+    waits, overdue = _mean(run, Metric.TRAINER_GROUPS), _mean(run, Metric.TRAINER_OVERDUE)
+    generating = _mean(run, Metric.REPLICA_GENERATING)
+    slots, environment = _mean(run, Metric.REPLICA_SLOTS), _mean(run, Metric.REPLICA_ENVIRONMENT)
+    if overdue >= 0.1:
+        yield _straggler(overdue, lives.generation_s)
+    if environment >= 0.25:
+        yield Finding(
+            "warning",
+            "Slow environment or reward",
+            f"The replicas have no request for {environment:.0%} of their time, while environments or rewards work on "
+            f"trajectories. The trainer waits for groups for {waits:.0%} of its time.",
+            "Profile the reward or the environment; raise reward.workers or rollout.tool_use.tool_workers; score in batches; lower their timeouts.",
+            (Metric.REPLICA_ENVIRONMENT, Metric.TRAINER_GROUPS),
+        )
+    elif waits >= 0.25:
+        yield Finding(
+            "warning",
+            "Starved trainer",
+            f"The trainer waits for groups for {waits:.0%} of its time, and the replicas generate for {generating:.0%} "
+            "of theirs: generation bounds this run.",
+            "Give more replicas (rollout.num_replicas), or shorter responses; fewer trainer ranks would do as well.",
+            (Metric.TRAINER_GROUPS, Metric.REPLICA_GENERATING, Metric.QUEUE_READY),
+        )
+    if slots >= 0.25 and waits < 0.1:
+        yield Finding(
+            "hint",
+            "Training bounds this run",
+            f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag admits no further "
+            "group, and the trainer never waits.",
+            "Fewer replicas would do as well, or more trainer ranks would make it faster.",
+            (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
+        )
+    for metric, name, do in (
+        (Metric.TRAINER_PUBLISH, "publishes", "staleness.publish_every_steps, weights.transport=ipc or collective"),
+        (Metric.TRAINER_CHECKPOINT, "checkpoints", "checkpoint.every_steps higher, checkpoint.background=true"),
+        (Metric.TRAINER_EVALUATION, "evaluations", "eval.leased_replicas, or eval.every_steps higher"),
+    ):
+        if (share := _mean(run, metric)) >= 0.2:
+            found = f"Training waits for {name} for {share:.0%} of its time."
+            yield Finding("warning", f"Training waits for {name}", found, f"Try {do}.", (metric,))
+
+
+def _straggler(overdue: float, generation_s: Sequence[float]) -> Finding:
+    evidence = f"For {overdue:.0%} of its time the trainer waits only for groups that it must train before they are too old."
+    if generation_s:
+        typical, longest = median(generation_s), generation_s[int(0.99 * (len(generation_s) - 1))]
+        evidence += f" Half of the groups are ready after {typical:.1f} s, one in a hundred takes over {longest:.1f} s."
+    return Finding(
+        "warning",
+        "Overdue stragglers",
+        evidence,
+        "Set staleness.on_overdue=mask or refill, lower rollout.sampling.max_response_tokens or "
+        "rollout.trajectory_timeout_s, or raise staleness.max_lag.",
+        (Metric.TRAINER_OVERDUE, Metric.OVERDUE_WAIT, Metric.LAG_MAX),
+    )
+
+
+def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+    out: dict[int, str] = {}
+    failures: dict[int, int] = {}
+    for event in run.events:
+        kind, replica = event.get("event"), event.get("replica")
+        if replica is None:
+            continue
+        if kind in ("replica_suspended", "replica_failed"):
+            out[replica] = str(event.get("error", "")).strip().splitlines()[-1:][0] if event.get("error") else ""
+            failures[replica] = failures.get(replica, 0) + 1
+        elif kind in ("replica_serving", "replica_rejoined"):
+            out.pop(replica, None)
+    recovering = _mean(run, Metric.REPLICA_RECOVERING)
+    for replica, error in sorted(out.items()):
+        yield Finding(
+            "bad",
+            f"Replica {replica} is fenced off",
+            f"It serves no more; replicas are away for {recovering:.0%} of their time. Last error: {error[:300] or 'none'}",
+            "See the log of its machine and faults/; recovery.max_replica_restarts and ray.health_timeout_s decide "
+            "when a replica is replaced.",
+            (Metric.PUBLISH_REPLICAS, Metric.REPLICA_RECOVERING),
+        )
+    for replica, count in sorted(failures.items()):
+        if replica not in out and count >= 3:
+            yield Finding(
+                "warning",
+                f"Replica {replica} fails again and again",
+                f"It failed {count} times and came back each time.",
+                "See faults/ for its stacks; look at the memory and the GPU of its machine.",
+                (Metric.PUBLISH_REPLICAS, Metric.REPLICA_RECOVERING),
+            )
+
+
+def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+    window = max(3, len(run.metrics) // 5)
+    ratio = [v for v in run.series(Metric.RATIO_MEAN)[-window:] if v is not None]
+    clipped = [v for v in run.series(Metric.CLIPPED)[-window:] if v is not None]
+    kl = [v for v in run.series(Metric.KL_BEHAVIOR)[-window:] if v is not None]
+    rewards = [v for v in run.series(Metric.REWARD_MEAN) if v is not None]
+    if not ratio:
+        return
+    off = median(abs(value - 1) for value in ratio)
+    share, drift = median(clipped or [0.0]), median(map(abs, kl or [0.0]))
+    if off >= 0.25 or share >= 0.35 or drift >= 0.5:
+        evidence = (
+            f"Over the last {window} steps the mean ratio of policy to behaviour probability is {median(ratio):.2f} "
+            f"(1 is on-policy), {share:.0%} of the tokens are clipped, and the divergence is {drift:.2f} nats."
+        )
+        if len(rewards) > window and (best := _best(rewards, window)) - fmean(rewards[-window:]) > 0.2 * abs(best) > 0:
+            evidence += f" The reward fell from {best:.3f} to {fmean(rewards[-window:]):.3f}."
+        yield Finding(
+            "bad",
+            "Collapsed importance ratio",
+            evidence,
+            "Lower trainer.lr or staleness.max_lag; use a correction (algorithm.corrections), or preset dppo or m2po.",
+            (Metric.RATIO_MEAN, Metric.CLIPPED, Metric.KL_BEHAVIOR, Metric.REWARD_MEAN),
+        )
+
+
+def _best(values: Sequence[float], window: int) -> float:
+    """The highest mean of a window."""
+    return max(fmean(values[at : at + window]) for at in range(len(values) - window + 1))
+
+
+def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+    for metric, limit, title, do in (
+        (Metric.FILTERED_SHARE, 0.5, "Most groups carry no signal", "Take prompts of middling difficulty (data curriculum)."),
+        (Metric.REWARD_ZERO_SIGNAL, 0.5, "Most groups carry no signal", "Filter them, or take prompts of middling difficulty."),
+        (Metric.TRUNCATED, 0.3, "Many responses are cut off", "Raise rollout.sampling.max_response_tokens."),
+        (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
+    ):
+        if (share := _mean(run, metric)) >= limit:
+            yield Finding("warning", title, f"{metric.meaning}: {share:.0%}.", do, (metric,))
+    missing = [line for line in run.metrics if any(line.get(key) is None for key in (Metric.LOSS, Metric.GRAD_NORM))]
+    if missing:
+        evidence = f"Loss or gradient norm is not a number in {len(missing)} steps, the first is {missing[0][Metric.STEP]:.0f}."
+        yield Finding("bad", "Loss is not finite", evidence, "Lower trainer.lr; look at the samples of that step.", (Metric.LOSS,))
+
+
+_RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Finding]], ...] = (_where_time_goes, _replicas, _ratio, _signal)

@@ -1,0 +1,84 @@
+"""Lifetimes of prompt groups from the events of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_ENDS = ("trained", "filtered", "expired", "failed")
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """One attempt at a prompt group. Times are seconds since the epoch; None where the state was not reached.
+
+    Attributes:
+        lag: in optimizer steps, of the group's oldest token, when it was trained.
+        end: trained, filtered, expired, failed or requeued; empty while it is in progress.
+    """
+
+    ordinal: int
+    attempt: int
+    admitted: float | None = None
+    ready: float | None = None
+    leased: float | None = None
+    ended: float | None = None
+    end: str = ""
+    lag: int | None = None
+    step: int | None = None
+    """The optimizer step that trained it."""
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """The lifetimes of a run, in the order in which they began."""
+
+    all: list[Lifetime] = field(default_factory=list)
+
+    @staticmethod
+    def of(events: Iterable[Mapping[str, Any]]) -> Lifetimes:
+        found: dict[tuple[int, int], Lifetime] = {}
+        made = Lifetimes()
+        for event in events:
+            if event.get("event") != "group":
+                continue
+            key, transition, now = (event["ordinal"], event["attempt"]), event["transition"], event["time_s"]
+            if transition == "requeued":  # `attempt` is already the next one
+                before = found.get((key[0], key[1] - 1))
+                if before is not None and not before.end:
+                    before.ended, before.end = now, "requeued"
+                continue
+            if transition in ("admitted", "reissued") or key not in found:
+                found[key] = Lifetime(*key)
+                made.all.append(found[key])
+            life = found[key]
+            if transition in ("admitted", "reissued"):
+                life.admitted = now
+            elif transition == "ready":
+                life.ready = now
+            elif transition == "leased":
+                life.leased = now
+            elif transition == "released":
+                life.leased = None
+            elif transition in _ENDS:
+                life.ended, life.end = now, transition
+                if transition == "trained":
+                    life.lag = event["trainer_version"] - event["oldest_version"]
+                    life.step = event["trainer_version"] + 1
+        return made
+
+    @property
+    def generation_s(self) -> list[float]:
+        """How long the groups that became ready were generated, shortest first."""
+        return sorted(life.ready - life.admitted for life in self.all if life.ready and life.admitted)
+
+    def lags(self) -> dict[int, dict[int, int]]:
+        """Step -> lag -> number of groups. A step that was trained again after a crash counts once."""
+        last = {(life.step, life.ordinal): life for life in self.all if life.step is not None}
+        counts: dict[int, dict[int, int]] = {}
+        for (step, _), life in last.items():
+            if step is not None and life.lag is not None:
+                of_step = counts.setdefault(step, {})
+                of_step[life.lag] = of_step.get(life.lag, 0) + 1
+        return counts

@@ -1,0 +1,197 @@
+"""What the page of a report draws, as plain JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl.report.findings import Finding, findings
+from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.run_files import RunFiles
+from asyncrl.types.metrics import FAMILIES, Metric
+
+EXCERPT_STEPS = 30
+EXCERPT_GROUPS = 600
+MAX_TOKENS = 4096
+"""Tokens of a trajectory that the page shows."""
+MAX_EVENTS = 400
+
+TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_time")
+REPLICA_TIME = tuple(metric for metric in Metric if metric.group == "replica_time")
+QUEUE_STATES = (Metric.QUEUE_RUNNING, Metric.QUEUE_READY, Metric.QUEUE_LEASED)
+
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Reward and accuracy", "lines", (Metric.REWARD_MEAN, Metric.EVAL_ACCURACY)),
+    ("Lag of the trained tokens", "lines", (Metric.LAG_MEAN, Metric.LAG_IN_FLIGHT, Metric.LAG_IN_QUEUE, Metric.LAG_MAX)),
+    ("Lag of the trained groups", "lags", ()),
+    ("Where the trainer's time goes", "stack", TRAINER_TIME),
+    ("Where the replicas' time goes", "stack", REPLICA_TIME),
+    ("Groups in the queue", "stack", QUEUE_STATES),
+    ("Publish", "stack", ("publish/transfer_s", "publish/other_s")),
+    ("Tokens per second", "lines", (Metric.ROLLOUT_SPEED, Metric.TRAIN_SPEED)),
+    ("Importance ratio", "lines", (Metric.RATIO_MEAN,)),
+    ("Clipped tokens", "stack", (Metric.CLIPPED_POSITIVE, Metric.CLIPPED_NEGATIVE)),
+    ("Divergence and entropy", "lines", (Metric.KL_BEHAVIOR, Metric.KL_REFERENCE, Metric.ENTROPY)),
+    ("Loss", "lines", (Metric.LOSS,)),
+    ("Gradient norm", "lines", (Metric.GRAD_NORM,)),
+    ("Length of the responses", "lines", (Metric.RESPONSE_TOKENS,)),
+    ("Interrupted and truncated", "lines", (Metric.INTERRUPTED, Metric.TRUNCATED)),
+    ("Replicas that took the publish", "lines", (Metric.PUBLISH_REPLICAS,)),
+)
+"""Title, kind and metrics of each chart: `lines`, `stack` (areas on each other), `lags` (a histogram for each step)."""
+
+
+def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Everything that the page shows of these runs; the first one is shown in full."""
+    return {
+        "charts": [{"title": title, "kind": kind, "keys": list(keys)} for title, kind, keys in CHARTS],
+        "declared": {str(m): {"unit": m.unit, "meaning": m.meaning} for m in Metric if not m.is_family},
+        "runs": [_run(run) for run in runs],
+        "differences": _differences(runs),
+    }
+
+
+def _run(run: RunFiles) -> dict[str, Any]:
+    lives = Lifetimes.of(run.events)
+    found = findings(run, lives)
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "summary": _summary(run, lives, found),
+        "findings": [asdict(finding) | {"metrics": [str(m) for m in finding.metrics]} for finding in found],
+        "steps": [int(line[Metric.STEP] or 0) for line in run.metrics],
+        "metrics": _columns(run),
+        "lags": _lags(lives),
+        "timeline": _timeline(run, lives),
+        "samples": [_sample(sample) for sample in run.samples],
+        "events": _notable(run),
+        "faults": list(run.faults),
+        "settings": {key: _short(value) for key, value in sorted(run.settings.items())},
+    }
+
+
+def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Finding]) -> list[list[str]]:
+    last = run.metrics[-1]
+    accuracy = [v for v in run.series(Metric.EVAL_ACCURACY) if v is not None]
+    ended = run.of_kind("end", "fault")
+    outcome = "in progress, or killed" if not ended else str(ended[-1].get("outcome", ended[-1].get("error", "")))
+    bound = run.settings.get("resolved.max_lag", run.settings.get("staleness.max_lag"))
+    rows = [
+        ("outcome", outcome),
+        ("steps", f"{last[Metric.STEP]:.0f} of {run.settings.get('run.max_steps', '?')}"),
+        ("time", f"{last.get(Metric.TIME) or 0:.0f} s"),
+        ("reward", f"{last.get(Metric.REWARD_MEAN) or 0:.3f}"),
+        ("accuracy", f"{accuracy[-1]:.3f} (best {max(accuracy):.3f})" if accuracy else "not evaluated"),
+        ("largest lag", f"{max(v or 0 for v in run.series(Metric.LAG_MAX)):.0f} of {bound} allowed"),
+        ("groups trained", f"{last.get(Metric.QUEUE_TRAINED) or 0:.0f}"),
+        ("findings", str(len(found))),
+    ]
+    return [list(row) for row in rows]
+
+
+def _columns(run: RunFiles) -> dict[str, list[float | None]]:
+    """Each metric that the run has, rounded to five digits: more cannot be seen, and the file stays small."""
+    keys = sorted({key for line in run.metrics for key in line} - {str(Metric.STEP)})
+    known = {str(metric) for metric in Metric}
+    columns = {
+        key: [_rounded(value) for value in run.series(key)] for key in keys if key in known or key.startswith(FAMILIES)
+    }
+    transfer, whole = run.series(Metric.PUBLISH_TRANSFER), run.series(Metric.PUBLISH_TIME)
+    columns["publish/transfer_s"] = [_rounded(value) for value in transfer]
+    columns["publish/other_s"] = [
+        None if a is None or b is None else _rounded(max(0.0, a - b)) for a, b in zip(whole, transfer, strict=True)
+    ]
+    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")
+
+
+def _lags(lives: Lifetimes) -> dict[str, Any]:
+    """`counts[lag][i]`: groups of that lag that step `steps[i]` trained."""
+    of_steps = lives.lags()
+    steps = sorted(of_steps)
+    highest = max((lag for counts in of_steps.values() for lag in counts), default=-1)
+    return {
+        "steps": steps,
+        "counts": [[of_steps[step].get(lag, 0) for step in steps] for lag in range(highest + 1)],
+    }
+
+
+def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
+    """The last steps as spans `[lane, start, stop, text]`, in seconds since the first of them."""
+    steps = run.of_kind("step")[-EXCERPT_STEPS:]
+    if not steps:
+        return {"spans": [], "groups": []}
+    of_step = {line[Metric.STEP]: line for line in run.metrics}
+    began = min(e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0) for e in steps[:1])
+    ended = steps[-1]["time_s"] + 1.0
+    spans = [
+        ["train", e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0), e["time_s"], f"step {e['step']}"]
+        for e in steps
+    ]
+    for event in run.events:
+        now, kind = event.get("time_s", 0.0), event.get("event")
+        if not began <= now <= ended:
+            continue
+        if kind == "publish":
+            spans.append(["publish", now - event["publish_s"], now, f"publish of version {event['version']}"])
+        elif kind == "checkpoint":
+            spans.append(["checkpoint", now - event["save_s"], now, f"checkpoint of step {event['step']}"])
+        elif kind in ("replica_failed", "replica_suspended", "rollouter_failed", "training_failed", "fault"):
+            spans.append(["fault", now - 0.05, now, f"{kind} {event.get('replica', event.get('process', ''))}"])
+    groups = [
+        [life.ordinal, life.attempt]
+        + [None if at is None else round(at - began, 3) for at in (life.admitted, life.ready, life.leased, life.ended)]
+        + [life.end, life.lag]
+        for life in lives.all
+        if life.admitted is not None and life.admitted <= ended and (life.ended is None or life.ended >= began)
+    ]
+    return {
+        "spans": [[lane, round(a - began, 3), round(b - began, 3), text] for lane, a, b, text in spans],
+        "groups": groups[-EXCERPT_GROUPS:],
+    }
+
+
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    ends = sample.get("token_ends")
+    return {
+        key: sample.get(key) for key in ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "segments")
+    } | {
+        "finish": sample.get("finish_reason"),
+        "ends": None if ends is None else ends[:MAX_TOKENS],
+        "logprobs": None if ends is None else sample.get("logprobs", [])[:MAX_TOKENS],
+    }
+
+
+def _notable(run: RunFiles) -> list[list[Any]]:
+    """Everything but the changes of groups and steps: [seconds since the first event, kind, the rest as text]."""
+    plain = ("group", "step", "publish", "snapshot", "checkpoint")
+    envelope = ("event", "time_s", "monotonic_s", "writer", "at", "chain")
+    chosen = [event for event in run.events if event.get("event") not in plain][-MAX_EVENTS:]
+    start = run.events[0].get("time_s", 0.0) if run.events else 0.0
+    return [
+        [
+            round(event.get("time_s", start) - start, 2),
+            event.get("event", ""),
+            ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in envelope),
+        ]
+        for event in chosen
+    ]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _differences(runs: Sequence[RunFiles]) -> list[list[str]]:
+    """[key, value in each run] of the settings that are not the same in all."""
+    keys = sorted({key for run in runs for key in run.settings})
+    rows = [[key, *(_short(run.settings.get(key, "")) for run in runs)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]

@@ -1,0 +1,92 @@
+"""Reads what a run has written, also while it goes on or after a crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.errors import ConfigError, explain
+from asyncrl.types.metrics import Metric
+
+MAX_SAMPLES = 200
+"""Newest trajectories that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What one run directory holds.
+
+    Attributes:
+        settings: key of the recipe -> value, as resolved.
+        metrics: one mapping per optimizer step, in order of the steps.
+        events: as in `events.jsonl`, in the order of the file.
+        samples: the newest trajectories, as in `samples.jsonl`.
+        faults: names of the directories with evidence of failures.
+    """
+
+    name: str
+    directory: Path
+    settings: Mapping[str, Any]
+    metrics: tuple[Mapping[str, float | None], ...]
+    events: tuple[Mapping[str, Any], ...]
+    samples: tuple[Mapping[str, Any], ...]
+    faults: tuple[str, ...]
+
+    def series(self, key: str) -> list[float | None]:
+        """The values of a metric, one per line; None where a line lacks it or it was not finite."""
+        return [line.get(key) for line in self.metrics]
+
+    def of_kind(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """The events of these kinds."""
+        return [event for event in self.events if event.get("event") in kinds]
+
+
+def read_run(path: Path) -> RunFiles:
+    """Raises ConfigError: there is no run, or it has not completed a step."""
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        found = "no config.json there" if path.is_dir() else "no such directory"
+        raise ConfigError(explain(f"a report of {path}", found, "name the directory of a run, such as runs/quickstart"))
+    config = json.loads(directory.config.read_text(encoding="utf-8"))
+    by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
+    if not by_step:
+        found = "no optimizer step is complete: metrics.jsonl has no line"
+        raise ConfigError(explain(f"a report of {path}", found, "wait for the first step, or read log.txt"))
+    return RunFiles(
+        name=str(config.get("name", path.name)),
+        directory=directory.path,
+        settings=dict(_flat(config.get("recipe", {})) | _flat(config.get("resolved", {}), "resolved.")),
+        metrics=tuple(by_step[step] for step in sorted(by_step)),
+        events=tuple(_lines(directory.events)),
+        samples=tuple(list(_lines(directory.samples))[-MAX_SAMPLES:]),
+        faults=tuple(sorted(p.name for p in directory.faults.iterdir())) if directory.faults.is_dir() else (),
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines. A line that is not whole is left out: the run may be writing it, or a crash
+    cut it off."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            flat |= _flat(inner, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = inner
+    return flat
