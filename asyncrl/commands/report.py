@@ -19,8 +19,12 @@ from asyncrl.report.run_files import read_run
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl-report", description=str(__doc__).split("\n")[0])
-    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="run directories; the first is shown in full")
-    parser.add_argument("--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out")
+    parser.add_argument(
+        "runs", metavar="RUN_DIR", nargs="+", type=Path, help="run directories; the first is shown in full"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out"
+    )
     options = parser.parse_args(argv)
     try:
         runs = [read_run(path) for path in options.runs]
@@ -32,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     console = Console()
     for finding in data["runs"][0]["findings"]:
-        console.print(f"{finding['severity']:8} {finding['title']}: {finding['evidence']}", markup=False, highlight=False)
+        console.print(
+            f"{finding['severity']:8} {finding['title']}: {finding['evidence']}", markup=False, highlight=False
+        )
     console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
     return 0
 

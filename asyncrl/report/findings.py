@@ -61,7 +61,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
             "Slow environment or reward",
             f"The replicas have no request for {environment:.0%} of their time, while environments or rewards work on "
             f"trajectories. The trainer waits for groups for {waits:.0%} of its time.",
-            "Profile the reward or the environment; raise reward.workers or rollout.tool_use.tool_workers; score in batches; lower their timeouts.",
+            "Profile the reward or the environment; raise reward.workers or rollout.tool_use.tool_workers.",
             (Metric.REPLICA_ENVIRONMENT, Metric.TRAINER_GROUPS),
         )
     elif waits >= 0.25:
@@ -73,12 +73,12 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
             "Give more replicas (rollout.num_replicas), or shorter responses; fewer trainer ranks would do as well.",
             (Metric.TRAINER_GROUPS, Metric.REPLICA_GENERATING, Metric.QUEUE_READY),
         )
-    if slots >= 0.25 and waits < 0.1:
+    if slots >= 0.25 and waits + overdue < 0.1:
         yield Finding(
             "hint",
             "Training bounds this run",
-            f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag admits no further "
-            "group, and the trainer never waits.",
+            f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag admits no "
+            "further group, and the trainer never waits.",
             "Fewer replicas would do as well, or more trainer ranks would make it faster.",
             (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
         )
@@ -93,7 +93,9 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
 
 
 def _straggler(overdue: float, generation_s: Sequence[float]) -> Finding:
-    evidence = f"For {overdue:.0%} of its time the trainer waits only for groups that it must train before they are too old."
+    evidence = (
+        f"For {overdue:.0%} of its time the trainer waits only for groups that it must train before they are too old."
+    )
     if generation_s:
         typical, longest = median(generation_s), generation_s[int(0.99 * (len(generation_s) - 1))]
         evidence += f" Half of the groups are ready after {typical:.1f} s, one in a hundred takes over {longest:.1f} s."
@@ -124,7 +126,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"Replica {replica} is fenced off",
-            f"It serves no more; replicas are away for {recovering:.0%} of their time. Last error: {error[:300] or 'none'}",
+            f"It serves no more; replicas are away for {recovering:.0%} of the time. Error: {error[:300] or 'none'}",
             "See the log of its machine and faults/; recovery.max_replica_restarts and ray.health_timeout_s decide "
             "when a replica is replaced.",
             (Metric.PUBLISH_REPLICAS, Metric.REPLICA_RECOVERING),
@@ -173,17 +175,29 @@ def _best(values: Sequence[float], window: int) -> float:
 
 def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
     for metric, limit, title, do in (
-        (Metric.FILTERED_SHARE, 0.5, "Most groups carry no signal", "Take prompts of middling difficulty (data curriculum)."),
-        (Metric.REWARD_ZERO_SIGNAL, 0.5, "Most groups carry no signal", "Filter them, or take prompts of middling difficulty."),
+        (
+            Metric.FILTERED_SHARE,
+            0.5,
+            "Most groups carry no signal",
+            "Take prompts of middling difficulty (data curriculum).",
+        ),
+        (
+            Metric.REWARD_ZERO_SIGNAL,
+            0.5,
+            "Most groups carry no signal",
+            "Filter them, or take prompts of middling difficulty.",
+        ),
         (Metric.TRUNCATED, 0.3, "Many responses are cut off", "Raise rollout.sampling.max_response_tokens."),
         (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
     ):
         if (share := _mean(run, metric)) >= limit:
             yield Finding("warning", title, f"{metric.meaning}: {share:.0%}.", do, (metric,))
-    missing = [line for line in run.metrics if any(line.get(key) is None for key in (Metric.LOSS, Metric.GRAD_NORM))]
+    missing = [line for line in run.metrics if line.get(Metric.LOSS) is None or line.get(Metric.GRAD_NORM) is None]
     if missing:
-        evidence = f"Loss or gradient norm is not a number in {len(missing)} steps, the first is {missing[0][Metric.STEP]:.0f}."
-        yield Finding("bad", "Loss is not finite", evidence, "Lower trainer.lr; look at the samples of that step.", (Metric.LOSS,))
+        evidence = f"Loss or gradient norm is no number in {len(missing)} steps, first {missing[0][Metric.STEP]:.0f}."
+        yield Finding(
+            "bad", "Loss is not finite", evidence, "Lower trainer.lr; look at the samples of that step.", (Metric.LOSS,)
+        )
 
 
 _RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Finding]], ...] = (_where_time_goes, _replicas, _ratio, _signal)

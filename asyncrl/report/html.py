@@ -25,7 +25,7 @@ def page(title: str, data: Mapping[str, Any]) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / "page" / name).read_text(encoding="utf-8")
+    return (files("asyncrl.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def _embedded(data: Mapping[str, Any]) -> str:

@@ -24,7 +24,11 @@ QUEUE_STATES = (Metric.QUEUE_RUNNING, Metric.QUEUE_READY, Metric.QUEUE_LEASED)
 
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward and accuracy", "lines", (Metric.REWARD_MEAN, Metric.EVAL_ACCURACY)),
-    ("Lag of the trained tokens", "lines", (Metric.LAG_MEAN, Metric.LAG_IN_FLIGHT, Metric.LAG_IN_QUEUE, Metric.LAG_MAX)),
+    (
+        "Lag of the trained tokens",
+        "lines",
+        (Metric.LAG_MEAN, Metric.LAG_IN_FLIGHT, Metric.LAG_IN_QUEUE, Metric.LAG_MAX),
+    ),
     ("Lag of the trained groups", "lags", ()),
     ("Where the trainer's time goes", "stack", TRAINER_TIME),
     ("Where the replicas' time goes", "stack", REPLICA_TIME),
@@ -132,7 +136,12 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
     began = min(e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0) for e in steps[:1])
     ended = steps[-1]["time_s"] + 1.0
     spans = [
-        ["train", e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0), e["time_s"], f"step {e['step']}"]
+        [
+            "train",
+            e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0),
+            e["time_s"],
+            f"step {e['step']}",
+        ]
         for e in steps
     ]
     for event in run.events:
@@ -161,7 +170,8 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
 def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     ends = sample.get("token_ends")
     return {
-        key: sample.get(key) for key in ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "segments")
+        key: sample.get(key)
+        for key in ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "segments")
     } | {
         "finish": sample.get("finish_reason"),
         "ends": None if ends is None else ends[:MAX_TOKENS],

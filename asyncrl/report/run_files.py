@@ -51,7 +51,11 @@ def read_run(path: Path) -> RunFiles:
     if not directory.config.is_file():
         found = "no config.json there" if path.is_dir() else "no such directory"
         raise ConfigError(explain(f"a report of {path}", found, "name the directory of a run, such as runs/quickstart"))
-    config = json.loads(directory.config.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(directory.config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        do = "name another run; this one was not started by this version"
+        raise ConfigError(explain(f"a report of {path}", f"config.json is not JSON: {error}", do)) from error
     by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
     if not by_step:
         found = "no optimizer step is complete: metrics.jsonl has no line"

@@ -352,7 +352,7 @@ class Rollouter:
                 self._quarantine.add(ticket, row, reason)
             return
         await _unless_cancelled(self._queue.put(ticket, group))
-        self._samples.offer(group, ticket, row, self._tools.chat.decode)
+        await self._samples.offer(group, ticket, row, self._tools.chat.decode)
 
     def _row(self, ticket: Ticket) -> PromptRow:
         assert self._train is not None, "groups are of a training set"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -10,9 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.config.hidden import Hidden
+from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import StorageError, explain
-from asyncrl.types import Ticket, TrajectoryGroup
+from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
+
+_TOKENS_AT_ONCE = 32
+"""Tokens that are decoded, each with a few before it, between two turns of the event loop: about 1 ms."""
 
 
 class SampleFile:
@@ -23,10 +29,10 @@ class SampleFile:
         self._per_version = per_version
         self._version, self._written = -1, 0
 
-    def offer(
+    async def offer(
         self, group: TrajectoryGroup, ticket: Ticket, row: PromptRow, decode: Callable[[np.ndarray], str]
     ) -> None:
-        """Raises StorageError."""
+        """Lets other work go on while it decodes. Raises StorageError."""
         if ticket.version > self._version:
             self._version, self._written = ticket.version, 0
         if ticket.version < self._version:
@@ -34,18 +40,37 @@ class SampleFile:
         trajectories = group.trajectories[: max(0, self._per_version - self._written)]
         self._written += len(trajectories)
         for trajectory in trajectories:
+            response = decode(trajectory.response_ids)
             record = {
                 "time_s": time.time(),
                 "ordinal": group.ordinal,
                 "attempt": group.attempt,
                 "prompt": row.messages[-1].content,
-                "response": decode(trajectory.response_ids),
+                "response": response,
                 "ground_truth": row.ground_truth,
                 "reward": trajectory.reward,
                 "finish_reason": trajectory.finish_reason,
-                "segments": [[s.start, s.stop, s.version, s.replica_id] for s in trajectory.segments],
+                "segments": [[s.start, s.stop, s.version, s.replica_id, s.kind] for s in trajectory.segments],
+                "token_ends": None
+                if self._hide(response) != response
+                else await _token_ends(trajectory, response, decode),
+                "logprobs": [round(float(logprob), 4) for logprob in trajectory.logprobs],
             }
             _append(self._path, self._hide(json.dumps(record)))
+
+
+async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[np.ndarray], str]) -> list[int] | None:
+    """Where in the response the text of each token ends; None where the tokens' texts do not make the response up."""
+    decoder = IncrementalDecoder(lambda ids: decode(np.asarray(ids, np.int32)))
+    pieces = []
+    for i, token in enumerate(trajectory.response_ids):
+        pieces.append(decoder.feed([int(token)]))
+        if i % _TOKENS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    if not pieces:
+        return []
+    pieces[-1] += decoder.finish()
+    return list(itertools.accumulate(map(len, pieces))) if "".join(pieces) == response else None
 
 
 class QuarantineFile:

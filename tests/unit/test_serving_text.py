@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.serving.text import IncrementalDecoder, StopStrings, StopTable
+from asyncrl.data.incremental_decoder import IncrementalDecoder
+from asyncrl.serving.text import StopStrings, StopTable
 
 pytestmark = pytest.mark.unit
 

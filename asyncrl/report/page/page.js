@@ -124,7 +124,7 @@
     const options = {
       width: Math.max(260, box.clientWidth - 24), height: 220,
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: piles ? { range: (_, __, max) => [0, max || 1] } : {} },
       axes: [axis, { ...axis, size: 58 }],
       series: [{ label: "step" }, ...order.map((i) => ({
         label: shown[i].name, stroke: colours[i], width: piles ? 0 : 1.5, spanGaps: true,
@@ -249,23 +249,23 @@
 
   function tokensOf(sample, box) {
     const shade = byId("shade").value;
-    const text = sample.response || "", segments = sample.segments || [];
+    const text = Array.from(sample.response || ""), segments = sample.segments || [];
     const first = Math.min(...segments.map((s) => s[2]));
-    if (!sample.ends) { box.textContent = text; return; }
+    if (!sample.ends) { box.textContent = sample.response; return; }
     let from = 0, at = 0;
     sample.ends.forEach((end, i) => {
       while (at < segments.length - 1 && i >= segments[at][1]) at++;
       const [, , version, replica, kind] = segments[at] || [0, 0, 0, 0, "policy"];
       const tool = kind === "environment", logprob = sample.logprobs[i];
       const span = element("span", { title: tool ? "written by the environment" : "version " + version + ", replica " + replica + ", log-probability " + logprob });
-      span.textContent = text.slice(from, end);
+      span.textContent = text.slice(from, end).join("");
       if (tool) span.className = "tool";
       else if (shade === "version") span.style.background = versionColour(version, first);
       else span.style.background = "rgba(239, 68, 68, " + Math.min(0.8, -logprob / 5) + ")";
       box.append(span);
       from = end;
     });
-    if (from < text.length) box.append(text.slice(from));
+    if (from < text.length) box.append(text.slice(from).join(""));
   }
 
   function drawTrajectories() {

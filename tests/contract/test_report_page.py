@@ -1,0 +1,66 @@
+"""The page of a report in a real browser without a network."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from asyncrl.commands.report import main
+from asyncrl.report.page_data import CHARTS
+from tools.make_sick_run import write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=5000",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+    pytest.mark.timeout(180),
+]
+
+
+def dom_of(page, profile, script="", *, window="1200,900"):
+    """The document after `script` has run in it."""
+    shown = page
+    if script:
+        shown = page.with_name("with_script.html")
+        shown.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    command = [
+        CHROMIUM,
+        *QUIET,
+        f"--window-size={window}",
+        f"--user-data-dir={profile}",
+        "--dump-dom",
+        f"file://{shown}",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_everything_is_drawn_and_a_trajectory_is_coloured(tmp_path):
+    path = write_run(tmp_path / "run", "collapsed", 60)
+    assert main([str(path)]) == 0
+    opened = "document.querySelector('.trajectory').open = true; document.getElementById('theme').click();"
+    dom = dom_of(path / "report.html", tmp_path / "profile", opened)
+    assert re.search(rf'<html[^>]*data-charts="{len(CHARTS)}"[^>]*data-ready="1"|data-ready="1"', dom)
+    assert dom.count("<canvas") == len(CHARTS)
+    assert 'data-title="Collapsed importance ratio"' in dom
+    assert dom.count('class="span"') >= 30, "steps in the timeline"
+    assert dom.count('class="trajectory"') == 60
+    assert dom.count('class="tool"') == 7, "the tokens that the environment wrote"
+    assert len(re.findall(r'<span title="version \d+, replica \d, log-probability', dom)) == 33
+
+
+def test_it_fits_a_narrow_window_and_searches(tmp_path):
+    path = write_run(tmp_path / "run", "starved", 30)
+    assert main([str(path)]) == 0
+    script = (
+        "document.title = document.documentElement.scrollWidth - innerWidth;"
+        "const s = document.getElementById('search'); s.value = 'What is 17+7'; s.dispatchEvent(new Event('input'));"
+    )
+    dom = dom_of(path / "report.html", tmp_path / "profile", script, window="500,900")
+    assert int(re.search(r"<title>(-?\d+)</title>", dom)[1]) <= 0, "nothing is wider than the window"
+    assert "1 of 30" in dom

@@ -1,0 +1,148 @@
+"""The report of a run: what it reads, what it finds, and that its data cannot break out of the page."""
+
+import json
+import re
+
+import pytest
+
+from asyncrl.commands.report import main
+from asyncrl.errors import ConfigError
+from asyncrl.report.findings import findings
+from asyncrl.report.html import page
+from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.page_data import CHARTS, page_data
+from asyncrl.report.run_files import read_run
+from asyncrl.types.metrics import Metric
+from tools.make_sick_run import KINDS, write_run
+
+pytestmark = pytest.mark.unit
+
+NAMED = {
+    "healthy": [],
+    "starved": ["Starved trainer"],
+    "straggler": ["Overdue stragglers"],
+    "slow_reward": ["Slow environment or reward"],
+    "fenced": ["Replica 2 is fenced off"],
+    "collapsed": ["Collapsed importance ratio"],
+}
+
+
+def found_in(path):
+    run = read_run(path)
+    return findings(run, Lifetimes.of(run.events))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sickness_is_named_and_no_other(tmp_path, kind, seed):
+    found = found_in(write_run(tmp_path / "run", kind, 60, seed))
+    assert [finding.title for finding in found] == NAMED[kind]
+    charted = {key for _, _, keys in CHARTS for key in keys} | {"staleness/overdue_wait_s"}
+    assert all(finding.evidence and finding.remedy and charted & set(finding.metrics) for finding in found)
+
+
+def test_a_replica_that_came_back_is_no_finding(tmp_path):
+    path = write_run(tmp_path / "run", "fenced", 30)
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "replica_rejoined", "time_s": 1e9, "replica": 2}) + "\n")
+    assert found_in(path) == []
+
+
+def test_a_run_in_progress_and_torn_lines(tmp_path):
+    path = write_run(tmp_path / "run", "healthy", 10)
+    for name in ("metrics", "events", "samples"):
+        file = path / f"{name}.jsonl"
+        file.write_text(file.read_text() + '{"step": 11, "rewa')
+    (path / "samples.jsonl").unlink()
+    run = read_run(path)
+    assert len(run.metrics) == 10
+    assert run.samples == ()
+    assert page_data([run])["runs"][0]["steps"] == list(range(1, 11))
+
+
+def test_a_step_that_was_trained_again_is_shown_once(tmp_path):
+    path = write_run(tmp_path / "run", "healthy", 5)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 7.0}) + "\n")
+    run = read_run(path)
+    assert run.series(Metric.STEP) == [1, 2, 3, 4, 5]
+    assert run.series(Metric.REWARD_MEAN)[3] == 7.0
+
+
+def group(at, transition, ordinal, attempt=0, version=3, oldest=2):
+    return {
+        "event": "group", "time_s": at, "transition": transition, "ordinal": ordinal, "attempt": attempt,
+        "trainer_version": version, "version": version, "oldest_version": oldest,
+    }  # fmt: skip
+
+
+def test_lifetimes_follow_requeues_and_releases():
+    lives = Lifetimes.of(
+        [
+            group(1, "admitted", 7), group(2, "requeued", 7, attempt=1), group(3, "reissued", 7, attempt=1),
+            group(5, "ready", 7, attempt=1), group(6, "leased", 7, attempt=1), group(7, "released", 7, attempt=1),
+            group(8, "leased", 7, attempt=1), group(9, "trained", 7, attempt=1), {"event": "step", "step": 4},
+            group(4, "admitted", 8), group(9, "expired", 8),
+        ]
+    )  # fmt: skip
+    first, second, third = lives.all
+    assert (first.end, first.ended) == ("requeued", 2)
+    assert (second.admitted, second.ready, second.leased, second.ended) == (3, 5, 8, 9)
+    assert (second.step, second.lag, third.end, third.lag) == (4, 1, "expired", None)
+    assert lives.lags() == {4: {1: 1}}
+    assert lives.generation_s == [2]
+
+
+def test_texts_of_a_run_cannot_end_the_script(tmp_path):
+    path = write_run(tmp_path / "run", "healthy", 3)
+    sample = {"ordinal": 1, "prompt": "</script><script>alert(1)//", "response": "<!-- <b>", "reward": 0}
+    (path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    text = page("<title>&", page_data([read_run(path)]))
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert json.loads(data)["runs"][0]["samples"][0]["prompt"] == sample["prompt"]
+    assert "<" not in data
+    assert "<title>&lt;title&gt;&amp;</title>" in text
+    assert not re.search(r"(src|href)=\"?(https?:)?//", text), "nothing comes from a network"
+    assert "default-src 'none'" in text
+
+
+def test_two_runs_and_what_differs(tmp_path, capsys):
+    one, two = write_run(tmp_path / "one", "healthy", 5), write_run(tmp_path / "two", "collapsed", 8)
+    data = page_data([read_run(one), read_run(two)])
+    assert data["differences"] == [["run.max_steps", "5", "8"]]
+    assert main([str(one), str(two)]) == 0
+    assert (one / "report.html").is_file()
+    assert not list(one.glob(".report*"))
+    capsys.readouterr()
+    assert main([str(two), "--out", str(tmp_path / "x.html")]) == 0
+    assert "Collapsed importance ratio" in capsys.readouterr().out
+    assert (tmp_path / "x.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        pytest.param(lambda path: None, "no such directory", id="nothing"),
+        pytest.param(lambda path: path.mkdir(), "no config.json there", id="no run"),
+        pytest.param(
+            lambda path: (write_run(path, "healthy", 3) / "metrics.jsonl").write_text(""),
+            "no optimizer step",
+            id="no step",
+        ),
+        pytest.param(
+            lambda path: (write_run(path, "healthy", 3) / "config.json").write_text("{"), "not JSON", id="torn config"
+        ),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, capsys, make, found):
+    make(tmp_path / "run")
+    with pytest.raises(ConfigError, match=found):
+        read_run(tmp_path / "run")
+    assert main([str(tmp_path / "run")]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_storage(tmp_path, capsys):
+    path = write_run(tmp_path / "run", "healthy", 3)
+    assert main([str(path), "--out", str(tmp_path / "none" / "x.html")]) == 8
+    assert "x.html" in capsys.readouterr().err
