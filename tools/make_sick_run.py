@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.types.events import ReplicaServing, ReplicaSuspended
 from asyncrl.types.metrics import REQUIRED, Metric
 
 GROUPS, REPLICAS, MAX_LAG = 8, 4, 2
@@ -73,7 +74,7 @@ def write_run(out: Path, name: str, steps: int = 120, seed: int = 0) -> Path:
     now, metrics, samples = START_S, [], []
     events: list[dict[str, Any]] = [
         {"event": "start", "time_s": now, "name": name, "resumed": False, "replicas": REPLICAS},
-        *({"event": "replica_serving", "time_s": now, "replica": replica} for replica in range(REPLICAS)),
+        *({"event": ReplicaServing.kind, "time_s": now, "replica": replica} for replica in range(REPLICAS)),
     ]
     for step in range(1, steps + 1):
         train_s = rng.uniform(0.9, 1.1)
@@ -82,7 +83,7 @@ def write_run(out: Path, name: str, steps: int = 120, seed: int = 0) -> Path:
         is_fenced = kind.is_fenced and step > steps // 3
         if kind.is_fenced and step == steps // 3 + 1:
             error = "DeadlineExceeded: replica 2 does not answer within 20 s"
-            events.append({"event": "replica_suspended", "time_s": now - 0.5, "replica": 2, "error": error})
+            events.append({"event": ReplicaSuspended.kind, "time_s": now - 0.5, "replica": 2, "error": error})
         metrics.append(_line(kind, step, steps, now - START_S, wall_s, train_s, rng, is_fenced))
         events += _step(kind, step, now, wall_s, train_s, rng)
         samples.append(_sample(step, now, rng))

@@ -1,1 +1,4 @@
-"""The report of a run: one HTML file that needs no network and no server."""
+"""`asyncrl-report RUN_DIR`: one HTML file about a run, with what ails it, that needs no network and no server.
+
+Runs in: its own command.
+"""

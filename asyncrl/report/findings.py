@@ -9,13 +9,14 @@ from typing import Literal
 
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
+from asyncrl.types.events import ReplicaFailed, ReplicaRejoined, ReplicaServing, ReplicaSuspended
 from asyncrl.types.metrics import Metric
 
 Severity = Literal["bad", "warning", "hint"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One thing that a user should know.
 
     Attributes:
@@ -33,7 +34,7 @@ class Finding:
     metrics: tuple[str, ...] = ()
 
 
-def findings(run: RunFiles, lives: Lifetimes) -> list[Finding]:
+def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
     """All findings, the gravest first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
     return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
@@ -49,14 +50,14 @@ def _mean(run: RunFiles, key: str) -> float:
     return fmean(_late(run, key) or [0.0])
 
 
-def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     waits, overdue = _mean(run, Metric.TRAINER_GROUPS), _mean(run, Metric.TRAINER_OVERDUE)
     generating = _mean(run, Metric.REPLICA_GENERATING)
     slots, environment = _mean(run, Metric.REPLICA_SLOTS), _mean(run, Metric.REPLICA_ENVIRONMENT)
     if overdue >= 0.1:
         yield _straggler(overdue, lives.generation_s)
     if environment >= 0.25:
-        yield Finding(
+        yield Diagnosis(
             "warning",
             "Slow environment or reward",
             f"The replicas have no request for {environment:.0%} of their time, while environments or rewards work on "
@@ -65,7 +66,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
             (Metric.REPLICA_ENVIRONMENT, Metric.TRAINER_GROUPS),
         )
     elif waits >= 0.25:
-        yield Finding(
+        yield Diagnosis(
             "warning",
             "Starved trainer",
             f"The trainer waits for groups for {waits:.0%} of its time, and the replicas generate for {generating:.0%} "
@@ -74,7 +75,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
             (Metric.TRAINER_GROUPS, Metric.REPLICA_GENERATING, Metric.QUEUE_READY),
         )
     if slots >= 0.25 and waits + overdue < 0.1:
-        yield Finding(
+        yield Diagnosis(
             "hint",
             "Training bounds this run",
             f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag admits no "
@@ -89,17 +90,17 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
     ):
         if (share := _mean(run, metric)) >= 0.2:
             found = f"Training waits for {name} for {share:.0%} of its time."
-            yield Finding("warning", f"Training waits for {name}", found, f"Try {do}.", (metric,))
+            yield Diagnosis("warning", f"Training waits for {name}", found, f"Try {do}.", (metric,))
 
 
-def _straggler(overdue: float, generation_s: Sequence[float]) -> Finding:
+def _straggler(overdue: float, generation_s: Sequence[float]) -> Diagnosis:
     evidence = (
         f"For {overdue:.0%} of its time the trainer waits only for groups that it must train before they are too old."
     )
     if generation_s:
         typical, longest = median(generation_s), generation_s[int(0.99 * (len(generation_s) - 1))]
         evidence += f" Half of the groups are ready after {typical:.1f} s, one in a hundred takes over {longest:.1f} s."
-    return Finding(
+    return Diagnosis(
         "warning",
         "Overdue stragglers",
         evidence,
@@ -109,21 +110,21 @@ def _straggler(overdue: float, generation_s: Sequence[float]) -> Finding:
     )
 
 
-def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     out: dict[int, str] = {}
     failures: dict[int, int] = {}
     for event in run.events:
         kind, replica = event.get("event"), event.get("replica")
         if replica is None:
             continue
-        if kind in ("replica_suspended", "replica_failed"):
+        if kind in (ReplicaSuspended.kind, ReplicaFailed.kind):
             out[replica] = str(event.get("error", "")).strip().splitlines()[-1:][0] if event.get("error") else ""
             failures[replica] = failures.get(replica, 0) + 1
-        elif kind in ("replica_serving", "replica_rejoined"):
+        elif kind in (ReplicaServing.kind, ReplicaRejoined.kind):
             out.pop(replica, None)
     recovering = _mean(run, Metric.REPLICA_RECOVERING)
     for replica, error in sorted(out.items()):
-        yield Finding(
+        yield Diagnosis(
             "bad",
             f"Replica {replica} is fenced off",
             f"It serves no more; replicas are away for {recovering:.0%} of the time. Error: {error[:300] or 'none'}",
@@ -133,7 +134,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
         )
     for replica, count in sorted(failures.items()):
         if replica not in out and count >= 3:
-            yield Finding(
+            yield Diagnosis(
                 "warning",
                 f"Replica {replica} fails again and again",
                 f"It failed {count} times and came back each time.",
@@ -142,7 +143,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
             )
 
 
-def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     window = max(3, len(run.metrics) // 5)
     ratio = [v for v in run.series(Metric.RATIO_MEAN)[-window:] if v is not None]
     clipped = [v for v in run.series(Metric.CLIPPED)[-window:] if v is not None]
@@ -159,7 +160,7 @@ def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
         )
         if len(rewards) > window and (best := _best(rewards, window)) - fmean(rewards[-window:]) > 0.2 * abs(best) > 0:
             evidence += f" The reward fell from {best:.3f} to {fmean(rewards[-window:]):.3f}."
-        yield Finding(
+        yield Diagnosis(
             "bad",
             "Collapsed importance ratio",
             evidence,
@@ -173,7 +174,7 @@ def _best(values: Sequence[float], window: int) -> float:
     return max(fmean(values[at : at + window]) for at in range(len(values) - window + 1))
 
 
-def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
+def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     for metric, limit, title, do in (
         (
             Metric.FILTERED_SHARE,
@@ -191,13 +192,18 @@ def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Finding]:
         (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
     ):
         if (share := _mean(run, metric)) >= limit:
-            yield Finding("warning", title, f"{metric.meaning}: {share:.0%}.", do, (metric,))
+            yield Diagnosis("warning", title, f"{metric.meaning}: {share:.0%}.", do, (metric,))
     missing = [line for line in run.metrics if line.get(Metric.LOSS) is None or line.get(Metric.GRAD_NORM) is None]
     if missing:
         evidence = f"Loss or gradient norm is no number in {len(missing)} steps, first {missing[0][Metric.STEP]:.0f}."
-        yield Finding(
+        yield Diagnosis(
             "bad", "Loss is not finite", evidence, "Lower trainer.lr; look at the samples of that step.", (Metric.LOSS,)
         )
 
 
-_RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Finding]], ...] = (_where_time_goes, _replicas, _ratio, _signal)
+_RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
+    _where_time_goes,
+    _replicas,
+    _ratio,
+    _signal,
+)

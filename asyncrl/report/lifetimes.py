@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.types.events import GroupChanged
+
 _ENDS = ("trained", "filtered", "expired", "failed")
 
 
@@ -41,7 +43,7 @@ class Lifetimes:
         found: dict[tuple[int, int], Lifetime] = {}
         made = Lifetimes()
         for event in events:
-            if event.get("event") != "group":
+            if event.get("event") != GroupChanged.kind:
                 continue
             key, transition, now = (event["ordinal"], event["attempt"]), event["transition"], event["time_s"]
             if transition == "requeued":  # `attempt` is already the next one

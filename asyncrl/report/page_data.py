@@ -7,9 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl.report.findings import Finding, findings
+from asyncrl.report.findings import Diagnosis, findings
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
+from asyncrl.types.events import (
+    ENVELOPE,
+    CheckpointSaved,
+    GroupChanged,
+    ReplicaFailed,
+    ReplicaSuspended,
+    RollouterFailed,
+    RunEnded,
+    RunFaulted,
+    SnapshotTaken,
+    StepTrained,
+    TrainingFailed,
+    WeightsPublished,
+)
 from asyncrl.types.metrics import FAMILIES, Metric
 
 EXCERPT_STEPS = 30
@@ -17,6 +31,8 @@ EXCERPT_GROUPS = 600
 MAX_TOKENS = 4096
 """Tokens of a trajectory that the page shows."""
 MAX_EVENTS = 400
+_FAULTS = tuple(event.kind for event in (ReplicaFailed, ReplicaSuspended, RollouterFailed, TrainingFailed, RunFaulted))
+_PLAIN = tuple(event.kind for event in (GroupChanged, StepTrained, WeightsPublished, SnapshotTaken, CheckpointSaved))
 
 TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_time")
 REPLICA_TIME = tuple(metric for metric in Metric if metric.group == "replica_time")
@@ -76,10 +92,10 @@ def _run(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Finding]) -> list[list[str]]:
+def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> list[list[str]]:
     last = run.metrics[-1]
     accuracy = [v for v in run.series(Metric.EVAL_ACCURACY) if v is not None]
-    ended = run.of_kind("end", "fault")
+    ended = run.of_kind(RunEnded.kind, RunFaulted.kind)
     outcome = "in progress, or killed" if not ended else str(ended[-1].get("outcome", ended[-1].get("error", "")))
     bound = run.settings.get("resolved.max_lag", run.settings.get("staleness.max_lag"))
     rows = [
@@ -129,7 +145,7 @@ def _lags(lives: Lifetimes) -> dict[str, Any]:
 
 def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
     """The last steps as spans `[lane, start, stop, text]`, in seconds since the first of them."""
-    steps = run.of_kind("step")[-EXCERPT_STEPS:]
+    steps = run.of_kind(StepTrained.kind)[-EXCERPT_STEPS:]
     if not steps:
         return {"spans": [], "groups": []}
     of_step = {line[Metric.STEP]: line for line in run.metrics}
@@ -148,11 +164,11 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
         now, kind = event.get("time_s", 0.0), event.get("event")
         if not began <= now <= ended:
             continue
-        if kind == "publish":
+        if kind == WeightsPublished.kind:
             spans.append(["publish", now - event["publish_s"], now, f"publish of version {event['version']}"])
-        elif kind == "checkpoint":
+        elif kind == CheckpointSaved.kind:
             spans.append(["checkpoint", now - event["save_s"], now, f"checkpoint of step {event['step']}"])
-        elif kind in ("replica_failed", "replica_suspended", "rollouter_failed", "training_failed", "fault"):
+        elif kind in _FAULTS:
             spans.append(["fault", now - 0.05, now, f"{kind} {event.get('replica', event.get('process', ''))}"])
     groups = [
         [life.ordinal, life.attempt]
@@ -181,15 +197,13 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def _notable(run: RunFiles) -> list[list[Any]]:
     """Everything but the changes of groups and steps: [seconds since the first event, kind, the rest as text]."""
-    plain = ("group", "step", "publish", "snapshot", "checkpoint")
-    envelope = ("event", "time_s", "monotonic_s", "writer", "at", "chain")
-    chosen = [event for event in run.events if event.get("event") not in plain][-MAX_EVENTS:]
+    chosen = [event for event in run.events if event.get("event") not in _PLAIN][-MAX_EVENTS:]
     start = run.events[0].get("time_s", 0.0) if run.events else 0.0
     return [
         [
             round(event.get("time_s", start) - start, 2),
             event.get("event", ""),
-            ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in envelope),
+            ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in ENVELOPE),
         ]
         for event in chosen
     ]

@@ -44,6 +44,7 @@ PARTS = {
     "trainer": {"algorithms", "weights"},
     "checkpoint": set(),
     "observability": set(),
+    "report": {"checkpoint"},
 }
 FOUNDATION = {"types", "errors", "json_records", "ranges", "registry", "remote", "config"}
 WITHIN_FOUNDATION = {
