@@ -18,7 +18,7 @@ BUDGET = {
     "cluster": 220,
     "commands": 1070,
     "config": 1620,
-    "data": 1040,
+    "data": 1050,
     "driver": 1430,
     "environments": 1260,
     "evaluation": 80,
