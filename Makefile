@@ -5,6 +5,7 @@
 #   make quickstart-megatron  the same with Megatron-core as the training backend, on two ranks
 #   make test               set up (with vLLM), lint, type-check, test
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
+#   make docs               the documentation as a site, in site/
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every
 # process would compile torch and transformers again, and take three times as long to start.)
 # Overrides for the run:  make quickstart ARGS="run.dir=runs/other run.max_steps=10 run.seed=1"
@@ -26,10 +27,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron test test-sglang lint types fast fuzz lock clean
+.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron test test-sglang lint types fast fuzz docs lock clean
 
 help:
-	@sed -n '2,7p' Makefile
+	@sed -n '2,8p' Makefile
 
 install: $(STAMP)
 
@@ -101,6 +102,10 @@ fuzz: $(STAMP)
 
 test: $(STAMP_VLLM) lint types
 	$(PYTEST)
+
+# The documentation as a site, below site/. Fails on a link that leads nowhere.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Resolves the dependencies anew in throw-away environments and writes the lock files.
 lock:

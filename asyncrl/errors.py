@@ -76,8 +76,8 @@ class GenerationError(AsyncRLError, RuntimeError):
 
 
 class RunFailed(AsyncRLError, RuntimeError):
-    """The run cannot continue: a failure budget is spent. The message says what failed and where to find the
-    evidence."""
+    """The run cannot continue: a failure budget is spent, or the off-policy guard has stopped it. The message says what
+    failed and where to find the evidence."""
 
     exit_code = 3
 

@@ -115,10 +115,7 @@ def _summary(group: TrajectoryGroup) -> GroupSummary:
         attempt=group.attempt,
         lengths=tuple(Lengths(len(t.prompt_ids), len(t.response_ids), t.num_trained_tokens) for t in trajectories),
         rewards=tuple(t.reward for t in trajectories),
-        lag_sum=0,
-        lag_max=0,
-        lag_in_flight_sum=0,
-        trained_tokens=sum(t.num_trained_tokens for t in trajectories),
+        lags=(),
         segments=sum(len(t.segments) for t in trajectories),
         interrupted=0,
     )
@@ -186,6 +183,7 @@ class TrainBackendSuite:
         assert metrics.mean(Metric.RATIO_MEAN) == pytest.approx(1, abs=1e-5)
         assert metrics.ratio_max == pytest.approx(1, abs=1e-4)
         assert metrics.mean(Metric.KL_BEHAVIOR) == pytest.approx(0, abs=1e-5)
+        assert metrics.mean(Metric.EFFECTIVE_SAMPLES) == pytest.approx(1, abs=1e-5)
         assert metrics.mean(Metric.CLIPPED) == 0
 
     def test_masked_tokens_do_not_count(self, make_backend: MakeBackend) -> None:

@@ -33,7 +33,7 @@ def make_request(
     return GenerationRequest(f"suite-{next(_numbers)}", ids, params, seed=seed, first_position=first_position)
 
 
-async def within(wait: Awaitable[T], timeout_s: float = 60.0) -> T:
+async def within(wait: Awaitable[T], timeout_s: float = 120.0) -> T:
     """The wait of a test: it fails with TimeoutError instead of hanging."""
     async with asyncio.timeout(timeout_s):
         return await wait

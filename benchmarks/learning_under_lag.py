@@ -163,7 +163,7 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
                 "several_versions": sum(s.interrupted for s in summaries) / recipe.batch.group_size / size,
                 "grad_norm": metrics.grad_norm,
                 "ratio_max": metrics.ratio_max,
-                **{name.removeprefix("train/"): value for name, value in metrics.means},
+                **{name.removeprefix("train/"): value for name, value in metrics.means if name.startswith("train/")},
             }
         )
         await publisher.publish(_Weights(backend), step + 1, "drain")

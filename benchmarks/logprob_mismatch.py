@@ -97,7 +97,7 @@ def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
             (Segment(0, n, 0, 0),),
             0.0,
         )
-        groups.append(GroupSummary(number, 0, (Lengths(len(r["prompt"]), n, n),), (0.0,), 0, 0, 0, n, 1, 0))
+        groups.append(GroupSummary(number, 0, (Lengths(len(r["prompt"]), n, n),), (0.0,), (), 1, 0))
     trainer = TrainerConfig(fsdp=FsdpConfig(param_dtype=dtype))  # type: ignore[arg-type]
     spec = TrainerSpec(model=ModelConfig(path=model), trainer=trainer, algorithm=AlgorithmConfig())
     backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))

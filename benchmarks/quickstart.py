@@ -130,7 +130,7 @@ def run(engine: str, mode: str, seed: int, steps: int | None, overrides: list[st
         publish_ms=1000 * sorted(r["weights/publish_s"] for r in settled)[len(settled) // 2],
         idle_trainer=mean("idle/trainer_fraction"),
         idle_rollout=mean("idle/rollout_fraction"),
-        cpu={role: last[f"cpu/{role}_s"] for role in ROLES},
+        cpu={role: last.get(f"cpu/{role}_s", float("nan")) for role in ROLES},  # a short run has no health check
         ray_cpu_s=ray_cpu_s,
     )
 

@@ -1,6 +1,6 @@
 """Writes the generated parts of the documents: recipe keys, events, metrics, replicas, folders, loops.
 
-    python tools/document.py            # writes docs/{recipes,run_directory,replicas,architecture,dataflow}.md
+    python tools/document.py            # writes docs/{recipes,metrics,run_directory,replicas,architecture,dataflow}.md
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each part stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
@@ -24,10 +24,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.inference.membership import TRANSITIONS
+from asyncrl.observability.charts import SECTIONS
 from asyncrl.ranges import bounds_of, range_in_words
 from asyncrl.types import ReplicaState
 from asyncrl.types.events import EVENTS
-from asyncrl.types.metrics import Metric
+from asyncrl.types.metrics import Metric, metric_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "asyncrl"
@@ -156,11 +157,35 @@ def _table(keys: Iterator[Key]) -> list[str]:
 
 
 def metric_keys() -> str:
-    rows = []
-    for metric in Metric:
-        required, better = "yes" if metric.is_required else "", "" if metric.better == "none" else metric.better
-        rows.append(f"| `{metric}` | {metric.unit} | {better} | {required} | {escape(metric.meaning)} |")
-    return "\n".join(["| key | unit | better | required | meaning |", "|---|---|---|---|---|", *rows])
+    """A heading for each group, what its charts show, and a table."""
+    parts = []
+    for group in dict.fromkeys(metric.group for metric in Metric):
+        title = f"`{group}/`" if group != "run" else "The run as a whole"
+        parts += [
+            f"### {title}",
+            "",
+            "| key | unit | better | over steps | required | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
+        for metric in (metric for metric in Metric if metric.group == group):
+            required, better = "yes" if metric.is_required else "", "" if metric.better == "none" else metric.better
+            reduction, meaning = metric.reduction, escape(metric.meaning)
+            parts.append(f"| `{metric}` | {metric.unit} | {better} | {reduction} | {required} | {meaning} |")
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def charts() -> str:
+    """The charts of the report and of the W&B workspace, by section."""
+    parts = []
+    for section in SECTIONS:
+        parts += [f"**{section.title}**", ""]
+        for chart in section.charts:
+            families = dict.fromkeys(str(metric_of(key)) for key in chart.keys)
+            kind = {"lines": "lines", "stack": "stacked"}[chart.kind]
+            parts.append(f"* {chart.title} ({kind}): {', '.join(f'`{key}`' for key in families)}")
+        parts.append("")
+    return "\n".join(parts).rstrip()
 
 
 def event_kinds() -> str:
@@ -231,7 +256,8 @@ def contract_of(docstring: str) -> dict[str, str]:
 PARTS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("docs/recipes.md", "recipe keys", recipe_keys),
     ("docs/run_directory.md", "events", event_kinds),
-    ("docs/run_directory.md", "metric keys", metric_keys),
+    ("docs/metrics.md", "metric keys", metric_keys),
+    ("docs/metrics.md", "charts", charts),
     ("docs/replicas.md", "replica transitions", replica_transitions),
     ("docs/architecture.md", "rooms", rooms),
     ("docs/dataflow.md", "loops", loops),

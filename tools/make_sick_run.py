@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.types.events import ReplicaServing, ReplicaSuspended
+from asyncrl.types.events import GuardChanged, ReplicaServing, ReplicaSuspended
 from asyncrl.types.metrics import REQUIRED, Metric
 
 GROUPS, REPLICAS, MAX_LAG = 8, 4, 2
@@ -37,6 +37,8 @@ class Kind:
     """Extra time of one group in twelve."""
     is_fenced: bool = False
     collapses: bool = False
+    is_guarded: bool = False
+    """Its guard lowers the limit on the lag, and stops it at the end."""
 
 
 KINDS = {
@@ -46,6 +48,7 @@ KINDS = {
     "slow_reward": Kind("the reward takes most of the time", waiting=0.5, slots=0.0, environment=0.6),
     "fenced": Kind("a replica answers no more", is_fenced=True),
     "collapsed": Kind("the learning rate is far too high for the lag", collapses=True),
+    "guarded": Kind("the off-policy guard stops it", is_guarded=True),
 }
 
 
@@ -87,7 +90,12 @@ def write_run(out: Path, name: str, steps: int = 120, seed: int = 0) -> Path:
         metrics.append(_line(kind, step, steps, now - START_S, wall_s, train_s, rng, is_fenced))
         events += _step(kind, step, now, wall_s, train_s, rng)
         samples.append(_sample(step, now, rng))
-    if not kind.is_fenced:
+    if kind.is_guarded:
+        reason = "KL 0.21 nats (at most 0.1), too far off-policy in 2 steps"
+        for step, action, limit in ((steps // 2, "tightened", 1), (steps, "stopped", 1)):
+            done = {"step": step, "action": action, "limit": limit, "acted": True, "reason": reason}
+            events.append({"event": GuardChanged.kind, "time_s": now, **done})
+    elif not kind.is_fenced:
         events.append({"event": "end", "time_s": now, "outcome": "finished", "step": steps})
     for file, lines in (("metrics", metrics), ("events", events), ("samples", samples)):
         (out / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -115,11 +123,14 @@ def _line(
         Metric.STEP: step, Metric.TIME: at_s, Metric.REWARD_MEAN: reward, Metric.REWARD_STD: 0.4,
         Metric.LAG_MAX: MAX_LAG, Metric.LAG_MEAN: lag, Metric.LAG_IN_FLIGHT: lag / 3, Metric.LAG_IN_QUEUE: 2 * lag / 3,
         Metric.OVERDUE_WAIT: kind.overdue * wall_s, Metric.ROLLOUT_SPEED: 1000 * generating + rng.gauss(0, 20),
-        Metric.SEGMENTS: 1.4, Metric.INTERRUPTED: 0.3, Metric.TRUNCATED: 0.02, Metric.RESPONSE_TOKENS: 300 + 100 * done,
+        Metric.EFFECTIVE_SAMPLES: 0.98 - 0.5 * sick, Metric.RATIO_TAILS: 0.01 + 0.4 * sick,
+        Metric.SLOTS: 0.3 + 0.6 * (kind.waiting < 0.1), Metric.SEGMENTS: 1.4, Metric.VERSION_SPAN: 0.3,
+        Metric.INTERRUPTED: 0.3, Metric.TRUNCATED: 0.02, Metric.RESPONSE_TOKENS: 300 + 100 * done,
         Metric.QUEUE_ADMITTED: GROUPS * (step + MAX_LAG), Metric.QUEUE_RUNNING: GROUPS,
         Metric.QUEUE_TRAINED: GROUPS * step,
         Metric.QUEUE_READY: GROUPS * (0.1 if kind.waiting > 0.1 else 1.0), Metric.PUBLISH_TIME: publish * wall_s,
-        Metric.PUBLISH_TRANSFER: 0.6 * publish * wall_s, Metric.PUBLISH_REPLICAS: REPLICAS - is_fenced,
+        Metric.PUBLISH_TRANSFER: 0.6 * publish * wall_s, Metric.PUBLISH_REST: 0.4 * publish * wall_s,
+        Metric.PUBLISH_REPLICAS: REPLICAS - is_fenced,
         Metric.LOSS: 0.01 + sick, Metric.GRAD_NORM: 0.5 + 40 * sick, Metric.LEARNING_RATE: 1e-6,
         Metric.TRAIN_SPEED: 9000 / train_s, Metric.TRAIN_TIME: train_s, Metric.CLIPPED: 0.02 + 0.5 * sick,
         Metric.CLIPPED_POSITIVE: 0.01 + 0.3 * sick, Metric.CLIPPED_NEGATIVE: 0.01 + 0.2 * sick,
@@ -129,8 +140,18 @@ def _line(
         Metric.TRAINER_PLANNING: 0.02, Metric.TRAINER_TRAINING: 1 - kind.waiting - kind.overdue - publish - 0.02,
         Metric.REPLICA_GENERATING: generating - 0.02, Metric.REPLICA_GATE: 0.02, Metric.REPLICA_SLOTS: kind.slots,
         Metric.REPLICA_ENVIRONMENT: kind.environment, Metric.REPLICA_RECOVERING: recovering,
-        Metric.REPLICA_EVALUATION: 0.0,
+        Metric.REPLICA_EVALUATION: 0.0, Metric.SPARE_REPLICAS: REPLICAS * kind.slots,
     }  # fmt: skip
+    for bucket, share in (("0", 0.25), ("1", 0.5), ("2", 0.25)) if kind.waiting < 0.1 else (("0", 0.7), ("1", 0.3)):
+        aged = sick * int(bucket)
+        line |= {
+            Metric.LAG_TOKENS.of(bucket): share, Metric.LAG_GROUPS.of(bucket): share,
+            Metric.LAG_GAINED_IN_FLIGHT.of(bucket): share, Metric.LAG_GAINED_IN_QUEUE.of(bucket): share,
+            Metric.LAG_RATIO.of(bucket): 1 - 0.3 * aged, Metric.LAG_EFFECTIVE.of(bucket): 0.98 - 0.4 * aged,
+            Metric.LAG_TAILS.of(bucket): 0.01 + 0.3 * aged,
+            Metric.LAG_CLIPPED_POSITIVE.of(bucket): 0.01 + 0.2 * aged, Metric.LAG_KL.of(bucket): 0.01 + 0.8 * aged,
+            Metric.LAG_CLIPPED_NEGATIVE.of(bucket): 0.01 + 0.1 * aged, Metric.LAG_REWARD.of(bucket): reward,
+        }  # fmt: skip
     if step % 20 == 0:
         line[Metric.EVAL_ACCURACY] = max(0.0, reward - 0.05)
     return line

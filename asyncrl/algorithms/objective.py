@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.algorithms.by_lag import sums_by_lag
 from asyncrl.algorithms.importance_kl import importance_weighted
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
@@ -24,10 +25,12 @@ from asyncrl.types.metrics import Metric
 @dataclass(frozen=True, slots=True, eq=False)
 class LossStatistics:
     """Over the True entries of one mask: `sums` of (metric, scalar), to be divided by the trained tokens, and the
-    largest `ratio_max` (0 where the mask is empty). They carry no gradient."""
+    largest `ratio_max` (0 where the mask is empty). They carry no gradient. `by_lag`: see `sums_by_lag`; None of a part
+    that is not a policy loss."""
 
     sums: tuple[tuple[str, torch.Tensor], ...]
     ratio_max: torch.Tensor
+    by_lag: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +65,11 @@ class Objective:
             log_ratio = masked_log_ratio(inputs.logprobs, inputs.behavior_logprobs, mask)
             ratio = masked(bounded_ratio(log_ratio), mask)
             clipped = self.loss.clipped(inputs)
+            halves = clipped & (inputs.advantages > 0), clipped & (inputs.advantages < 0)
             sums = [
                 (Metric.CLIPPED, clipped.sum()),
-                (Metric.CLIPPED_POSITIVE, (clipped & (inputs.advantages > 0)).sum()),
-                (Metric.CLIPPED_NEGATIVE, (clipped & (inputs.advantages < 0)).sum()),
+                (Metric.CLIPPED_POSITIVE, halves[0].sum()),
+                (Metric.CLIPPED_NEGATIVE, halves[1].sum()),
                 (Metric.RATIO_MEAN, ratio.sum()),
                 (Metric.KL_BEHAVIOR, -log_ratio.sum()),
                 (Metric.ENTROPY, masked(inputs.entropy, mask).sum()),
@@ -75,4 +79,5 @@ class Objective:
                 estimate = kl_estimate(inputs.logprobs, reference, "k3", mask)
                 sums.append((Metric.KL_REFERENCE, masked(estimate, mask).sum()))
             largest = ratio.max() if ratio.numel() else ratio.new_zeros(())
-            return LossStatistics(tuple(sums), largest)
+            by_lag = sums_by_lag(inputs.lags, mask, ratio, halves, -log_ratio)
+            return LossStatistics(tuple(sums), largest, by_lag)

@@ -43,6 +43,8 @@ class Audit:
             saved: the checkpoints beside the log.
         """
         self.limits = limits
+        self._max_lag = limits.max_lag
+        """The limit on the lag that holds now: that of the run, or a lower one of the off-policy guard."""
         self.findings: list[Finding] = []
         self.rollbacks: list[Rollback] = []
         self.troubles: Counter[str] = Counter()
@@ -187,7 +189,7 @@ class Audit:
                 self._find(f"{name}, outside [its admission {before.version}, the trained steps {self.step}]")
         elif kind == "leased":
             # A group over the limit may have lost its older tokens to the mask: then no remaining token is over it.
-            masked = before.version < self.step - self.limits.max_lag <= oldest <= self.step
+            masked = before.version < self.step - self._max_lag <= oldest <= self.step
             if oldest != before.version and not masked:
                 self._find(f"{name}, but it was ready with {before.version}")
         elif oldest != before.version:
@@ -202,8 +204,8 @@ class Audit:
 
     def _check_lag(self, ordinal: int, lag: int) -> None:
         self.max_lag = max(self.max_lag, lag)
-        if not 0 <= lag <= self.limits.max_lag:
-            self._find(f"group {ordinal} is trained with lag {lag}; the limit is {self.limits.max_lag}")
+        if not 0 <= lag <= self._max_lag:
+            self._find(f"group {ordinal} is trained with lag {lag}; the limit is {self._max_lag}")
 
     def _complete(self) -> None:
         """The queue has committed a step."""
@@ -253,8 +255,18 @@ class Audit:
                 self._on_start(event)
             case events.RunEnded():
                 self._on_end(event.outcome, event.step)
+            case events.GuardChanged():
+                self._on_guard(event)
             case _:
                 self._note(event)
+
+    def _on_guard(self, event: events.GuardChanged) -> None:
+        if event.limit > self.limits.max_lag:
+            self._find(
+                f"the guard has set the limit {event.limit} on the lag; that of the run is {self.limits.max_lag}"
+            )
+        elif event.acted:
+            self._max_lag = event.limit
 
     def _note(self, event: events.Event) -> None:
         """Troubles and recoveries, for the report."""
@@ -270,6 +282,7 @@ class Audit:
     def _on_start(self, event: events.RunStarted) -> None:
         limits = event.groups_per_step, event.max_lag, event.max_steps, event.replicas, event.verify
         before, self.limits = self.limits, Limits(*limits)
+        self._max_lag = self.limits.max_lag
         fixed = [(limits.groups_per_step, limits.max_lag) for limits in (before, self.limits)]
         if self.starts and event.resumed and fixed[0] != fixed[1]:
             self._find(f"the run goes on with groups_per_step and max_lag {fixed[1]}; it had {fixed[0]}")
@@ -284,6 +297,7 @@ class Audit:
             self._undo(NOTHING)
 
     def _on_resume(self, step: int, checkpoint: str | None) -> None:
+        self._max_lag = self.limits.max_lag  # a guard that goes on with a lower one says so
         if checkpoint is not None:
             self._awaiting = self._line, step
             return
@@ -335,8 +349,8 @@ class Audit:
         wrong = [o for o in ordinals if (g := self._groups.get(o)) is None or g.state != "leased"]
         if wrong or len(ordinals) != self.limits.groups_per_step:
             self._find(f"step {step} is announced with {len(ordinals)} groups; not leased: {wrong[:8]}")
-        if lag_max > self.limits.max_lag:
-            self._find(f"step {step} is announced with lag {lag_max}; the limit is {self.limits.max_lag}")
+        if lag_max > self._max_lag:
+            self._find(f"step {step} is announced with lag {lag_max}; the limit is {self._max_lag}")
         self._announced = Announced(self._line, ordinals, lag_max)
 
     def _on_end(self, outcome: str, step: int) -> None:

@@ -29,6 +29,8 @@ class RunDirectory:
         self.events = self.path / "events.jsonl"
         self.prompts = self.path / "prompts.arrow"
         self.samples = self.path / "samples.jsonl"
+        self.spans = self.path / "spans.jsonl"
+        """When the requests and rewards of some groups ran."""
         self.quarantine = self.path / "quarantine.jsonl"
         """The prompts of groups that ended `failed`, each with its last error."""
         self.faults = self.path / "faults"

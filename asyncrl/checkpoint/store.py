@@ -20,6 +20,7 @@ from asyncrl.checkpoint.digests import seal, verify
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.json_records import from_plain
+from asyncrl.types.guard import GuardState
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ _NAME = re.compile(r"step_(\d+)(\.replaced)?")
 class RunState:
     """The state of the run beside that of the trainer and the queue.
 
-    `elapsed_s`: seconds that the run has taken so far, over all restarts. The other fields must not change on resume:
-    the ledger and the ready groups depend on them.
+    `elapsed_s`: seconds that the run has taken so far, over all restarts. `guard`: the state of the off-policy guard,
+    None where it is off. The other fields must not change on resume: the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -44,9 +45,18 @@ class RunState:
     seed: int
     shuffle: bool
     prompts_digest: str
+    guard: GuardState | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, prompts_digest: str, *, global_steps: int, elapsed_s: float) -> RunState:
+    def of(
+        cls,
+        recipe: Recipe,
+        prompts_digest: str,
+        *,
+        global_steps: int,
+        elapsed_s: float,
+        guard: GuardState | None = None,
+    ) -> RunState:
         batch = recipe.batch
         return cls(
             global_steps,
@@ -57,6 +67,7 @@ class RunState:
             recipe.run.seed,
             recipe.data.shuffle,
             prompts_digest,
+            guard,
         )
 
 

@@ -52,6 +52,11 @@ class Cluster:
         return [] if self.scratch is None else sorted(self.scratch.glob("ray/session_2*/logs/*.err"))
 
 
+def joined_address(address: str | None) -> str | None:
+    """The cluster that a run joins, given `ray.address`; None: it starts one."""
+    return address or os.environ.get("RAY_ADDRESS")
+
+
 @contextlib.contextmanager
 def ray_cluster(address: str | None, log: Path, hidden: Collection[str] = ()) -> Iterator[Cluster]:
     """Joins the cluster at `address`, or starts one on this machine.
@@ -62,7 +67,7 @@ def ray_cluster(address: str | None, log: Path, hidden: Collection[str] = ()) ->
         log: where its processes write their log.
         hidden: environment variables whose values are not in it, as far as those processes have them too.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = joined_address(address)
     run_id = secrets.token_hex(8)
     janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
@@ -76,8 +81,12 @@ def ray_cluster(address: str | None, log: Path, hidden: Collection[str] = ()) ->
             variables = _local_interfaces() | variables
             place = {
                 "include_dashboard": False,
-                # else one idle process for each core, that no actor of ours can use
-                "_system_config": {"prestart_worker_first_driver": False},
+                "_system_config": {
+                    # else one idle process for each core, that no actor of ours can use
+                    "prestart_worker_first_driver": False,
+                    # else Ray keeps a record of every call of an actor: 14 MB a minute in a run of small steps
+                    "task_events_report_interval_ms": 0,
+                },
                 "_node_ip_address": LOOPBACK,
                 "_temp_dir": str(janitor.scratch / "ray"),
             }

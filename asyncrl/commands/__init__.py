@@ -1,4 +1,4 @@
-"""The commands `asyncrl-train`, `asyncrl-serve`, `asyncrl-eval` and `asyncrl-export`.
+"""The commands `asyncrl-train`, `asyncrl-serve`, `asyncrl-eval`, `asyncrl-export`, `asyncrl-plan` and others.
 
 Runs in: driver.
 """

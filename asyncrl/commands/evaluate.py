@@ -305,7 +305,7 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"
-    spec = RolloutSpec(recipe, None, {name: prompts}, Path(os.devnull), Path(os.devnull))
+    spec = RolloutSpec(recipe, None, {name: prompts})
     rollouter = Rollouter(spec, _NoTickets(), client_id)
     replicas = standalone_pool(
         recipe.model,

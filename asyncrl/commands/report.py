@@ -6,6 +6,8 @@ The file needs no network and no server. Exit codes: 2 bad input, 8 the file can
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from rich.console import Console
 from asyncrl.errors import AsyncRLError, unwritable
 from asyncrl.report.html import page
 from asyncrl.report.page_data import page_data
-from asyncrl.report.run_files import read_run
+from asyncrl.report.run_files import read_run, read_spans
+from asyncrl.report.trace import chrome_trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,12 +28,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="also write the timeline of the first run for https://ui.perfetto.dev (.json, or .json.gz)",
+    )
     options = parser.parse_args(argv)
     try:
         runs = [read_run(path) for path in options.runs]
         out = options.out or runs[0].directory / "report.html"
         data = page_data(runs)
-        write(out, page(" and ".join(run.name for run in runs), data))
+        write(out, page(" and ".join(run.name for run in runs), data).encode())
+        if options.trace is not None:
+            trace = json.dumps(chrome_trace(runs[0], read_spans(runs[0]))).encode()
+            write(options.trace, gzip.compress(trace) if options.trace.suffix == ".gz" else trace)
     except AsyncRLError as error:
         Console(stderr=True).print(f"asyncrl-report: {error}", markup=False, highlight=False, soft_wrap=True)
         return error.exit_code
@@ -39,15 +51,17 @@ def main(argv: list[str] | None = None) -> int:
         console.print(
             f"{finding['severity']:8} {finding['title']}: {finding['evidence']}", markup=False, highlight=False
         )
-    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(data["runs"][0]["helps_most"], markup=False, highlight=False, soft_wrap=True)
+    for path in (out, options.trace) if options.trace else (out,):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def write(out: Path, text: str) -> None:
+def write(out: Path, content: bytes) -> None:
     """When the file is there, it is complete. Raises StorageError."""
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(content)
         unfinished.replace(out)
     except OSError as error:
         raise unwritable(out, error) from error

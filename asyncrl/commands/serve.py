@@ -59,8 +59,8 @@ LAST_WORD_S = 5.0
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
 """Keys that a recipe requires and serving does not use."""
 
-_SERVING = ("rollout.poll_interval_s=0.01",)
-"""Shorter polls than in training, so that a reader gets tokens sooner."""
+_SERVING = ("rollout.poll_interval_s=0.01", "rollout.vllm.stream_interval=1", "rollout.sglang.stream_interval=1")
+"""Shorter polls than in training, and each token on its own, so that a reader gets tokens sooner."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge
@@ -129,6 +129,14 @@ class CorrectionConfig:
         """low and high; the usual values where nothing is set."""
         spec = CORRECTIONS[self.name]
         return (spec.low if self.low is None else self.low), (spec.high if self.high is None else self.high)
+
+    def closer(self, share: float) -> CorrectionConfig:
+        """The same correction, whose bounds have this share of the distance from where they would touch every token: a
+        ratio of 1, a divergence of 0."""
+        low, high = self.bounds
+        if CORRECTIONS[self.name].measure is not None:
+            return replace(self, high=high * share)
+        return replace(self, low=1 - (1 - low) * share if low > 0 else None, high=1 + (high - 1) * share)
 
     @property
     def is_fitted(self) -> bool:
@@ -350,6 +358,10 @@ class AlgorithmConfig:
             found="a correction stands there twice",
             do="name each once",
         )
+
+    def closer(self, share: float) -> AlgorithmConfig:
+        """The same algorithm with the bounds of its corrections closer; see `CorrectionConfig.closer`."""
+        return replace(self, corrections=[correction.closer(share) for correction in self.corrections])
 
     @property
     def needs_critic(self) -> bool:

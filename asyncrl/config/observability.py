@@ -16,6 +16,9 @@ class ObservabilityConfig:
     """W&B project. Without a login the run is recorded offline."""
     samples_per_step: NonNegativeInt = 2
     """Trajectories per admission version that are written to samples.jsonl."""
+    trace_every_groups: NonNegativeInt = 16
+    """Every n-th group records in spans.jsonl when its requests and rewards ran, for `asyncrl-report --trace`; 0: none.
+    """
     progress: bool = True
     """Live progress on a terminal; otherwise one line a step."""
 

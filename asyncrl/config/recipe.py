@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -87,7 +89,7 @@ class Recipe:
             asked=f"{batch.groups_per_step} groups x {batch.group_size} trajectories on {self.trainer.num_ranks} ranks",
             found=f"{trajectories} trajectories do not divide evenly over the {self.trainer.layout.num_plans} "
             f"data-parallel ranks of trainer.num_ranks={self.trainer.num_ranks}",
-            do="choose batch.groups_per_step, batch.group_size or trainer.num_ranks so that they do",
+            do=nearest_batches(self),
         )
         require(
             staleness.publish_every_steps <= self.max_lag + 1,
@@ -273,3 +275,38 @@ class Recipe:
     def interrupt(self) -> Interrupt:
         """How a publish treats generations in flight, as the mode resolves it."""
         return self.rollout.interrupt if self.mode == "fully_async" else "drain"
+
+    @property
+    def pacing(self) -> Literal["eager", "just_in_time"]:
+        """When groups are admitted, as the mode resolves it: the other modes wait for the queue to be empty."""
+        return self.staleness.pacing if self.mode == "fully_async" else "eager"
+
+    @property
+    def empties_queue(self) -> bool:
+        """True where a publish waits until no group is being generated or can be admitted."""
+        return self.mode != "fully_async"
+
+    def publishes_after(self, step: int) -> bool:
+        """True when the weights that `step` optimizer steps have made are published."""
+        return step % self.staleness.publish_every_steps == 0 or step >= self.run.max_steps
+
+
+def nearest_batches(recipe: Recipe) -> str:
+    """The values nearest to those of the recipe with which its trajectories divide over the data-parallel ranks."""
+    batch, trainer = recipe.batch, recipe.trainer
+    copies, plans = trainer.num_ranks // trainer.layout.num_plans, trainer.layout.num_plans
+    whole = batch.groups_per_step * batch.group_size
+    unit = plans // math.gcd(plans, batch.group_size)
+    ranks = [copies * n for n in range(1, 2 * plans + 1) if whole % n == 0]
+    found = {
+        "batch.groups_per_step": _around(batch.groups_per_step, range(unit, batch.groups_per_step + unit + 1, unit)),
+        "trainer.num_ranks": _around(trainer.num_ranks, ranks),
+    }
+    return "set " + ", or ".join(f"{key}={' or '.join(map(str, values))}" for key, values in found.items())
+
+
+def _around(value: int, allowed: Iterable[int]) -> list[int]:
+    """The largest that is below and the smallest that is above."""
+    allowed = list(allowed)
+    below, above = [n for n in allowed if n < value], [n for n in allowed if n > value]
+    return [*below[-1:], *above[:1]]

@@ -67,7 +67,7 @@ class RewardConfig:
     timeout_s: Positive = 30.0
     """Longest time for one reward; after it the process is killed and the attempt at the group fails."""
     workers: PositiveInt = 2
-    """Processes that compute rewards."""
+    """Processes that compute rewards, of each rollouter."""
     pattern: str = ""
     """For reward regex: a Python regular expression that must match in the response; {truth} stands for the ground
     truth."""

@@ -43,6 +43,8 @@ class TorchEngineConfig:
     chunks that were not collected yet."""
     device: str = "auto"
     """auto takes cuda where there is one."""
+    num_threads: PositiveInt = 1
+    """Threads with which one replica computes on a CPU. More pay for models that exceed the caches."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.torch.", self)
@@ -52,6 +54,11 @@ class TorchEngineConfig:
     def context_tokens(self) -> int:
         """`max_model_len`, which a recipe has resolved; 512 without a recipe."""
         return 512 if self.max_model_len is None else self.max_model_len
+
+    @property
+    def decodes_at_once(self) -> int:
+        """Requests that one replica decodes at once; more wait."""
+        return self.num_slots
 
     @property
     def num_workers(self) -> int:
@@ -75,6 +82,8 @@ class VllmEngineConfig:
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
+    stream_interval: PositiveInt = 8
+    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
@@ -87,6 +96,11 @@ class VllmEngineConfig:
     def context_tokens(self) -> int:
         """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
         return 4096 if self.max_model_len is None else self.max_model_len
+
+    @property
+    def decodes_at_once(self) -> int:
+        """As of engine torch."""
+        return self.max_num_seqs
 
     @property
     def num_workers(self) -> int:
@@ -150,6 +164,11 @@ class SglangEngineConfig:
         return 4096 if self.max_model_len is None else self.max_model_len
 
     @property
+    def decodes_at_once(self) -> int:
+        """As of engine torch."""
+        return self.max_running_requests
+
+    @property
     def num_workers(self) -> int:
         """As of engine torch."""
         return self.tensor_parallel_size
@@ -194,7 +213,10 @@ class RolloutConfig:
     trajectory_timeout_s: Positive = 3600.0
     """Longest time for the environment of one trajectory, generation included; after it the attempt fails."""
     poll_interval_s: Positive = 0.05
-    """Shortest time between two collections of streamed tokens from a replica."""
+    """Shortest time between two collections of streamed tokens from a replica; it grows from 17 busy replicas on."""
+    num_rollouters: PositiveInt = 1
+    """Processes that run environments. Each has its share of the groups, its part of the replicas, and reward processes
+    of its own. One carries about 30 replicas of vLLM; more than there are replicas share them."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)

@@ -19,6 +19,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.cluster.ray_session import Cluster
+from asyncrl.config.threads import trainer_threads
+from asyncrl.driver.cores import local_cores
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
@@ -29,7 +31,9 @@ from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.rollout.actor_channels import QueueChannel, RolloutControl
+from asyncrl.rollout.fleet import RolloutFleet
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
+from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.rollout.supervisor import RolloutSupervisor
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -78,7 +82,7 @@ class Actors:
             on_event=events.write,
         )
         self.queue = self._new_queue()
-        self.rollouter = self._new_rollouter()
+        self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
 
     async def start(self) -> None:
@@ -96,10 +100,11 @@ class Actors:
         self.queue.kill()
         await asyncio.gather(*ends)
         self.trainers = None
-        await self.replicas.forget_client(self.rollouter.client_id)
+        for client_id in self.rollouter.client_ids:
+            await self.replicas.forget_client(client_id)
         await self.replicas.fence()
         self.queue = self._new_queue()
-        self.rollouter = self._new_rollouter()
+        self.rollouter = self._new_rollouters()
         await self._start_training_side()
 
     async def stop(self) -> None:
@@ -119,7 +124,8 @@ class Actors:
 
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
-        spec = TrainerSpec.of(recipe)
+        cores, num_nodes = _smallest_node()
+        spec = TrainerSpec.of(recipe, num_threads=trainer_threads(recipe, cores=cores, num_nodes=num_nodes))
         start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
         trainers = asyncio.ensure_future(start)
         await self.replicas.set_listener(self.rollouter.set_replicas)
@@ -151,26 +157,35 @@ class Actors:
             filtered_window=recipe.algorithm.filtered_window,
             on_overdue=recipe.staleness.on_overdue,
             events_path=self._spec.directory.events,
+            pacing=recipe.pacing,
             hide=self._spec.hide,
         )
         return QueueControl(ray.remote(MessageQueue).options(**self._on_driver).remote(spec))
 
-    def _new_rollouter(self) -> RolloutSupervisor:
+    def _new_rollouters(self) -> RolloutFleet:
         run, recipe = self._spec, self._recipe
-        spec = RolloutSpec(recipe, run.train, run.held_out, run.directory.samples, run.directory.quarantine, run.hide)
+        files = RolloutFiles(run.directory.samples, run.directory.spans, run.directory.quarantine)
+        count = recipe.rollout.num_rollouters
+        spec = RolloutSpec(recipe, run.train, run.held_out, files, run.hide)
         queue = self.queue
 
         def spawn(client_id: str) -> RolloutControl:
             actor = ray.remote(Rollouter).options(**self._on_driver)
             return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), client_id), client_id)
 
-        return RolloutSupervisor(
-            spawn,
-            queue.take_back_all,
-            self.replicas.forget_client,
-            budget=self._rollouter_budget,
-            start_timeout_s=recipe.ray.start_timeout_s,
-            on_event=self._events.write,
+        return RolloutFleet(
+            [
+                RolloutSupervisor(
+                    spawn,
+                    queue.take_back_all,
+                    self.replicas.forget_client,
+                    budget=self._rollouter_budget,
+                    start_timeout_s=recipe.ray.start_timeout_s,
+                    on_event=self._events.write,
+                    place=(index, count),
+                )
+                for index in range(count)
+            ]
         )
 
     def _rank_gpus(self) -> float:
@@ -178,6 +193,16 @@ class Actors:
         recipe = self._recipe
         beside = 0 if ENGINES[recipe.rollout.engine].takes_whole_gpus else recipe.rollout.num_replicas
         return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
+
+
+def _smallest_node() -> tuple[int, int]:
+    """Cores of the smallest node of the cluster with any, and the number of those nodes. Ray knows the limits of a
+    container; of a single node, this machine, the system knows what the run may use."""
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    usable = [count for count in cores if count >= 1]
+    if len(usable) <= 1:
+        return min([local_cores(), *usable]), 1
+    return min(usable), len(usable)
 
 
 async def _done(trainers: asyncio.Future[TrainerPool]) -> None:

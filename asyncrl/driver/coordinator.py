@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord, tokens_between
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
-from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport
+from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport, ReplicaStats
 from asyncrl.types.events import StepTrained, TrainingResumed, WeightsPublished
 from asyncrl.types.metrics import Metric
 
@@ -57,6 +60,8 @@ class Coordinator:
             on_event=parts.events.write,
         )
         self._planner = StepPlanner(recipe)
+        self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
+        self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
         self._evaluations = Evaluations(
             recipe, parts, stop=self._stop, published=lambda: self._published, catch_up=self._catch_up_evaluation
@@ -64,7 +69,7 @@ class Coordinator:
         self._restored = asyncio.Event()
         self._finishing = False
         """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
-        self._shares = ReplicaShares()
+        self._shares = ReplicaShares(recipe.rollout.num_replicas)
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
 
@@ -144,6 +149,7 @@ class Coordinator:
         deadline for each of them.
         Unblocked by: puts of the rollouter that complete a lease.
         Stops when: `run.max_steps` steps are trained, or `stop` was called; `run` cancels it when another task fails.
+        When the off-policy guard stops the run, it raises RunFailed after the last checkpoint.
         """
         recipe, parts = self._recipe, self._parts
         await self._resume(self._start_from)
@@ -155,7 +161,7 @@ class Coordinator:
         initial = await self._evaluations.before_training() if self._step == 0 else {}
         self._clock.mark(await parts.replicas.stats())
         self._clock.time.take()
-        while self._step < recipe.run.max_steps and not self._stop.is_set():
+        while self._step < recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped):
             record = await self._one_step()
             if record is None:
                 break
@@ -169,6 +175,7 @@ class Coordinator:
                     await self._writer.save(self._state())
         self._finishing = True
         await self._writer.last(self._state())
+        self._guard.raise_if_stopped()
 
     async def _one_step(self) -> StepRecord | None:
         """Leases, trains, commits and publishes one step; None when a stop came before its groups were ready."""
@@ -181,11 +188,12 @@ class Coordinator:
         waited_s = self._clock.lap()
         self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
-        plans = self._planner.plan(manifest)
+        bounds = self._guard.correction_bounds
+        plans = self._planner.plan(manifest, correction_bounds=bounds)
         if self._planner.needs_kl:
             with self._clock.time.during(Metric.TRAINER_TRAINING):
                 reference_kl = await parts.trainers.reference_kl(plans)
-            plans = self._planner.plan(manifest, reference_kl)
+            plans = self._planner.plan(manifest, reference_kl, correction_bounds=bounds)
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
@@ -196,28 +204,35 @@ class Coordinator:
                 lag_max=max(group.lag_max for group in manifest.groups),
             )
         )
-        counts = await parts.queue.commit(self._step)
+        counts, stats = await asyncio.gather(parts.queue.commit(self._step), parts.replicas.stats())
         self._step += 1
         parts.saw("step", self._step)
-        record = StepRecord(self._step)
+        record = StepRecord(self._step, max_lag=recipe.max_lag, keeps_cache=recipe.interrupt == "keep")
         record.of_batch(manifest)
         record.of_training(metrics, train_s)
         last = self._step >= recipe.run.max_steps
         # A catch-up of newcomers may have published this step already, in the lease or the drain.
         report: PublishReport | None = None
-        if not self._stop.is_set() and (self._step % recipe.staleness.publish_every_steps == 0 or last):
-            if recipe.mode != "fully_async":
+        if not self._stop.is_set() and recipe.publishes_after(self._step):
+            if recipe.empties_queue:
                 with self._clock.time.during(Metric.TRAINER_GROUPS):
                     waited_s += await self._drain()
+                stats = await parts.replicas.stats()
             if not self._stop.is_set() and self._published != self._step:
-                report, counts = await self._publish()
+                report, counts, stats = await self._publish(stats)
         record.of_publish(report)
-        record.of_queue(counts, await parts.queue.window())
+        guarded, limited = await self._guard.after_step(self._step, record.values)
+        counts = limited or counts
+        slots = self._staleness.limited(self._guard.limit).admissible(
+            step=self._step, version=self._published, active=0
+        )
+        record.of_queue(counts, await parts.queue.window(), slots)
         with self._clock.time.during(Metric.TRAINER_EVALUATION):
             evaluated = await self._evaluations.after_step(self._step, last=last)
-        for name, value in evaluated.items():
+        if evaluated:
+            stats = await parts.replicas.stats()
+        for name, value in (*guarded.items(), *evaluated.items()):
             record.add(name, value)
-        stats = await parts.replicas.stats()
         record.of_time(self._clock, stats, waited_s)
         record.of_processes(stats, self._health)
         record.of_waits(WAITS.take())
@@ -265,19 +280,21 @@ class Coordinator:
                 )
         return time.monotonic() - started
 
-    async def _publish(self) -> tuple[PublishReport, LedgerCounts]:
+    async def _publish(
+        self, before: Sequence[ReplicaStats] | None = None
+    ) -> tuple[PublishReport, LedgerCounts, Sequence[ReplicaStats]]:
+        """Publishes the newest weights. `before`: statistics of the replicas now. Returns those after it, too."""
         with self._clock.time.during(Metric.TRAINER_PUBLISH):
-            return await self._publish_now()
-
-    async def _publish_now(self) -> tuple[PublishReport, LedgerCounts]:
-        before = await self._parts.replicas.stats()
-        report = await self._parts.weights.publish(self._step)
-        assert report is not None, "only a catch-up can be for nobody"
-        self._clock.publish_tokens += tokens_between(before, await self._parts.replicas.stats())
-        counts = await self._parts.queue.published(self._step)
-        self._published = self._step
-        self._record(report)
-        return report, counts
+            parts = self._parts
+            if before is None:
+                before = await parts.replicas.stats()
+            report = await parts.weights.publish(self._step)
+            assert report is not None, "only a catch-up can be for nobody"
+            counts, stats = await asyncio.gather(parts.queue.published(self._step), parts.replicas.stats())
+            self._clock.publish_tokens += tokens_between(before, stats)
+            self._published = self._step
+            self._record(report)
+            return report, counts, stats
 
     async def _catch_up(self) -> None:
         """Publishes to the newcomers. The trainer has only its newest weights: when these are not published yet, all
@@ -315,7 +332,11 @@ class Coordinator:
 
     def _state(self) -> RunState:
         return RunState.of(
-            self._recipe, self._parts.prompts_digest, global_steps=self._step, elapsed_s=self._clock.elapsed_s
+            self._recipe,
+            self._parts.prompts_digest,
+            global_steps=self._step,
+            elapsed_s=self._clock.elapsed_s,
+            guard=self._guard.state,
         )
 
     async def _resume(self, checkpoint: Path | None) -> None:
@@ -332,6 +353,7 @@ class Coordinator:
             found = f"its ledger has {counts.trained} trained groups, {state.groups_per_step} a step"
             do = "name another checkpoint, or resume=auto for the newest intact one"
             raise ConfigError(explain(f"resume from step {state.global_steps} of {checkpoint}", found, do))
+        await self._guard.resume(state.guard, state.global_steps)
         self._step = self._writer.last_step = state.global_steps
         self._clock = StepClock(max(state.elapsed_s, self._clock.elapsed_s))
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.threads import replica_threads, trainer_threads
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
 from asyncrl.data.prompts import RenderedPrompts
@@ -25,6 +26,7 @@ from asyncrl.data.tokenizer import (
 )
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
+from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.environments.tool_calls import format_of, template_text
@@ -224,12 +226,18 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     )
     emit(
         f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
-        f"{rollout.environment}, reward {', '.join(recipe.reward.names)}"
+        f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
     )
     emit(
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
     )
+    if not trainer.device.startswith("cuda"):
+        cores = local_cores()
+        emit(
+            f"threads   on CPUs with {cores} cores: {trainer_threads(recipe, cores=cores)} for each trainer rank, "
+            f"{replica_threads(recipe)} for each replica"
+        )
     if trainer.backend == "megatron":
         layout = trainer.megatron
         emit(

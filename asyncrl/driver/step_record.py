@@ -13,6 +13,7 @@ from asyncrl.observability.time_account import TimeAccount
 from asyncrl.remote.waits import WaitTotals
 from asyncrl.types import (
     EndShares,
+    GroupSummary,
     LeaseManifest,
     LedgerCounts,
     PublishReport,
@@ -20,6 +21,7 @@ from asyncrl.types import (
     RolloutStats,
     TrainMetrics,
 )
+from asyncrl.types.lag import LAG_BUCKETS, lag_bucket, lag_buckets_to
 from asyncrl.types.metrics import QUEUE_METRICS, REPLICA_TIME, Metric
 
 TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_time")
@@ -28,7 +30,8 @@ TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_tim
 class ReplicaShares:
     """Turns what the rollouter counts since its start into shares of the time since the last look."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
         self._before: tuple[int, Mapping[str, float]] = (0, {})
         self._paused_s = 0.0
 
@@ -37,16 +40,19 @@ class ReplicaShares:
         self._paused_s += replica_s
 
     def since_last(self, stats: RolloutStats) -> dict[str, float]:
-        """The metrics `replica_time/`; empty when no time has passed."""
+        """The metrics `replica_time/` and what follows from them; empty when no time has passed."""
         pid, before = self._before
-        spent = {c: s - (before.get(c, 0.0) if pid == stats.pid else 0.0) for c, s in stats.replica_s.items()}
+        if pid != stats.pid or any(s < before.get(c, 0.0) for c, s in stats.replica_s.items()):
+            before = {}  # another rollouter, or this one has begun to run: it counts from 0
+        spent = {c: s - before.get(c, 0.0) for c, s in stats.replica_s.items()}
         self._before, paused_s, self._paused_s = (stats.pid, stats.replica_s), self._paused_s, 0.0
         if (total := sum(spent.values())) <= 0:
             return {}
         gate_s = min(paused_s, spent["generating"])
         spent["generating"] -= gate_s
         spent["gate_closed"] += gate_s
-        return {REPLICA_TIME[cause]: seconds / total for cause, seconds in spent.items()}
+        shares: dict[str, float] = {REPLICA_TIME[cause]: seconds / total for cause, seconds in spent.items()}
+        return shares | {Metric.SPARE_REPLICAS: shares.get(Metric.REPLICA_SLOTS, 0.0) * self._num_replicas}
 
 
 class StepClock:
@@ -101,8 +107,10 @@ def tokens_between(before: Sequence[ReplicaStats], after: Sequence[ReplicaStats]
 class StepRecord:
     """Collects the metrics of one step; `values` is the record when every `of_*` was called."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, max_lag: int = 0, keeps_cache: bool = False) -> None:
+        """`keeps_cache`: the KV caches of running requests outlive a publish."""
         self.values: dict[str, float] = {Metric.STEP: step}
+        self._buckets, self._keeps_cache = lag_buckets_to(max_lag), keeps_cache
 
     def add(self, name: str, value: float) -> None:
         self.values[name] = value
@@ -115,6 +123,8 @@ class StepRecord:
         tokens = max(1, sum(g.trained_tokens for g in groups))
         lag_mean = sum(g.lag_sum for g in groups) / tokens
         in_flight_mean = sum(g.lag_in_flight_sum for g in groups) / tokens
+        continued = sum(g.continued_tokens for g in groups) if self._keeps_cache else 0
+        self._of_lags(groups)
         self.values |= {
             Metric.REWARD_MEAN: float(rewards.mean()),
             Metric.REWARD_STD: float(rewards.std()),
@@ -127,6 +137,8 @@ class StepRecord:
             Metric.MASKED_TOKENS: masked / (masked + tokens),
             Metric.SEGMENTS: sum(g.segments for g in groups) / trajectories,
             Metric.INTERRUPTED: sum(g.interrupted for g in groups) / trajectories,
+            Metric.VERSION_SPAN: sum(g.version_span for g in groups) / trajectories,
+            Metric.STALE_CACHE: continued / tokens,
             Metric.TRUNCATED: sum(g.truncated for g in groups) / trajectories,
             Metric.RESPONSE_TOKENS: float(np.mean([n.response for g in groups for n in g.lengths])),
         }
@@ -135,6 +147,28 @@ class StepRecord:
         for name in names:
             means = [dict(g.reward_parts)[name] for g in groups if name in dict(g.reward_parts)]
             self.values[Metric.REWARD_PART.of(name)] = float(np.mean(means))
+
+    def _of_lags(self, groups: Sequence[GroupSummary]) -> None:
+        """The metrics `lag/` that the lease knows. The trainer adds those that it sees in the loss."""
+        for family, parts in (
+            (Metric.LAG_TOKENS, [(part.lag, part.tokens) for g in groups for part in g.lags]),
+            (Metric.LAG_GAINED_IN_FLIGHT, [(part.in_flight, part.tokens) for g in groups for part in g.lags]),
+            (Metric.LAG_GAINED_IN_QUEUE, [(p.lag - p.in_flight, p.tokens) for g in groups for p in g.lags]),
+            (Metric.LAG_GROUPS, [(g.lag_max, 1) for g in groups if g.lags]),
+        ):
+            counts = dict.fromkeys(self._buckets, 0)
+            for lag, count in parts:
+                counts[LAG_BUCKETS[lag_bucket(lag)]] += count
+            total = max(1, sum(counts.values()))
+            self.values |= {family.of(bucket): count / total for bucket, count in counts.items()}
+        rewards: dict[str, list[float]] = {}
+        for g in groups:
+            oldest: dict[int, int] = {}
+            for part in g.lags:
+                oldest[part.trajectory] = max(part.lag, oldest.get(part.trajectory, 0))
+            for trajectory, lag in oldest.items():
+                rewards.setdefault(LAG_BUCKETS[lag_bucket(lag)], []).append(g.rewards[trajectory])
+        self.values |= {Metric.LAG_REWARD.of(bucket): float(np.mean(found)) for bucket, found in rewards.items()}
 
     def of_training(self, metrics: TrainMetrics, step_s: float) -> None:
         self.values |= {
@@ -154,12 +188,15 @@ class StepRecord:
             Metric.PUBLISH_TIME: report.publish_s if report else 0.0,
             Metric.PUBLISH_PAUSE: report.pause_s if report else 0.0,
             Metric.PUBLISH_TRANSFER: report.transfer_s if report else 0.0,
+            Metric.PUBLISH_REST: max(0.0, report.publish_s - report.transfer_s) if report else 0.0,
             Metric.PUBLISH_BYTES: report.nbytes if report else 0,
             Metric.PUBLISH_ATTEMPTS: report.attempts if report else 0,
             Metric.PUBLISH_REPLICAS: report.replicas if report else 0,
         }
 
-    def of_queue(self, counts: LedgerCounts, shares: EndShares) -> None:
+    def of_queue(self, counts: LedgerCounts, shares: EndShares, slots: int) -> None:
+        """`slots`: groups that the limit on the lag admits."""
+        self.values[Metric.SLOTS] = counts.active / max(1, slots)
         self.values |= {QUEUE_METRICS[name]: count for name, count in asdict(counts).items()}
         self.values |= {Metric.FILTERED_SHARE: shares.filtered, Metric.FAILED_SHARE: shares.failed}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl.config.recipe import Recipe
@@ -28,7 +27,9 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
         return
     dtype, limit = recipe.model.inference_dtype, recipe.weights.bucket_bytes
     specs = [make_spec(name, shape, dtype) for name, shape in tensors.items()]
-    buckets = plan_buckets(specs, limit)
+    stages = stages_of(trainer, tensors)
+    of_stages = [[spec for spec in specs if stages[spec.name] == stage] for stage in sorted(set(stages.values()))]
+    buckets = [bucket for own in of_stages for bucket in plan_buckets(own, limit)]  # each stage sends its own
     largest = max(specs, key=lambda spec: spec.nbytes)
     sizes = [bucket.nbytes for bucket in buckets]
     text = (
@@ -36,12 +37,9 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
     )
     text += f"{_bytes(min(sizes))} to {_bytes(max(sizes))}; largest tensor {_bytes(largest.nbytes)} ({largest.name})"
     yield "publish", text
-    stages = stages_of(trainer, tensors)
-    if len(set(stages.values())) > 1:
-        count, size = Counter(stages.values()), Counter[int]()
-        for spec in specs:
-            size[stages[spec.name]] += spec.nbytes
-        yield "", "from " + ", ".join(f"stage {s}: {count[s]} tensors, {_bytes(size[s])}" for s in sorted(count))
+    if len(of_stages) > 1:
+        parts = enumerate((len(own), sum(spec.nbytes for spec in own)) for own in of_stages)
+        yield "", "from " + ", ".join(f"stage {s}: {count} tensors, {_bytes(size)}" for s, (count, size) in parts)
 
 
 def _memory(memory: RankMemory) -> str:

@@ -56,6 +56,7 @@ ENGINES: dict[str, EngineSpec] = {
         engine="asyncrl.inference.torch_engine.engine:TorchEngine",
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
         engine="asyncrl.inference.vllm.engine:VllmEngine",

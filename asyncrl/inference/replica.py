@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -31,16 +32,25 @@ from asyncrl.types import (
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 10.0
+"""Between two looks for the processes of an engine."""
 
-class _Outbox:
-    """The chunks that one client has not collected yet."""
+
+class Outbox:
+    """The chunks that one client has not collected yet. Tokens of one request and version leave it as one chunk,
+    however the engine sent them."""
 
     def __init__(self) -> None:
-        self.chunks: list[TokenChunk] = []
+        self._runs: dict[str, list[list[TokenChunk]]] = {}
+        """By request the runs of chunks that go together."""
         self.arrived = asyncio.Event()
 
     def add(self, chunk: TokenChunk) -> None:
-        self.chunks.append(chunk)
+        runs = self._runs.setdefault(chunk.request_id, [])
+        if runs and _continues(runs[-1][-1], chunk):
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
         self.arrived.set()
 
     async def take(self, wait_s: float) -> list[TokenChunk]:
@@ -49,9 +59,22 @@ class _Outbox:
                 await self.arrived.wait()
         except TimeoutError:
             return []
-        taken, self.chunks = self.chunks, []
+        taken, self._runs = self._runs, {}
         self.arrived.clear()
-        return taken
+        return [_merged(run) for runs in taken.values() for run in runs]
+
+
+def _continues(last: TokenChunk, chunk: TokenChunk) -> bool:
+    whole = last.finish_reason is None and last.error is None and chunk.error is None
+    return whole and last.version == chunk.version
+
+
+def _merged(run: list[TokenChunk]) -> TokenChunk:
+    last = run[-1]
+    if len(run) == 1:
+        return last
+    ids, logprobs = (np.concatenate([getattr(chunk, name) for chunk in run]) for name in ("token_ids", "logprobs"))
+    return TokenChunk(last.request_id, ids, logprobs, last.version, last.finish_reason, None, last.cached_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +83,7 @@ class _InFlight:
 
     client_id: str
     request: GenerationRequest
-    outbox: _Outbox
+    outbox: Outbox
     at_gate: bool = True
     task: asyncio.Task[None] | None = None
 
@@ -87,6 +110,7 @@ class Replica:
         """
         self._id = replica_id
         self._node = node() if callable(node) else node
+        self._cpu = CpuTime()
         self._engine = build_engine()
         self._gate_timeout_s = gate_timeout_s
         self._serves_at_once = serves_at_once
@@ -94,7 +118,7 @@ class Replica:
         self._closed_because = "it has no committed version yet: its weights are placeholders until the first publish"
         self._closed_at: float | None = None
         self._paused_s = 0.0
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, Outbox] = {}
         self._forgotten: set[str] = set()
         self._requests: dict[str, _InFlight] = {}
         self._received: tuple[int, Digest | None] | None = None
@@ -120,7 +144,7 @@ class Replica:
         """
         self._require_engine()
         self._require_known(client_id)
-        outbox = self._outboxes.setdefault(client_id, _Outbox())
+        outbox = self._outboxes.setdefault(client_id, Outbox())
         for request in requests:
             if request.request_id in self._requests:
                 outbox.add(_final(request, None, error=f"request_id {request.request_id} is already in flight"))
@@ -136,7 +160,7 @@ class Replica:
         client was forgotten.
         """
         self._require_known(client_id)
-        chunks = await self._outboxes.setdefault(client_id, _Outbox()).take(wait_s)
+        chunks = await self._outboxes.setdefault(client_id, Outbox()).take(wait_s)
         if not chunks:
             self._require_engine()
         return chunks
@@ -234,7 +258,7 @@ class Replica:
         self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
-        return ReplicaStats(self._id, os.getpid(), health, paused_s, _cpu_s(), self._node)
+        return ReplicaStats(self._id, os.getpid(), health, paused_s, self._cpu.total_s(), self._node)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -324,14 +348,24 @@ def _owner(client_id: str) -> str:
     return client_id.partition("/")[0]
 
 
-def _cpu_s() -> float:
-    """CPU seconds of this process and of the engine's own processes."""
-    this, total = psutil.Process(), 0.0
-    for process in (this, *this.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+class CpuTime:
+    """CPU seconds of this process and of the engine's own processes. To find these takes a walk over all processes of
+    the machine: it is made every `LOOK_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._looked = clock, -math.inf
+        self._processes: list[psutil.Process] = []
+
+    def total_s(self) -> float:
+        if self._clock() - self._looked >= LOOK_S:
+            this, self._looked = psutil.Process(), self._clock()
+            self._processes = [this, *this.children(recursive=True)]
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
 
 def _final(request: GenerationRequest, version: int | None, error: str | None = None) -> TokenChunk:

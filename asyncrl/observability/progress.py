@@ -9,9 +9,9 @@ from collections import deque
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
-from asyncrl.types.metrics import QUEUE_METRICS, Metric, Record
+from asyncrl.observability.terminal_view import step_table
+from asyncrl.types.metrics import Metric, Record
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ class ProgressView:
     def __init__(self, console: Console, *, max_steps: int, live: bool) -> None:
         self._max_steps = max_steps
         self._ends: deque[float] = deque([time.monotonic()], maxlen=21)
+        self._rewards: deque[float] = deque(maxlen=30)
         self._accuracy: float | None = None
         self._bar = Progress(
             TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[eta]}")
@@ -38,9 +39,10 @@ class ProgressView:
     def stepped(self, record: Record) -> None:
         self._ends.append(time.monotonic())
         self._accuracy = record.get(Metric.EVAL_ACCURACY, self._accuracy)
+        self._rewards.append(record[Metric.REWARD_MEAN])
         step = int(record[Metric.STEP])
         step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        eta = f"{_duration((self._max_steps - step) * step_s)} left, {step_s:.2f} s a step"
+        eta = f"{duration((self._max_steps - step) * step_s)} left, {step_s:.2f} s a step"
         accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
         logger.info(
             "step %d/%d  reward %.3f  accuracy %s  lag %.2f (max %d)  queue running %d ready %d trained %d  "
@@ -52,33 +54,13 @@ class ProgressView:
         )
         if self._live is not None:
             self._bar.update(self._task, completed=step, eta=eta)
-            self._live.update(Group(self._bar, _table(record, accuracy)))
+            self._live.update(Group(self._bar, step_table(record, self._accuracy, self._rewards)))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
 
-def _table(record: Record, accuracy: str) -> Table:
-    table = Table.grid(padding=(0, 2))
-    rows = {
-        "learning": f"reward {record[Metric.REWARD_MEAN]:.3f}   held-out accuracy {accuracy}   "
-        f"loss {record[Metric.LOSS]:+.4f}   grad norm {record[Metric.GRAD_NORM]:.3f}",
-        "staleness": f"lag mean {record[Metric.LAG_MEAN]:.2f} max {record[Metric.LAG_MAX]:.0f}   "
-        f"in flight {record[Metric.LAG_IN_FLIGHT]:.2f} in queue {record[Metric.LAG_IN_QUEUE]:.2f}",
-        "queue": "   ".join(
-            f"{name} {record[QUEUE_METRICS[name]]:.0f}"
-            for name in ("admitted", "running", "ready", "leased", "trained", "filtered", "expired", "failed")
-        ),
-        "speed": f"rollout {record[Metric.ROLLOUT_SPEED]:.0f} tok/s   "
-        f"train {record[Metric.TRAIN_SPEED]:.0f} tok/s   publish {1000 * record[Metric.PUBLISH_TIME]:.0f} ms",
-        "idle": f"trainer {record[Metric.IDLE_TRAINER]:.0%}   rollout {record[Metric.IDLE_ROLLOUT]:.0%}",
-    }
-    for name, text in rows.items():
-        table.add_row(f"[bold]{name}", text)
-    return table
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

@@ -5,6 +5,7 @@
                 |         `-> expired             (under mask: no token left that may be trained)
                 |-> running (re-issued: retry, or its owner died)
                 |-> expired                       (under refill: overdue; its prompt is admitted again)
+                |-> expired                       (the limit on the lag was lowered; also from ready)
                 `-> failed                        (after the retry budget)
 
 After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. Each admission of
@@ -15,6 +16,8 @@ raises LedgerError, which ends the run.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
@@ -45,6 +48,8 @@ class Ledger:
             on_event: called with every transition, in order.
         """
         self.policy = policy
+        """The rules that hold now: those of the run, or with the lower limit of `limit_lag`."""
+        self._rules_of_run = policy
         self.step = 0
         self.version = 0
         self._max_attempts = max_attempts
@@ -54,13 +59,18 @@ class Ledger:
         self._records: dict[int, GroupRecord] = {}
         self._totals = dict.fromkeys(("admitted", "trained", "filtered", "expired", "failed"), 0)
         self._states: dict[str, int] = {"running": 0, "ready": 0, "leased": 0}
-        self._cancelled: set[Ticket] = set()
-        self._untold: list[Ticket] = []
+        self._owners: dict[int, str] = {}
+        """By ordinal who has the ticket of a running group."""
+        self._cancelled: dict[Ticket, str] = {}
+        """Cancelled tickets whose owners have not answered them, with these owners."""
+        self._untold: dict[str, list[Ticket]] = {}
+        """By owner the cancellations that it has not been told of."""
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
-    def admit(self, limit: int) -> list[Ticket]:
-        """Issues up to `limit` tickets: requeued groups first, then as many new groups as staleness allows."""
+    def admit(self, limit: int, most_new: float = math.inf, owner: str = "") -> list[Ticket]:
+        """Issues up to `limit` tickets to `owner`: requeued groups first, whoever had them, then as many new groups as
+        staleness allows, and `most_new` of them at most."""
         tickets: list[Ticket] = []
         # Requeued groups with kept tokens go first: they also keep the earlier deadline of these tokens.
         waiting = sorted(self._unissued(), key=lambda r: (not r.kept, r.version if r.kept else 0, r.ordinal))
@@ -70,11 +80,12 @@ class Ledger:
             self._records[record.ordinal] = issued
             self._emit("reissued", issued)
             tickets.append(issued.ticket)
-        for _ in range(min(limit - len(tickets), self.admissible)):
+        for _ in range(int(max(0, min(limit - len(tickets), self.admissible, most_new)))):
             record = GroupRecord(self._next_ordinal, attempt=0, version=self.version, state="running")
             self._next_ordinal += 1
             self._begin(record)
             tickets.append(record.ticket)
+        self._owners |= dict.fromkeys((ticket.ordinal for ticket in tickets), owner)
         self._check()
         return tickets
 
@@ -128,16 +139,16 @@ class Ledger:
                 taken += 1
         return taken
 
-    def take_back_all(self, reason: str) -> int:
-        """Requeues every running group and drops the cancellations not yet returned: the rollouter that they were for
-        has died. Returns the number of groups."""
-        self._forget_cancelled()
-        return self.take_back([r.ticket for r in self.running()], reason)
+    def take_back_all(self, reason: str, owner: str = "") -> int:
+        """Requeues every running group of `owner`, which has died, and drops the cancellations that were for it.
+        Returns the number of groups."""
+        self._untold.pop(owner, None)
+        self._cancelled = {ticket: whose for ticket, whose in self._cancelled.items() if whose != owner}
+        return self.take_back([r.ticket for r in self.running() if self._owners.get(r.ordinal) == owner], reason)
 
-    def take_cancelled(self) -> tuple[Ticket, ...]:
-        """The tickets of groups that expired while they were being generated; each is returned once."""
-        untold, self._untold = tuple(self._untold), []
-        return untold
+    def take_cancelled(self, owner: str = "") -> tuple[Ticket, ...]:
+        """The tickets of `owner` whose groups expired while they were being generated; each is returned once."""
+        return tuple(self._untold.pop(owner, ()))
 
     def lease(self, step: int, oldest_trained: Callable[[int, int], int | None] | None = None) -> Selection:
         """Leases the groups of `step`; when that must wait, the selection says for what. Idempotent until commit or
@@ -193,6 +204,22 @@ class Ledger:
             raise LedgerError(f"published({version}): published {self.version}, trained {self.step} steps")
         self.version = version
 
+    def limit_lag(self, limit: int) -> int:
+        """Sets the limit on the lag, at most that of the run; returns how many groups expired.
+
+        A lower limit ends, for good, the fewest groups without which the others can be trained within it. A higher one
+        ends none. Nothing may be leased.
+
+        Raises LedgerError: groups are leased. ValueError: the limit is negative or above that of the run.
+        """
+        if self._states["leased"]:
+            raise LedgerError(f"limit_lag({limit}): the {self._states['leased']} groups of a step are leased")
+        self.policy = self._rules_of_run.limited(limit)
+        surplus = self.policy.surplus([self._candidate(r) for r in self._records.values()], self.step)
+        for ordinal in surplus:
+            self._cancel(self._records[ordinal], f"over the lowered limit {limit} on the lag")
+        return len(surplus)
+
     # -- views ---------------------------------------------------------------------------------------------------
 
     @property
@@ -208,10 +235,13 @@ class Ledger:
             room = min(room, self._max_groups - self._totals["trained"] - active)
         return max(0, room)
 
-    @property
-    def has_pending(self) -> bool:
-        """True when an admission would return more than new groups: a requeued group, or a cancellation."""
-        return bool(self._untold) or next(self._unissued(), None) is not None
+    def has_pending(self, owner: str = "") -> bool:
+        """True when an admission of `owner` would return more than new groups: a requeued group, or a cancellation."""
+        return owner in self._untold or next(self._unissued(), None) is not None
+
+    def held(self) -> Counter[str]:
+        """Running groups by the owner of their ticket."""
+        return Counter(self._owners.values())
 
     def record(self, ordinal: int) -> GroupRecord | None:
         return self._records.get(ordinal)
@@ -224,8 +254,8 @@ class Ledger:
         return LedgerSnapshot(self.step, self.version, self._next_ordinal, self.counts, records)
 
     def restore(self, snapshot: LedgerSnapshot, kept: Collection[int] = ()) -> None:
-        """Replaces all state by that of `snapshot`. Running groups are requeued as the next attempt, leased groups are
-        ready again: their owners are gone.
+        """Replaces all state by that of `snapshot`; the limit on the lag is that of the run again. Running groups are
+        requeued as the next attempt, leased groups are ready again: their owners are gone.
 
         Args:
             kept: ordinals of running groups whose tokens were kept. These groups keep their version when they are
@@ -233,12 +263,15 @@ class Ledger:
 
         A snapshot taken under mask may hold groups that another policy cannot train in time: these end `expired`.
         """
+        self.policy = self._rules_of_run
         self.step, self.version, self._next_ordinal = snapshot.step, snapshot.version, snapshot.next_ordinal
         counts = snapshot.counts
         self._totals = {name: getattr(counts, name) for name in self._totals}
         self._records = {r.ordinal: r for r in snapshot.records}
         self._states = {name: sum(r.state == name for r in snapshot.records) for name in self._states}
-        self._forget_cancelled()
+        self._owners.clear()
+        self._cancelled.clear()
+        self._untold.clear()
         self.rollback(self.step)
         for record in self.running():
             self._requeue(record, "restored from a checkpoint", kept=record.ordinal in kept)
@@ -257,13 +290,10 @@ class Ledger:
         """True once per cancelled ticket: the answer to it settles the cancellation."""
         if ticket not in self._cancelled:
             return False
-        self._cancelled.remove(ticket)
-        self._untold = [t for t in self._untold if t != ticket]
+        untold = self._untold.pop(owner := self._cancelled.pop(ticket), [])
+        if left := [t for t in untold if t != ticket]:
+            self._untold[owner] = left
         return True
-
-    def _forget_cancelled(self) -> None:
-        self._cancelled.clear()
-        self._untold.clear()
 
     def _unissued(self) -> Iterator[GroupRecord]:
         return (r for r in self._records.values() if r.state == "running" and not r.issued)
@@ -295,13 +325,18 @@ class Ledger:
         """Ends an overdue running group; its prompt is admitted again while it has attempts left."""
         again = record.attempt + 1 < self._max_attempts
         then = f"admitted again as attempt {record.attempt + 1}" if again else "for good"
-        self._end(record, "expired", f"overdue, deadline {self.policy.deadline(record.version)}: {then}")
-        if record.issued:
-            self._cancelled.add(record.ticket)
-            self._untold.append(record.ticket)
+        self._cancel(record, f"overdue, deadline {self.policy.deadline(record.version)}: {then}")
         if again:
             fresh = replace(record, attempt=record.attempt + 1, version=self.version, issued=False, kept=False)
             self._begin(fresh)
+
+    def _cancel(self, record: GroupRecord, why: str) -> None:
+        """Ends a running or ready group as `expired`; its rollouter hears of it where it holds the ticket."""
+        owner = self._owners.get(record.ordinal, "")
+        self._end(record, "expired", why)
+        if record.state == "running" and record.issued:
+            self._cancelled[record.ticket] = owner
+            self._untold.setdefault(owner, []).append(record.ticket)
 
     def _begin(self, record: GroupRecord) -> None:
         self._records[record.ordinal] = record
@@ -325,17 +360,20 @@ class Ledger:
         version = min(record.version, self.version)
         again = replace(record, attempt=record.attempt + 1, issued=False, kept=kept, version=version)
         self._records[record.ordinal] = again
+        self._owners.pop(record.ordinal, None)
         self._emit("requeued", again, reason)
 
     def _move(self, record: GroupRecord, state: State) -> None:
         before = self._records[record.ordinal].state
         self._states[before] -= 1
         self._states[state] += 1
+        self._owners.pop(record.ordinal, None)
         self._records[record.ordinal] = replace(record, state=state)
         self._check()
 
     def _end(self, record: GroupRecord, end: End, detail: str = "") -> None:
         before = self._records.pop(record.ordinal).state
+        self._owners.pop(record.ordinal, None)
         self._states[before] -= 1
         self._totals[end] += 1
         self._emit(end, record, detail)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrl.errors import LedgerError
-from asyncrl.types import GroupSummary, Lengths, Segment, Trajectory, TrajectoryGroup
+from asyncrl.types import GroupSummary, Lengths, Segment, TokenLag, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +42,33 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
 
     Raises LedgerError: a token would be trained with a lag over `max_lag`.
     """
-    lag_sum = lag_max = in_flight = 0
-    lengths = []
-    for trajectory in leased.trajectories:
-        trained = 0
-        for segment, count in _trained(trajectory):
-            lag = step - segment.version
-            trained += count
-            lag_sum += count * lag
-            lag_max = max(lag_max, lag)
-            in_flight += count * (stored.put_version - segment.version)
+    lags, lengths = [], []
+    for index, trajectory in enumerate(leased.trajectories):
+        parts = [
+            TokenLag(index, step - segment.version, stored.put_version - segment.version, count)
+            for segment, count in _trained(trajectory)
+        ]
+        trained = sum(part.tokens for part in parts)
         lengths.append(Lengths(len(trajectory.prompt_ids), len(trajectory.response_ids), trained))
+        lags += parts
+    lag_max = max((part.lag for part in lags), default=0)
     if lag_max > max_lag:
         raise LedgerError(f"step {step} would train a token of group {leased.ordinal} with lag {lag_max} > {max_lag}")
     trained_tokens = sum(length.trained for length in lengths)
     before = (
         sum(t.num_trained_tokens for t in stored.group.trajectories) if leased is not stored.group else trained_tokens
     )
+    spans = [_version_span(t) for t in leased.trajectories]
     return GroupSummary(
         ordinal=leased.ordinal,
         attempt=leased.attempt,
         lengths=tuple(lengths),
         rewards=tuple(t.reward for t in leased.trajectories),
-        lag_sum=lag_sum,
-        lag_max=lag_max,
-        lag_in_flight_sum=in_flight,
-        trained_tokens=trained_tokens,
+        lags=tuple(lags),
         segments=sum(len(t.segments) for t in leased.trajectories),
-        interrupted=sum(len({s.version for s in t.segments if s.kind == "policy"}) > 1 for t in leased.trajectories),
+        interrupted=sum(span > 0 for span in spans),
+        version_span=sum(spans),
+        continued_tokens=sum(map(_continued_tokens, leased.trajectories)),
         masked_tokens=before - trained_tokens,
         truncated=sum(t.finish_reason == "length" for t in leased.trajectories),
         reward_parts=_mean_parts(leased),
@@ -90,6 +89,24 @@ def _trained(trajectory: Trajectory) -> Iterator[tuple[Segment, int]]:
             count := int(np.count_nonzero(trajectory.loss_mask[segment.start : segment.stop]))
         ):
             yield segment, count
+
+
+def _version_span(trajectory: Trajectory) -> int:
+    versions = [s.version for s in trajectory.segments if s.kind == "policy"]
+    return max(versions, default=0) - min(versions, default=0)
+
+
+def _continued_tokens(trajectory: Trajectory) -> int:
+    """Trained tokens that follow others of an older version, of the same replica and without anything between."""
+    tokens, run = 0, None
+    for segment in trajectory.segments:
+        if segment.kind != "policy":
+            run = None
+        elif run is None or run.replica_id != segment.replica_id:
+            run = segment
+        elif segment.version > run.version:
+            tokens += int(np.count_nonzero(trajectory.loss_mask[segment.start : segment.stop]))
+    return tokens
 
 
 def _mask_older(trajectory: Trajectory, version: int) -> Trajectory:

@@ -7,6 +7,7 @@ open indefinitely. The queue writes the life of every group to `events.jsonl`, i
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -21,6 +22,7 @@ from asyncrl.queue.budgets import EndBudgets
 from asyncrl.queue.group_records import GroupRecord
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
+from asyncrl.queue.pacing import PacingName, build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.queue.staleness import OnOverdue, StalenessPolicy
 from asyncrl.types import (
@@ -41,7 +43,8 @@ class QueueSpec:
     """What a message queue is built from.
 
     `max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
-    `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed.
+    `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed. `pacing`:
+    when groups are admitted within the limit; just_in_time only where nobody waits for the queue to be empty.
     """
 
     groups_per_step: int
@@ -55,6 +58,7 @@ class QueueSpec:
     failed_window: int = 256
     max_filtered_fraction: float = 0.99
     filtered_window: int = 256
+    pacing: PacingName = "eager"
     hide: Hidden = field(default_factory=Hidden)
 
 
@@ -79,15 +83,17 @@ class MessageQueue:
             max_groups=spec.max_groups,
             on_event=self._record,
         )
+        self._pacing = build_pacing(spec.pacing, spec.groups_per_step)
         self._stored: dict[int, StoredGroup] = {}
         self._leased: dict[int, TrajectoryGroup] = {}
         """The groups of the lease as the step trains them."""
         self._partials: dict[int, PartialGroup] = {}
         """Restored partial groups that wait to be issued again; each has the ticket that it will be issued with."""
         self._captured: SavedState | None = None
-        self._owner = 0
-        """Counts rollouters: grows when the tickets of one are taken back."""
+        self._asking: set[str] = set()
+        """Rollouters that wait for an admission."""
         self._gone: set[str] = set()
+        """Rollouters whose tickets were taken back."""
         self._changed = asyncio.Event()
         self._overdue_since: float | None = None
 
@@ -96,18 +102,29 @@ class MessageQueue:
     async def admit(self, limit: int, wait_s: float, client_id: str = "") -> Admission:
         """Up to `limit` tickets, and the tickets to cancel; waits at most `wait_s` for the first of either.
 
-        A client whose tickets were taken back counts as dead and gets an empty admission.
+        Of several rollouters that ask, each gets its share, so that all hold the same number of running groups. A
+        client whose tickets were taken back counts as dead and gets an empty admission.
         """
-        owner = self._owner
-        await self._wait(
-            lambda: self._owner != owner or self._ledger.has_pending or self._ledger.admissible > 0, wait_s
-        )
-        if self._owner != owner or client_id in self._gone:
-            return Admission()  # this client was replaced during the wait: tickets given to it would be lost
-        tickets = self._ledger.admit(limit)
+        ledger = self._ledger
+
+        def has_some() -> bool:
+            return client_id in self._gone or ledger.has_pending(client_id) or self._share(client_id) >= 1
+
+        self._asking.add(client_id)
+        try:
+            await self._wait(has_some, wait_s, wakes_at=lambda: self._pacing.next_change(self._clock()))
+            if client_id in self._gone:
+                return Admission()  # it was replaced during the wait: tickets given to it would be lost
+            tickets = ledger.admit(limit, self._share(client_id), client_id)
+        finally:
+            self._asking.discard(client_id)
+        for ticket in tickets:
+            self._pacing.begun(ticket.ordinal, self._clock())
+        if self._asking and self._room() >= 1:
+            self._notify()
         found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]
         partials = tuple(p for t, p in found if p is not None and p.ticket == t)
-        return Admission(tuple(tickets), self._ledger.take_cancelled(), partials)
+        return Admission(tuple(tickets), ledger.take_cancelled(client_id), partials)
 
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         """Stores the group for its ticket.
@@ -129,6 +146,7 @@ class MessageQueue:
         has_signal = not self._spec.dynamic_sampling or min(rewards) != max(rewards)
         if self._ledger.put(ticket, group.oldest_version, has_signal=has_signal):
             self._stored[group.ordinal] = StoredGroup(group, max(self._ledger.version, newest))
+        self._pacing.ready(ticket.ordinal, self._clock())
         self._notify()
 
     async def put_many(self, items: list[tuple[Ticket, TrajectoryGroup]]) -> list[Exception | None]:
@@ -150,9 +168,8 @@ class MessageQueue:
 
     async def take_back_all(self, reason: str, client_id: str) -> int:
         """Requeues all groups of the rollouter `client_id`, which has died; returns how many."""
-        self._owner += 1
         self._gone.add(client_id)
-        count = self._ledger.take_back_all(reason)
+        count = self._ledger.take_back_all(reason, client_id)
         self._notify()
         return count
 
@@ -164,6 +181,8 @@ class MessageQueue:
         Raises RunFailed when more groups failed, or were filtered, than the budget allows.
         """
         deadline = self._clock() + wait_s
+        self._pacing.asked(self._clock())
+        self._notify()  # a step that waits is refused no group
         while True:
             self._budgets.check()
             expired = self._ledger.counts.expired
@@ -171,6 +190,7 @@ class MessageQueue:
             if self._ledger.counts.expired > expired:
                 self._notify()  # a group expired: its slot is free, and its ticket may be cancelled
             if selection.chosen:
+                self._pacing.leased(self._clock())
                 return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
                 self._overdue_since = self._clock()
@@ -201,6 +221,12 @@ class MessageQueue:
     async def published(self, version: int) -> LedgerCounts:
         self._ledger.published(version)
         self._notify()
+        return self._ledger.counts
+
+    async def limit_lag(self, limit: int) -> LedgerCounts:
+        """Sets the limit on the lag from the next lease on, at most `max_lag`; see `Ledger.limit_lag`."""
+        self._ledger.limit_lag(limit)
+        self._notify()  # the tickets of expired groups are to be cancelled, or more groups may be admitted
         return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
@@ -303,6 +329,8 @@ class MessageQueue:
 
     def _record(self, event: GroupChanged) -> None:
         self._events.write(event)
+        if event.transition in ("requeued", "expired", "failed"):
+            self._pacing.gone(event.ordinal)
         if event.transition in ("trained", "filtered", "expired", "failed"):
             self._budgets.add(event.transition)
             self._stored.pop(event.ordinal, None)
@@ -319,10 +347,27 @@ class MessageQueue:
         except TimeoutError:
             pass  # the caller checks its condition again
 
-    async def _wait(self, condition: Callable[[], bool], wait_s: float) -> None:
+    async def _wait(
+        self, condition: Callable[[], bool], wait_s: float, *, wakes_at: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """`wakes_at`: when the condition may become true without a notification."""
         deadline = self._clock() + wait_s
         while not condition() and (remaining := deadline - self._clock()) > 0:
-            await self._wait_change(remaining)
+            at = wakes_at()
+            await self._wait_change(remaining if at is None else min(remaining, max(0.001, at - self._clock())))
+
+    def _room(self) -> float:
+        """New groups that staleness admits and the pacing wants now."""
+        wanted = shortfall(self._pacing, self._clock(), self._ledger.counts, self._budgets.shares.filtered)
+        return min(self._ledger.admissible, wanted)
+
+    def _share(self, client_id: str) -> int:
+        """New groups for this rollouter, so that all that ask now would hold the same number of them."""
+        if (room := self._room()) < 1:
+            return 0
+        held = self._ledger.held()
+        together = sum(held[asking] for asking in self._asking) + int(room)
+        return min(int(room), math.ceil(together / len(self._asking)) - held[client_id])
 
 
 def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:

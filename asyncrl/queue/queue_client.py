@@ -29,6 +29,9 @@ class QueueControl:
     async def published(self, version: int) -> LedgerCounts:
         return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.published, version)
 
+    async def limit_lag(self, limit: int) -> LedgerCounts:
+        return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.limit_lag, limit)
+
     async def wait_idle(self, wait_s: float) -> bool:
         return await self._actor.call(wait_s + CALL_TIMEOUT_S, MessageQueue.wait_idle, wait_s)
 

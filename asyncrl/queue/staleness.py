@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 OnOverdue = Literal["wait", "refill", "mask"]
@@ -51,6 +51,12 @@ class StalenessPolicy:
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_lag < 0:
             raise ValueError(f"groups_per_step {self.groups_per_step} and max_lag {self.max_lag} out of range")
+
+    def limited(self, limit: int) -> StalenessPolicy:
+        """The same rules with a lower limit. Raises ValueError: `limit` is above `max_lag`."""
+        if limit > self.max_lag:
+            raise ValueError(f"a limit of {limit} on the lag is above max_lag {self.max_lag}")
+        return replace(self, max_lag=limit)
 
     def deadline(self, version: int) -> int:
         """The last step that may train all of a group whose oldest token (or admission) has `version`."""

@@ -9,9 +9,11 @@ from typing import Literal
 
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
-from asyncrl.types.events import ReplicaFailed, ReplicaRejoined, ReplicaServing, ReplicaSuspended
+from asyncrl.types.events import GuardChanged, ReplicaFailed, ReplicaRejoined, ReplicaServing, ReplicaSuspended
 from asyncrl.types.metrics import Metric
 
+WORTH_IT = 0.15
+"""Share of the trainer's time from which on a wait is worth shortening before the training itself."""
 Severity = Literal["bad", "warning", "hint"]
 
 
@@ -38,6 +40,30 @@ def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
     """All findings, the gravest first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
     return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
+
+
+def helps_most(run: RunFiles) -> str:
+    """One sentence: what would make the run faster, and by how much at most, from where its time goes."""
+    training = _mean(run, Metric.TRAINER_TRAINING)
+    environment, recovering = _mean(run, Metric.REPLICA_ENVIRONMENT), _mean(run, Metric.REPLICA_RECOVERING)
+    of_replicas = {
+        "a faster environment or reward, or more workers for it": environment,
+        "replicas that do not fail": recovering,
+        "more replicas, or shorter responses": _mean(run, Metric.REPLICA_GENERATING),
+    }
+    waits = {
+        max(of_replicas, key=lambda what: of_replicas[what]): Metric.TRAINER_GROUPS,
+        "giving up stragglers (staleness.on_overdue) or a higher staleness.max_lag": Metric.TRAINER_OVERDUE,
+        "a cheaper publish (weights.transport, staleness.publish_every_steps)": Metric.TRAINER_PUBLISH,
+        "fewer checkpoints, or checkpoint.background": Metric.TRAINER_CHECKPOINT,
+        "evaluation on leased replicas (eval.leased_replicas), or less often": Metric.TRAINER_EVALUATION,
+    }
+    share, helps = max((_mean(run, metric), what) for what, metric in waits.items())
+    if share >= WORTH_IT:
+        gain = f"at most {1 / (1 - share):.1f} times as fast" if share < 1 else "it does nothing else"
+        return f"For speed, what would help most is {helps}: {share:.0%} of the trainer's time goes there ({gain})."
+    helps = "a faster optimizer step: more trainer ranks"
+    return f"For speed, what would help most is {helps}. It takes {training:.0%} of the trainer's time."
 
 
 def _late(run: RunFiles, key: str) -> list[float]:
@@ -169,6 +195,28 @@ def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         )
 
 
+def _guard(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+    changes = run.of_kind(GuardChanged.kind)
+    if not changes:
+        return
+    last, lowest = changes[-1], min(event.get("limit", 0) for event in changes)
+    actions = ", ".join(f"step {event.get('step')}: {event.get('action')}" for event in changes[-5:])
+    evidence = (
+        f"It acted {len(changes)} times; the lowest limit on the lag was {lowest}, the last {last.get('limit')}. "
+        f"Last actions: {actions}. Reason of the last: {last.get('reason')}."
+    )
+    metrics = Metric.GUARD_SEVERITY, Metric.GUARD_LIMIT, Metric.EFFECTIVE_SAMPLES, Metric.KL_BEHAVIOR
+    remedy = "Lower trainer.lr or staleness.max_lag, or take a loss or a correction that bears more lag (dppo, m2po)."
+    if not last.get("acted"):
+        title = "The off-policy guard would have acted"
+        yield Diagnosis("warning", title, evidence, f"Set staleness.guard=act. {remedy}", metrics)
+    elif last.get("action") == "stopped":
+        remedy += " Go on from a checkpoint before the first of these steps."
+        yield Diagnosis("bad", "Stopped by the off-policy guard", evidence, remedy, metrics)
+    else:
+        yield Diagnosis("warning", "Held back by the off-policy guard", evidence, remedy, metrics)
+
+
 def _best(values: Sequence[float], window: int) -> float:
     """The highest mean of a window."""
     return max(fmean(values[at : at + window]) for at in range(len(values) - window + 1))
@@ -205,5 +253,6 @@ _RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
     _where_time_goes,
     _replicas,
     _ratio,
+    _guard,
     _signal,
 )

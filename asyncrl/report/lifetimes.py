@@ -74,13 +74,3 @@ class Lifetimes:
     def generation_s(self) -> list[float]:
         """How long the groups that became ready were generated, shortest first."""
         return sorted(life.ready - life.admitted for life in self.all if life.ready and life.admitted)
-
-    def lags(self) -> dict[int, dict[int, int]]:
-        """Step -> lag -> number of groups. A step that was trained again after a crash counts once."""
-        last = {(life.step, life.ordinal): life for life in self.all if life.step is not None}
-        counts: dict[int, dict[int, int]] = {}
-        for (step, _), life in last.items():
-            if step is not None and life.lag is not None:
-                of_step = counts.setdefault(step, {})
-                of_step[life.lag] = of_step.get(life.lag, 0) + 1
-        return counts

@@ -7,67 +7,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl.report.findings import Diagnosis, findings
+from asyncrl.observability.charts import CHARTS, SECTIONS
+from asyncrl.report.findings import Diagnosis, findings, helps_most
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
 from asyncrl.types.events import (
     ENVELOPE,
+    FAULTS,
     CheckpointSaved,
     GroupChanged,
-    ReplicaFailed,
-    ReplicaSuspended,
-    RollouterFailed,
     RunEnded,
     RunFaulted,
     SnapshotTaken,
     StepTrained,
-    TrainingFailed,
     WeightsPublished,
 )
-from asyncrl.types.metrics import FAMILIES, Metric
+from asyncrl.types.metrics import Metric, metric_of
 
 EXCERPT_STEPS = 30
 EXCERPT_GROUPS = 600
 MAX_TOKENS = 4096
 """Tokens of a trajectory that the page shows."""
 MAX_EVENTS = 400
-_FAULTS = tuple(event.kind for event in (ReplicaFailed, ReplicaSuspended, RollouterFailed, TrainingFailed, RunFaulted))
 _PLAIN = tuple(event.kind for event in (GroupChanged, StepTrained, WeightsPublished, SnapshotTaken, CheckpointSaved))
-
-TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_time")
-REPLICA_TIME = tuple(metric for metric in Metric if metric.group == "replica_time")
-QUEUE_STATES = (Metric.QUEUE_RUNNING, Metric.QUEUE_READY, Metric.QUEUE_LEASED)
-
-CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Reward and accuracy", "lines", (Metric.REWARD_MEAN, Metric.EVAL_ACCURACY)),
-    (
-        "Lag of the trained tokens",
-        "lines",
-        (Metric.LAG_MEAN, Metric.LAG_IN_FLIGHT, Metric.LAG_IN_QUEUE, Metric.LAG_MAX),
-    ),
-    ("Lag of the trained groups", "lags", ()),
-    ("Where the trainer's time goes", "stack", TRAINER_TIME),
-    ("Where the replicas' time goes", "stack", REPLICA_TIME),
-    ("Groups in the queue", "stack", QUEUE_STATES),
-    ("Publish", "stack", ("publish/transfer_s", "publish/other_s")),
-    ("Tokens per second", "lines", (Metric.ROLLOUT_SPEED, Metric.TRAIN_SPEED)),
-    ("Importance ratio", "lines", (Metric.RATIO_MEAN,)),
-    ("Clipped tokens", "stack", (Metric.CLIPPED_POSITIVE, Metric.CLIPPED_NEGATIVE)),
-    ("Divergence and entropy", "lines", (Metric.KL_BEHAVIOR, Metric.KL_REFERENCE, Metric.ENTROPY)),
-    ("Loss", "lines", (Metric.LOSS,)),
-    ("Gradient norm", "lines", (Metric.GRAD_NORM,)),
-    ("Length of the responses", "lines", (Metric.RESPONSE_TOKENS,)),
-    ("Interrupted and truncated", "lines", (Metric.INTERRUPTED, Metric.TRUNCATED)),
-    ("Replicas that took the publish", "lines", (Metric.PUBLISH_REPLICAS,)),
-)
-"""Title, kind and metrics of each chart: `lines`, `stack` (areas on each other), `lags` (a histogram for each step)."""
 
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Everything that the page shows of these runs; the first one is shown in full."""
     return {
-        "charts": [{"title": title, "kind": kind, "keys": list(keys)} for title, kind, keys in CHARTS],
-        "declared": {str(m): {"unit": m.unit, "meaning": m.meaning} for m in Metric if not m.is_family},
+        "sections": [
+            {"title": section.title, "charts": [asdict(chart) for chart in section.charts]} for section in SECTIONS
+        ],
+        "declared": {
+            key: {"unit": metric.unit, "meaning": metric.meaning}
+            for chart in CHARTS
+            for key in chart.keys
+            if (metric := metric_of(key))
+        },
         "runs": [_run(run) for run in runs],
         "differences": _differences(runs),
     }
@@ -80,10 +56,10 @@ def _run(run: RunFiles) -> dict[str, Any]:
         "name": run.name,
         "directory": str(run.directory),
         "summary": _summary(run, lives, found),
+        "helps_most": helps_most(run),
         "findings": [asdict(finding) | {"metrics": [str(m) for m in finding.metrics]} for finding in found],
         "steps": [int(line[Metric.STEP] or 0) for line in run.metrics],
         "metrics": _columns(run),
-        "lags": _lags(lives),
         "timeline": _timeline(run, lives),
         "samples": [_sample(sample) for sample in run.samples],
         "events": _notable(run),
@@ -114,15 +90,7 @@ def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> lis
 def _columns(run: RunFiles) -> dict[str, list[float | None]]:
     """Each metric that the run has, rounded to five digits: more cannot be seen, and the file stays small."""
     keys = sorted({key for line in run.metrics for key in line} - {str(Metric.STEP)})
-    known = {str(metric) for metric in Metric}
-    columns = {
-        key: [_rounded(value) for value in run.series(key)] for key in keys if key in known or key.startswith(FAMILIES)
-    }
-    transfer, whole = run.series(Metric.PUBLISH_TRANSFER), run.series(Metric.PUBLISH_TIME)
-    columns["publish/transfer_s"] = [_rounded(value) for value in transfer]
-    columns["publish/other_s"] = [
-        None if a is None or b is None else _rounded(max(0.0, a - b)) for a, b in zip(whole, transfer, strict=True)
-    ]
+    columns = {key: [_rounded(value) for value in run.series(key)] for key in keys if metric_of(key)}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}
 
 
@@ -130,17 +98,6 @@ def _rounded(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.5g}")
-
-
-def _lags(lives: Lifetimes) -> dict[str, Any]:
-    """`counts[lag][i]`: groups of that lag that step `steps[i]` trained."""
-    of_steps = lives.lags()
-    steps = sorted(of_steps)
-    highest = max((lag for counts in of_steps.values() for lag in counts), default=-1)
-    return {
-        "steps": steps,
-        "counts": [[of_steps[step].get(lag, 0) for step in steps] for lag in range(highest + 1)],
-    }
 
 
 def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
@@ -168,7 +125,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
             spans.append(["publish", now - event["publish_s"], now, f"publish of version {event['version']}"])
         elif kind == CheckpointSaved.kind:
             spans.append(["checkpoint", now - event["save_s"], now, f"checkpoint of step {event['step']}"])
-        elif kind in _FAULTS:
+        elif kind in FAULTS:
             spans.append(["fault", now - 0.05, now, f"{kind} {event.get('replica', event.get('process', ''))}"])
     groups = [
         [life.ordinal, life.attempt]

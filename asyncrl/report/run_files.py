@@ -50,16 +50,18 @@ def read_run(path: Path) -> RunFiles:
     directory = RunDirectory(path)
     if not directory.config.is_file():
         found = "no config.json there" if path.is_dir() else "no such directory"
-        raise ConfigError(explain(f"a report of {path}", found, "name the directory of a run, such as runs/quickstart"))
+        raise ConfigError(
+            explain(f"the files of the run {path}", found, "name the directory of a run, such as runs/quickstart")
+        )
     try:
         config = json.loads(directory.config.read_text(encoding="utf-8"))
     except ValueError as error:
         do = "name another run; this one was not started by this version"
-        raise ConfigError(explain(f"a report of {path}", f"config.json is not JSON: {error}", do)) from error
+        raise ConfigError(explain(f"the files of the run {path}", f"config.json is not JSON: {error}", do)) from error
     by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
     if not by_step:
         found = "no optimizer step is complete: metrics.jsonl has no line"
-        raise ConfigError(explain(f"a report of {path}", found, "wait for the first step, or read log.txt"))
+        raise ConfigError(explain(f"the files of the run {path}", found, "wait for the first step, or read log.txt"))
     return RunFiles(
         name=str(config.get("name", path.name)),
         directory=directory.path,
@@ -69,6 +71,11 @@ def read_run(path: Path) -> RunFiles:
         samples=tuple(list(_lines(directory.samples))[-MAX_SAMPLES:]),
         faults=tuple(sorted(p.name for p in directory.faults.iterdir())) if directory.faults.is_dir() else (),
     )
+
+
+def read_spans(run: RunFiles) -> Iterator[dict[str, Any]]:
+    """The lines of `spans.jsonl`; none where no group was recorded."""
+    return _lines(RunDirectory(run.directory).spans)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 from asyncrl.inference.replica import Replica
@@ -114,16 +115,16 @@ class RolloutControl:
         The health watch of the coordinator bounds it, through the supervisor."""
         await self._actor.call(FOREVER_S, Rollouter.run)
 
-    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
-        """`leased`: the replicas that answer all of it, None: those that serve."""
-        if leased is not None:
+    async def evaluate(self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None = None) -> EvalResult:
+        """`table`: as of `Rollouter.evaluate`, with the controls of the replicas as its handles."""
+        if table is not None:
             # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
-            leased = channels(leased, f"{self._client_id}/evaluation-{next(self._evaluations)}")
-        return await self._actor.call(timeout_s + GRACE_S, Rollouter.evaluate, name, seed, timeout_s, leased)
+            table = channels(table, f"{self._client_id}/evaluation-{next(self._evaluations)}")
+        return await self._actor.call(timeout_s + GRACE_S, Rollouter.evaluate, name, seed, timeout_s, table)
 
-    async def set_replicas(self, table: ReplicaTable) -> None:
+    async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None = None) -> None:
         """`table`: with the controls of the replicas as its handles."""
-        await self._actor.call(CALL_TIMEOUT_S, Rollouter.set_replicas, channels(table, self._client_id))
+        await self._actor.call(CALL_TIMEOUT_S, Rollouter.set_replicas, channels(table, self._client_id), own)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
         return await self._actor.call(timeout_s, Rollouter.partials)

@@ -6,18 +6,31 @@ import numpy as np
 
 from asyncrl.types import FinishReason, Generation, SamplingParams, Segment, TokenChunk
 
+Span = tuple[str, float, float, dict[str, int]]
+"""What took place, from when to when (seconds since the epoch), and its figures."""
+
+
+FIRST_CAPACITY = 16
+"""Tokens that a draft has room for at first; the room doubles."""
+
 
 class Draft:
-    """Every token of one response that has arrived so far, over all attempts; readable at any moment.
+    """Every token of one response that has arrived so far, over all attempts; readable at any moment. Holds 8 bytes per
+    token, at most 16 with the room to grow.
 
     Args:
         prior: the tokens that the response already has, perhaps from another process.
+        attempts: gets the span of every attempt, if somebody wants to know.
     """
 
-    __slots__ = ("_cached_tokens", "_chunks", "num_tokens")
+    __slots__ = ("_cached_tokens", "_ends", "_ids", "_logprobs", "attempts", "num_tokens")
 
-    def __init__(self, prior: Generation | None = None) -> None:
-        self._chunks: list[tuple[TokenChunk, int]] = []
+    def __init__(self, prior: Generation | None = None, attempts: list[Span] | None = None) -> None:
+        self.attempts = attempts
+        self._ids = np.empty(FIRST_CAPACITY, np.int32)
+        self._logprobs = np.empty(FIRST_CAPACITY, np.float32)
+        self._ends: list[tuple[int, int, int]] = []
+        """(number of tokens up to its end, version, replica) of each run of tokens from one source."""
         self._cached_tokens: int | None = None
         self.num_tokens = 0
         for s in prior.segments if prior is not None else ():
@@ -28,35 +41,34 @@ class Draft:
     def add(self, chunk: TokenChunk, replica_id: int) -> None:
         if chunk.finish_reason is not None and self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
-        if len(chunk.token_ids):
-            self._chunks.append((chunk, replica_id))
-            self.num_tokens += len(chunk.token_ids)
+        if not (count := len(chunk.token_ids)):
+            return
+        begun, end = self.num_tokens, self.num_tokens + count
+        if end > len(self._ids):
+            room = max(end, 2 * len(self._ids))
+            self._ids, self._logprobs = _grown(self._ids, begun, room), _grown(self._logprobs, begun, room)
+        self._ids[begun:end] = chunk.token_ids
+        self._logprobs[begun:end] = chunk.logprobs
+        if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):
+            self._ends.pop()
+        self._ends.append((end, chunk.version, replica_id))
+        self.num_tokens = end
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[T] int32."""
-        return np.concatenate([np.zeros(0, np.int32), *(chunk.token_ids for chunk, _ in self._chunks)])
+        """[T] int32, a copy."""
+        return self._ids[: self.num_tokens].copy()
 
     @property
     def logprobs(self) -> np.ndarray:
-        """[T] float32."""
-        return np.concatenate([np.zeros(0, np.float32), *(chunk.logprobs for chunk, _ in self._chunks)])
+        """[T] float32, a copy."""
+        return self._logprobs[: self.num_tokens].copy()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """They tile `[0, T)`."""
-        segments: list[Segment] = []
-        at = begun = 0
-        source: tuple[int, int] | None = None
-        for chunk, replica_id in self._chunks:
-            if source is not None and source != (chunk.version, replica_id):
-                segments.append(Segment(begun, at, *source))
-                begun = at
-            source = chunk.version, replica_id
-            at += len(chunk.token_ids)
-        if source is not None:
-            segments.append(Segment(begun, at, *source))
-        return tuple(segments)
+        begun = [0, *(end for end, _, _ in self._ends)]
+        return tuple(Segment(start, *source) for start, source in zip(begun, self._ends, strict=False))
 
     def complete(self, sampling: SamplingParams, reason: FinishReason | None) -> FinishReason | None:
         """The finish reason of the whole response, given that its last attempt ended with `reason` (None: the replica
@@ -66,7 +78,7 @@ class Draft:
         """
         if reason not in (None, "abort"):
             return reason
-        if self._chunks and int(self._chunks[-1][0].token_ids[-1]) in sampling.stop_token_ids:
+        if self.num_tokens and int(self._ids[self.num_tokens - 1]) in sampling.stop_token_ids:
             return "stop"
         return "length" if self.num_tokens >= sampling.max_tokens else None
 
@@ -74,3 +86,10 @@ class Draft:
         """A copy of the response so far to `prompt_ids` ([P] int32). `reason`: abort while the draft continues."""
         made = self.token_ids, self.logprobs, self.segments
         return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0)
+
+
+def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
+    """A copy of the first `used` entries with room for `room`."""
+    larger = np.empty(room, array.dtype)
+    larger[:used] = array[:used]
+    return larger

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -32,6 +33,18 @@ from asyncrl.types import (
 __all__ = ["Draft", "GenerationClient", "OnChunk", "ReplicaChannel"]
 
 logger = logging.getLogger(__name__)
+
+
+COLLECT_S = 0.0003
+"""CPU time that a collection from one replica costs this process, tokens apart."""
+COLLECT_SHARE = 0.1
+"""Collections take at most this share of the process's time; beyond that they become rarer."""
+
+
+def collection_interval_s(shortest_s: float, num_busy: int) -> float:
+    """Seconds between two collections from one replica, while `num_busy` replicas have requests. `shortest_s` for a few
+    replicas; with more it grows, so that the calls of all together take a bounded share of a core."""
+    return max(shortest_s, num_busy * COLLECT_S / COLLECT_SHARE)
 
 
 class ReplicaChannel(Protocol):
@@ -114,7 +127,7 @@ class GenerationClient:
             replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
             states: requests go to the replicas in these states.
             request_timeout_s: longest time for one response over all its attempts.
-            poll_interval_s: shortest time between two collections from one replica.
+            poll_interval_s: shortest time between two collections from one replica; `collection_interval_s` of it.
             waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
                 deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
             max_lost: a response fails when this many replicas died while they worked on it: it may be what kills them.
@@ -228,7 +241,11 @@ class GenerationClient:
                     )
                     if interruptions:
                         self.reprefilled_tokens += len(request.prompt_ids)
+                    began = time.time()
                     attempt = await self._attempt(request, draft, prefix, on_chunk)
+                    if draft.attempts is not None:
+                        made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
+                        draft.attempts.append(("request", began, time.time(), made))
                     complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
                     if complete is not None:
                         break
@@ -353,7 +370,8 @@ class GenerationClient:
                 return
             for chunk in chunks:
                 self._deliver(chunk)
-            await asyncio.sleep(max(0.0, self._poll_interval_s - (loop.time() - started)))
+            interval_s = collection_interval_s(self._poll_interval_s, len(self._busy))
+            await asyncio.sleep(max(0.0, interval_s - (loop.time() - started)))
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:
         self._collectors.discard(task)

@@ -8,18 +8,17 @@ The admission loop starts one task per ticket; the task generates the group and 
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import itertools
 import logging
+import math
 import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
@@ -32,10 +31,12 @@ from asyncrl.environments import Chat, Environment, Managed, Task, build_environ
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.rollout.at_once import all_at_once
+from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
-from asyncrl.rollout.sample_files import QuarantineFile, SampleFile
+from asyncrl.rollout.sample_files import QuarantineFile, RolloutFiles, SampleFile, SpanFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
 from asyncrl.rollout.user_code import UserCode, summary
 from asyncrl.types import (
@@ -74,17 +75,12 @@ class TicketSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a rollouter is built from.
-
-    `train`: None where only held-out sets are evaluated. `samples_path`: the file for a few trajectories of each
-    version. `quarantine_path`: the file for prompts whose groups ended `failed`.
-    """
+    """What a rollouter is built from. `train`: None where only held-out sets are evaluated."""
 
     recipe: Recipe
     train: TrainingSet | None
     held_out: Mapping[str, RenderedPrompts]
-    samples_path: Path
-    quarantine_path: Path
+    files: RolloutFiles = field(default_factory=RolloutFiles)
     hide: Hidden = field(default_factory=Hidden)
 
 
@@ -105,8 +101,10 @@ class Rollouter:
         self._queue = queue
         self._replicas = ReplicaTable()
         self._client_id = client_id
-        self._samples = SampleFile(spec.samples_path, recipe.observability.samples_per_step, spec.hide)
-        self._quarantine = QuarantineFile(spec.quarantine_path, spec.hide)
+        samples = math.ceil(recipe.observability.samples_per_step / recipe.rollout.num_rollouters)
+        self._samples = SampleFile(spec.files.samples, samples, spec.hide)
+        self._spans = SpanFile(spec.files.spans, recipe.observability.trace_every_groups)
+        self._quarantine = QuarantineFile(spec.files.quarantine, spec.hide)
         self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
@@ -148,17 +146,16 @@ class Rollouter:
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._observe()
         self._tools = SessionTools(self.client, chat, self._rewards.score)
-        # Rows, tokenizer and modules live as long as the process: full garbage collections that visit them each time
-        # took a fifth of this process's time.
-        gc.collect()
-        gc.freeze()
         return await self.stats()
 
     async def run(self) -> None:
         """Generates until `stop`. Raises the error that ended one of its loops."""
         failure = self._failure
         assert failure is not None, "start comes first"
-        loops = [asyncio.create_task(self._admit(), name="admission"), asyncio.create_task(self.client.watch())]
+        self._time = ReplicaTime(time.monotonic())  # the replicas serve now: their start is nobody's lost time
+        self._observe()
+        work = {"admission": self._admit(), "client": self.client.watch(), "garbage": PauselessCollector().run()}
+        loops = [asyncio.create_task(loop, name=name) for name, loop in work.items()]
         try:
             done, _ = await asyncio.wait([*loops, failure], return_when=asyncio.FIRST_COMPLETED)
             for finished in done:
@@ -167,13 +164,18 @@ class Rollouter:
             for loop in loops:
                 loop.cancel()
 
-    async def set_replicas(self, table: ReplicaTable) -> None:
+    async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None = None) -> None:
         """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s. An older table
-        than the last one is ignored."""
+        than the last one is ignored.
+
+        Args:
+            own: the replicas that this rollouter's groups go to; None: all.
+        """
         if table.generation >= self._replicas.generation:
-            self._replicas, self._held = table, table.those("held").keys()
-            self._states = Counter(row.state for row in table.rows.values())
-            self.client.set_replicas(table)
+            self._replicas = mine = table if own is None else table.only(own)
+            self._held = mine.those("held").keys()
+            self._states = Counter(row.state for row in mine.rows.values())
+            self.client.set_replicas(mine)
             if self._lent is not None:
                 self._lent.set_replicas(table)
             self._observe()
@@ -183,19 +185,25 @@ class Rollouter:
         found = (running.partial() for running in self._groups.values())
         return [partial for partial in found if partial.num_tokens]
 
-    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
+    async def evaluate(self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None = None) -> EvalResult:
         """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
-            leased: the replicas that answer, and do nothing else; None: the serving replicas, beside the rollouts.
+            table: its leased replicas answer, and do nothing else; those that serve, beside the rollouts, where none is
+                leased. None: the replicas of this rollouter's groups.
 
         Raises what `answer_held_out` raises.
         """
         config, prompts = self._recipe.eval, self._held_out[name]
         lent = (
             None
-            if leased is None
-            else self._new_client(f"evaluation-{next(self._evaluations):06d}", leased, states=("leased",), waits=False)
+            if table is None
+            else self._new_client(
+                f"evaluation-{next(self._evaluations):06d}",
+                table,
+                states=("leased",) if table.those("leased") else ("serving", "held"),
+                waits=False,
+            )
         )
         tools = self._tools if lent is None else replace(self._tools, client=lent)
         sampling = SamplingParams(
@@ -305,7 +313,9 @@ class Rollouter:
         running = RunningGroup(
             ticket,
             tuple(
-                RolloutSession(self._tools, self._sampling, f"group-{ticket.ordinal}", seed, partial.calls)
+                RolloutSession(
+                    self._tools, self._sampling, f"group-{ticket.ordinal}", seed, partial.calls, self._spans.of(ticket)
+                )
                 for seed, partial in zip(seeds, begun, strict=True)
             ),
             [partial.done for partial in begun],
@@ -352,6 +362,7 @@ class Rollouter:
                 self._quarantine.add(ticket, row, reason)
             return
         await _unless_cancelled(self._queue.put(ticket, group))
+        self._spans.write(ticket, [session.spans for session in running.sessions])
         await self._samples.offer(group, ticket, row, self._tools.chat.decode)
 
     def _row(self, ticket: Ticket) -> PromptRow:
@@ -373,7 +384,7 @@ class Rollouter:
                 trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 
-        trajectories = await _all(one(i) for i in range(len(done)))
+        trajectories = await all_at_once(one(i) for i in range(len(done)))
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
         longest, limit = max(map(len_of, trajectories)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
@@ -387,6 +398,7 @@ class Rollouter:
             return (await self._environment.run(task, session)).normalized().validate()
 
         self._open += 1
+        began = time.time()
         try:
             return await self._of_environment(
                 f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
@@ -396,6 +408,8 @@ class Rollouter:
             )
         finally:
             session.close()
+            if session.spans is not None:
+                session.spans.append(("trajectory", began, time.time(), {}))
             self._open -= 1
             self._observe()
 
@@ -427,17 +441,6 @@ def _key(ticket: Ticket) -> tuple[int, int]:
 def len_of(trajectory: Trajectory) -> int:
     """Tokens of prompt and response."""
     return len(trajectory.prompt_ids) + len(trajectory.response_ids)
-
-
-async def _all(runs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Awaits all. The first exception cancels the others, and is raised once they have ended."""
-    tasks = [asyncio.create_task(run) for run in runs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unless_cancelled(call: Awaitable[T]) -> T:

@@ -1,12 +1,15 @@
-"""The rollouter's files for people: samples of trajectories, and the prompts whose groups ended `failed`."""
+"""The rollouter's files for people: samples of trajectories, spans of time, and the prompts whose groups ended
+`failed`."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +18,21 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import StorageError, explain
+from asyncrl.rollout.draft import Span
 from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
 
 _TOKENS_AT_ONCE = 32
 """Tokens that are decoded, each with a few before it, between two turns of the event loop: about 1 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFiles:
+    """Where the rollouter writes: a few trajectories of each version, spans of time, and prompts whose groups ended
+    `failed`."""
+
+    samples: Path = Path(os.devnull)
+    spans: Path = Path(os.devnull)
+    quarantine: Path = Path(os.devnull)
 
 
 class SampleFile:
@@ -73,6 +87,25 @@ async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[n
     return list(itertools.accumulate(map(len, pieces))) if "".join(pieces) == response else None
 
 
+class SpanFile:
+    """Records when the trajectories of every n-th group were generated, request by request, and rewarded: one JSON
+    object for each of these groups."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path, self._every = path, every
+
+    def of(self, ticket: Ticket) -> list[Span] | None:
+        """Where the spans of one of its trajectories go; None for a group that is not recorded."""
+        return [] if self._every and ticket.ordinal % self._every == 0 else None
+
+    def write(self, ticket: Ticket, spans: Sequence[list[Span] | None]) -> None:
+        """`spans`: of each trajectory. Raises StorageError."""
+        recorded = [[[kind, round(a, 4), round(b, 4), made] for kind, a, b, made in own] for own in spans if own]
+        if recorded:
+            line = {"ordinal": ticket.ordinal, "attempt": ticket.attempt, "trajectories": recorded}
+            _append(self._path, json.dumps(line, separators=(",", ":")))
+
+
 class QuarantineFile:
     """Records every prompt that spent its attempts, with the error of its last one, one JSON object per line."""
 
@@ -96,8 +129,8 @@ class QuarantineFile:
 def _append(path: Path, line: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with path.open("ab", buffering=0) as file:  # one write: other rollouters append to the same file
+            file.write(f"{line}\n".encode())
     except OSError as error:
         do = "make room there; then go on with resume=auto"
         raise StorageError(explain(f"write {path}", str(error), do)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.environments.chat import Chat
 from asyncrl.errors import GenerationError
 from asyncrl.rewards import RewardResult
-from asyncrl.rollout.draft import Draft
+from asyncrl.rollout.draft import Draft, Span
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Generation, PartialGroup, PartialTrajectory, SamplingParams, Ticket, Trajectory
 
@@ -42,6 +43,7 @@ class RolloutSession:
         recorded: calls that this trajectory made before the checkpoint. As long as the environment repeats them it gets
             the recorded tokens, and the first unfinished response continues from those that it has. The first prompt
             that differs drops the rest of the record.
+        spans: gets the spans of requests and rewards, if somebody wants to know.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RolloutSession:
         session_id: str,
         seed: int,
         recorded: Sequence[Generation] = (),
+        spans: list[Span] | None = None,
     ) -> None:
         self._tools = tools
         self._sampling = sampling
@@ -59,6 +62,7 @@ class RolloutSession:
         self._replay = tuple(recorded)
         self._calls: list[Generation | _OpenCall] = []
         self._closed = False
+        self.spans = spans
 
     @property
     def chat(self) -> Chat:
@@ -77,7 +81,7 @@ class RolloutSession:
         if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
             return prior
-        draft = Draft(prior)
+        draft = Draft(prior, self.spans)
         self._calls.append(_OpenCall(prompt_ids, draft))
         limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
         self._calls[number] = made = await self._tools.client.generate(
@@ -95,7 +99,12 @@ class RolloutSession:
     async def reward(self, response: str, row: PromptRow) -> RewardResult:
         """Raises GenerationError: the attempt has ended; what `RewardPool.score` raises."""
         await self._require_open()
-        return await self._tools.score(response, row)
+        began = time.time()
+        try:
+            return await self._tools.score(response, row)
+        finally:
+            if self.spans is not None:
+                self.spans.append(("reward", began, time.time(), {}))
 
     @property
     def calls(self) -> tuple[Generation, ...]:

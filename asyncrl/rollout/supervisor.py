@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -30,8 +30,8 @@ class RolloutProcess(Protocol):
 
     async def start(self, timeout_s: float) -> RolloutStats: ...
     async def run(self) -> None: ...
-    async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None) -> EvalResult: ...
-    async def set_replicas(self, table: ReplicaTable) -> None: ...
+    async def evaluate(self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None) -> EvalResult: ...
+    async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None) -> None: ...
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
     async def stats(self, timeout_s: float) -> RolloutStats: ...
     async def stop(self, timeout_s: float) -> None: ...
@@ -65,6 +65,7 @@ class RolloutSupervisor:
         budget: RestartBudget,
         start_timeout_s: float,
         on_event: Callable[[Event], None],
+        place: tuple[int, int] = (0, 1),
     ) -> None:
         """
         Args:
@@ -74,7 +75,9 @@ class RolloutSupervisor:
             forget: makes the replicas drop a dead client.
             budget: limits the restarts.
             on_event: `EventLog.write`.
+            place: its index among the rollouters of the run, and their number.
         """
+        self._index, self._count = place
         self._spawn = spawn
         self._take_back = take_back
         self._forget = forget
@@ -124,7 +127,7 @@ class RolloutSupervisor:
         """As `Rollouter.evaluate`; starts again on the next rollouter when this one dies. Raises DeadlineExceeded.
 
         Args:
-            leased: the replicas that answer all of it; None: those that serve.
+            leased: the replicas that answer all of it; None: all that serve, of whichever rollouter.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -140,7 +143,8 @@ class RolloutSupervisor:
                 continue  # it died between its wake and this task's
             try:
                 left_s = max(0.0, deadline - time.monotonic())
-                return await self._answer(current, current.control.evaluate(name, seed, left_s, leased))
+                table = leased if leased is not None or self._count == 1 else self._table
+                return await self._answer(current, current.control.evaluate(name, seed, left_s, table))
             except ProcessDied as error:
                 if not self._is_gone(current, error):
                     raise
@@ -212,7 +216,8 @@ class RolloutSupervisor:
         current = self._current
         started = await self._answer(current, current.control.start(timeout_s))
         await self._introduce(current)
-        self._stats = replace(started, replicas=tuple(self._table.those("serving", "held")))
+        serving = self._table.those("serving", "held").keys() & self._table.part(self._index, self._count)
+        self._stats = replace(started, replicas=tuple(serving))
         current.up = True
         self._ready.set()
         return self._stats
@@ -221,7 +226,8 @@ class RolloutSupervisor:
         """Sends the table until the rollouter has the newest one: another may come during a call."""
         while current.told is not self._table:
             table = self._table
-            await self._answer(current, current.control.set_replicas(table))
+            own = None if self._count == 1 else table.part(self._index, self._count)
+            await self._answer(current, current.control.set_replicas(table, own))
             current.told = table
 
     async def _restart(self, failure: ProcessDied) -> None:

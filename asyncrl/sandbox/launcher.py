@@ -85,7 +85,7 @@ def _first(request: dict, counts: bool) -> None:
         file.write(program)
     readable = [*request["readable"], *(["/proc"] if own_proc else [])]
     most = request["max_processes"]
-    child = os.fork()
+    child = _fork()
     if child == 0:
         confine.limit_resources(request, most + 2 if counts else None)
         confine.drop_capabilities()
@@ -94,7 +94,6 @@ def _first(request: dict, counts: bool) -> None:
         held += ["seccomp"] if confine.filter_calls(single=not counts, alone=False) else []
         _report(request, held=held)
         _become()
-    _outlive()
     status, limit = _wait(child, most if own_proc and not counts else None)
     _report(request, status=status, limit=limit)
 
@@ -124,7 +123,7 @@ def _num_inside() -> int:
 
 
 def _alone(request: dict) -> None:
-    child = os.fork()
+    child = _fork()
     if child == 0:
         confine.die_with_parent()
         confine.limit_resources(request, None)
@@ -136,9 +135,28 @@ def _alone(request: dict) -> None:
         held += ["seccomp"] if filtered else ["basic"]
         _report(request, held=held)
         _become(None if filtered else _BASIC.format(directory=request["directory"]))
-    _outlive()
     _, status = os.waitpid(child, 0)
     _report(request, status=status)
+
+
+def _fork() -> int:
+    """As os.fork. The child goes on when this process can no longer be ended or read by it."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(told)
+        if not os.read(ready, 1):
+            os._exit(1)  # its parent has died
+        os.close(ready)
+        return 0
+    os.close(ready)
+    _outlive()
+    try:
+        os.write(told, b".")
+    except BrokenPipeError:
+        pass  # somebody has killed it already: its status says so
+    os.close(told)
+    return child
 
 
 def _outlive() -> None:

@@ -57,11 +57,13 @@ class TrainBackend(Protocol):
         ...
 
     def capture(self) -> None:
-        """Copies model, optimizer and RNG state into host memory and drops an earlier copy. Local to the rank."""
+        """Copies model, optimizer and RNG state into host memory and drops an earlier copy. Local to the rank. The
+        memory of a copy that was written or dropped may be kept for the next."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Writes the last `capture` of all ranks below `directory` and frees it, also when writing fails; collective.
+        """Writes the last `capture` of all ranks below `directory` and ends its use, also when writing fails;
+        collective.
 
         May be called from another thread while any other method runs, `capture` included.
 

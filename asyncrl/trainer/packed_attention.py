@@ -1,8 +1,8 @@
 """Attention that keeps the sequences of a packed row apart, without any library beyond torch.
 
-Packed tokens are scattered into a padded [sequences, longest] batch, run through causal attention and gathered back.
-Padding stands at the end, so under a causal mask no real token ever sees it. The packing planner puts sequences of
-similar length together, which keeps the padding small; every other layer computes real tokens only.
+The sequences are sorted into classes of similar length (`length_classes`). The tokens of each class are scattered into
+a padded [sequences, longest] batch, run through causal attention and gathered back. Padding stands at the end, so under
+a causal mask no real token ever sees it. Every other layer computes real tokens only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.trainer.step.batch import PackedLayout
+from asyncrl.trainer.step.batch import PackedLayout, PaddedClass
 
 
 def packed_attention(
@@ -25,7 +25,7 @@ def packed_attention(
 ) -> torch.Tensor:
     """Causal attention inside each sequence of a packed row.
 
-    Legend: H query heads, K key heads, N packed tokens, D head size, S sequences, L longest.
+    Legend: H query heads, K key heads, N packed tokens, D head size, S sequences of a class, L the longest of them.
 
     Args:
         query: [N, H, D]; key, value: [N, K, D], H a multiple of K.
@@ -34,29 +34,54 @@ def packed_attention(
     Returns:
         [N, H, D].
     """
-    q_SHLD, k_SKLD, v_SKLD = (_pad(x, layout) for x in (query, key, value))
-    window = None
-    if sliding_window is not None and layout.max_length > sliding_window:
-        window = _band(layout.max_length, sliding_window, query.device)
-    out_SHLD = scaled_dot_product_attention(
-        q_SHLD,
-        k_SKLD,
-        v_SKLD,
-        attn_mask=window,
-        dropout_p=dropout,
-        is_causal=window is None,
-        scale=scaling,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),  # symbolic while a compiler traces
-    )
-    out_rows = out_SHLD.transpose(1, 2).flatten(0, 1)
-    return out_rows if layout.is_dense else out_rows.index_select(0, layout.slots)
+    queries, keys, values = (_by_class(x, layout) for x in (query, key, value))
+    parts: list[torch.Tensor] = []
+    for similar, q_NHD, k_NKD, v_NKD in zip(layout.classes, queries, keys, values, strict=True):
+        q_SHLD, k_SKLD, v_SKLD = _pad(q_NHD, similar), _pad(k_NKD, similar), _pad(v_NKD, similar)
+        window = None
+        if sliding_window is not None and similar.max_length > sliding_window:
+            window = _band(similar.max_length, sliding_window, query.device)
+        out_SHLD = scaled_dot_product_attention(
+            q_SHLD,
+            k_SKLD,
+            v_SKLD,
+            attn_mask=window,
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(_unpad(out_SHLD, similar))
+    return _joined(parts, layout)
 
 
-def _pad(rows_NHD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    if not layout.is_dense:
-        padded = rows_NHD.new_zeros(layout.num_sequences * layout.max_length, *rows_NHD.shape[1:])
-        rows_NHD = padded.index_copy_(0, layout.slots, rows_NHD)
-    return rows_NHD.unflatten(0, (layout.num_sequences, layout.max_length)).transpose(1, 2)
+def _by_class(rows: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+    """The rows of the tokens of each class."""
+    if layout.order is not None:
+        rows = rows.index_select(0, layout.order)
+    if len(layout.classes) == 1:
+        return (rows,)
+    return rows.split([similar.num_tokens for similar in layout.classes])  # slices would cost a whole gradient each
+
+
+def _joined(parts: list[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
+    """The rows of all classes, in the order of the packed row."""
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows if layout.places is None else rows.index_select(0, layout.places)
+
+
+def _pad(rows_NHD: torch.Tensor, similar: PaddedClass) -> torch.Tensor:
+    """[S, H, L, D] of the sequences of a class."""
+    if similar.slots is not None:
+        padded = rows_NHD.new_zeros(similar.num_sequences * similar.max_length, *rows_NHD.shape[1:])
+        rows_NHD = padded.index_copy_(0, similar.slots, rows_NHD)
+    return rows_NHD.unflatten(0, (similar.num_sequences, similar.max_length)).transpose(1, 2)
+
+
+def _unpad(out_SHLD: torch.Tensor, similar: PaddedClass) -> torch.Tensor:
+    """[tokens of the class, H, D]."""
+    rows = out_SHLD.transpose(1, 2).flatten(0, 1)
+    return rows if similar.slots is None else rows.index_select(0, similar.slots)
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -79,17 +104,29 @@ def split_attention(
     """Causal attention of some tokens of each sequence to the whole sequence.
 
     Args:
-        query: [n, H, D], laid out as `own` says; key, value: [N, K, D], as `whole` says.
+        query: [n, H, D], laid out as `own` says; key, value: [N, K, D], as `whole` says. The two layouts have the same
+            sequences in their classes.
         positions: [n] int64, of the queries in their sequences.
 
     Returns:
         [n, H, D].
     """
-    q_SHLD, (k_SKLD, v_SKLD) = _pad(query, own), (_pad(x, whole) for x in (key, value))
-    at_SL = positions.new_zeros(own.num_sequences * own.max_length).index_copy_(0, own.slots, positions)
-    keys_L = torch.arange(whole.max_length, device=query.device)
-    seen_SLL = keys_L <= at_SL.view(own.num_sequences, own.max_length, 1)
-    out_SHLD = scaled_dot_product_attention(
-        q_SHLD, k_SKLD, v_SKLD, attn_mask=seen_SLL[:, None], scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out_SHLD.transpose(1, 2).flatten(0, 1).index_select(0, own.slots)
+    queries, places = _by_class(query, own), _by_class(positions[:, None, None], own)
+    keys, values = _by_class(key, whole), _by_class(value, whole)
+    parts: list[torch.Tensor] = []
+    for number, (mine, similar) in enumerate(zip(own.classes, whole.classes, strict=True)):
+        q_SHLD = _pad(queries[number], mine)
+        k_SKLD, v_SKLD = _pad(keys[number], similar), _pad(values[number], similar)
+        at_SL = _pad(places[number], mine)[:, 0, :, 0]
+        keys_L = torch.arange(similar.max_length, device=query.device)
+        seen_SLL = keys_L <= at_SL[:, :, None]
+        out_SHLD = scaled_dot_product_attention(
+            q_SHLD,
+            k_SKLD,
+            v_SKLD,
+            attn_mask=seen_SLL[:, None],
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(_unpad(out_SHLD, mine))
+    return _joined(parts, own)

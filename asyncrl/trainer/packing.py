@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config.recipe import Recipe
+from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSequence
 
 
@@ -51,8 +52,8 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
 
     Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
     differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
-    attention is padded to the longest sequence of a micro-batch. All ranks get the same number of micro-batches, since
-    every forward pass is collective; a rank with too few sequences gets empty ones.
+    attention pads similar sequences to the longest of them (`length_classes`). All ranks get the same number of
+    micro-batches, since every forward pass is collective; a rank with too few sequences gets empty ones.
 
     Args:
         advantages: one [G] array per group of the manifest, finite.
@@ -130,7 +131,10 @@ class PackingStatistics:
 def packing_statistics(plans: Sequence[RankPlan]) -> PackingStatistics:
     filled = [run for plan in plans for run in plan.microbatches if run]
     tokens = [sum(s.lengths.total for run in plan.microbatches for s in run) for plan in plans]
-    positions = sum(len(run) * max(s.lengths.total for s in run) for run in filled)
+    lengths = [np.array([s.lengths.total for s in run]) for run in filled]
+    positions = sum(
+        len(c) * sizes[c].max() for sizes in lengths for c in length_classes(sizes, spared=spared_work("cpu"))
+    )
     return PackingStatistics(
         attention_fill=sum(tokens) / positions if positions else 1.0,
         rank_balance=sum(tokens) / len(tokens) / max(tokens) if any(tokens) else 1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,14 +28,20 @@ class StepPlanner:
         """True when `plan` needs the divergence of each trajectory."""
 
     def plan(
-        self, manifest: LeaseManifest, divergence: Mapping[TrajectoryKey, float] | None = None
+        self,
+        manifest: LeaseManifest,
+        divergence: Mapping[TrajectoryKey, float] | None = None,
+        *,
+        correction_bounds: float = 1.0,
     ) -> tuple[RankPlan, ...]:
         """One plan per data-parallel index. The packing depends on the manifest alone.
 
         Args:
             divergence: of each trajectory from the reference model, summed over its trained tokens, nats.
+            correction_bounds: see `RankPlan`.
         """
-        return plan_step(manifest, [self._advantages(group, divergence) for group in manifest.groups], self._rules)
+        plans = plan_step(manifest, [self._advantages(group, divergence) for group in manifest.groups], self._rules)
+        return tuple(replace(plan, correction_bounds=correction_bounds) for plan in plans)
 
     def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
         lengths = [n.response for n in group.lengths]

@@ -161,7 +161,9 @@ class TrainerPool:
             "concurrency_groups": {CONTROL: 1, SAVING: 1},
         }
         if num_gpus_per_rank == 0:
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+            # A rank sets its number of threads itself (`TrainerSpec.num_threads`). Those that wait must not spin: other
+            # processes need the cores.
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
         actor_class: Any = ray.remote(**options)(TrainerActor)
         fetch = QueueFetch(queue_handle)
         pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)])

@@ -14,7 +14,7 @@ from asyncrl.config.trainer import TrainerConfig
 class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
-    falling learning rate ends unless `trainer.decay_steps` is set.
+    falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank on a CPU.
     """
 
     model: ModelConfig
@@ -23,9 +23,10 @@ class TrainerSpec:
     temperature: float = 1.0
     seed: int = 0
     total_steps: int = 1
+    num_threads: int = 1
 
     @classmethod
-    def of(cls, recipe: Recipe) -> TrainerSpec:
+    def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
         return cls(
             model=recipe.model,
             trainer=recipe.trainer,
@@ -33,4 +34,5 @@ class TrainerSpec:
             temperature=recipe.rollout.sampling.temperature,
             seed=recipe.run.seed,
             total_steps=recipe.run.max_steps,
+            num_threads=num_threads,
         )

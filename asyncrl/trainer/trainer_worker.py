@@ -86,7 +86,7 @@ class TrainerWorker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            torch.set_num_threads(1)  # ranks share the cores: spinning threads cost more than they compute
+            torch.set_num_threads(self._spec.num_threads)
         if self._store is None:
             self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
         await_peers(self._store, self._rank, self._world_size, timeout_s)
@@ -176,7 +176,7 @@ class TrainerWorker:
             StorageError: a rank could not write.
         """
         if self._device.type == "cpu":
-            torch.set_num_threads(1)  # of the calling thread, as in `start`
+            torch.set_num_threads(1)  # of the calling thread: a step may run beside it
         self._backend.save(directory)
 
     def load(self, directory: Path) -> None:

@@ -25,6 +25,7 @@ from asyncrl.types.groups import (
     PartialTrajectory,
     RolloutStats,
     Ticket,
+    TokenLag,
 )
 from asyncrl.types.models import LayerSizes, ModelFacts
 from asyncrl.types.replicas import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaTable
@@ -92,6 +93,7 @@ __all__ = [
     "TensorSpec",
     "Ticket",
     "TokenChunk",
+    "TokenLag",
     "TrainMetrics",
     "TrainSequence",
     "Trajectory",

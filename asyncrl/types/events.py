@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, dataclass_transform
 
 from asyncrl.ranges import NonNegative, Share, Whole
 from asyncrl.types.groups import LedgerCounts
+from asyncrl.types.guard import GuardAction
 
 Transition = Literal[
     "admitted", "reissued", "ready", "leased", "released", "requeued", "trained", "filtered", "expired", "failed"
@@ -107,6 +108,17 @@ class GroupChanged(Event, kind="group"):
     version: Whole
     oldest_version: Whole
     detail: str
+
+
+class GuardChanged(Event, kind="guard_changed"):
+    """The off-policy guard has acted after `step`. `acted` false: it only would have (staleness.guard=watch). From here
+    on no token is trained at a lag over `limit`. stopped: the run ends for this `reason`."""
+
+    step: Whole
+    action: GuardAction
+    limit: Whole
+    acted: bool
+    reason: str
 
 
 class WeightsPublished(Event, kind="publish"):
@@ -252,3 +264,7 @@ class RunEnded(Event, kind="end"):
 
     outcome: Literal["finished", "interrupted"]
     step: Whole
+
+
+FAULTS = tuple(event.kind for event in (ReplicaFailed, ReplicaSuspended, RollouterFailed, TrainingFailed, RunFaulted))
+"""The kinds of events that tell of a fault."""

@@ -73,28 +73,57 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLag:
+    """`tokens` of one trajectory that will be trained with this lag, in optimizer steps at the leasing step.
+    `in_flight`: the part that arose before the group was put."""
+
+    trajectory: int
+    lag: int
+    in_flight: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSummary:
     """A leased group without its tokens, for planning: one entry per trajectory in `lengths` and `rewards`.
 
-    `lag_sum`, `lag_max`, `trained_tokens` are over the tokens of the group that will be trained; lags in optimizer
-    steps at the leasing step. `lag_in_flight_sum` is the part that arose before the group was put. `masked_tokens` were
-    sampled by the policy and are not trained because they are over the limit. `truncated` trajectories were cut off at
-    their token limit. `reward_parts`: the mean of each, over the trajectories that have it.
+    `lags` has every token of the group that will be trained. `masked_tokens` were sampled by the policy and are not
+    trained because they are over the limit. `interrupted` trajectories have tokens of more than one version;
+    `version_span` is newest minus oldest version, summed over the trajectories. `continued_tokens` will be trained and
+    were sampled by the same replica, in the same run of tokens, as others of an older version before them. `truncated`
+    trajectories were cut off at their token limit. `reward_parts`: the mean of each, over the trajectories that have
+    it.
     """
 
     ordinal: int
     attempt: int
     lengths: tuple[Lengths, ...]
     rewards: tuple[float, ...]
-    lag_sum: int
-    lag_max: int
-    lag_in_flight_sum: int
-    trained_tokens: int
+    lags: tuple[TokenLag, ...]
     segments: int
     interrupted: int
+    version_span: int = 0
+    continued_tokens: int = 0
     masked_tokens: int = 0
     truncated: int = 0
     reward_parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(length.trained for length in self.lengths)
+
+    @property
+    def lag_max(self) -> int:
+        """0 where no token will be trained."""
+        return max((part.lag for part in self.lags), default=0)
+
+    @property
+    def lag_sum(self) -> int:
+        return sum(part.tokens * part.lag for part in self.lags)
+
+    @property
+    def lag_in_flight_sum(self) -> int:
+        return sum(part.tokens * part.in_flight for part in self.lags)
 
 
 @dataclass(frozen=True, slots=True)

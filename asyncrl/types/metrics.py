@@ -7,13 +7,15 @@ from enum import StrEnum
 from typing import Literal
 
 Better = Literal["higher", "lower", "none"]
+Reduction = Literal["mean", "max", "last"]
 HIGHER: Better = "higher"
 LOWER: Better = "lower"
 NONE: Better = "none"
 
 
 class Metric(StrEnum):
-    """A member is the key itself and has the metric's `unit`, `better` (the direction of improvement) and `meaning`.
+    """A member is the key itself and has the metric's `unit`, `better` (the direction of improvement), `meaning`, `group`
+    and `reduction`.
 
     A member whose key ends with "/" or "@" is a family: `of` makes the keys of its metrics.
     """
@@ -35,6 +37,14 @@ class Metric(StrEnum):
         return group if slash else "run"
 
     @property
+    def reduction(self) -> Reduction:
+        """What stands for the metric over many steps: of a count since the start the last value, of a bound the largest,
+        else the mean."""
+        if self in (Metric.STEP, Metric.TIME, Metric.REPREFILLED) or self.group in ("queue", "cpu", "sinks", "eval"):
+            return "mean" if self in (Metric.FILTERED_SHARE, Metric.FAILED_SHARE) else "last"
+        return "max" if self.endswith(("_max", "longest_s", "deadline_used")) else "mean"
+
+    @property
     def is_family(self) -> bool:
         return self.endswith(("/", "@"))
 
@@ -43,7 +53,7 @@ class Metric(StrEnum):
         """Every line of `metrics.jsonl` has it."""
         return (
             not self.is_family
-            and self.group not in ("eval", "cpu", "critic", "replica_time")
+            and self.group not in ("eval", "cpu", "critic", "replica_time", "guard")
             and self not in _SOMETIMES
         )
 
@@ -76,14 +86,31 @@ class Metric(StrEnum):
     LAG_IN_FLIGHT = "staleness/lag_in_flight_mean", "steps", LOWER, "part of `lag_mean` that arose while the group was being generated"
     LAG_IN_QUEUE = "staleness/lag_in_queue_mean", "steps", LOWER, "part of `lag_mean` that arose while the group was ready"
     OVERDUE_WAIT = "staleness/overdue_wait_s", "s", LOWER, "time that the step waited only for groups that it had to train"
+    SLOTS = "staleness/slots_used", "share", NONE, "groups that are not yet trained, of those that the limit on the lag admits"
     MASKED_TOKENS = "staleness/masked_tokens_fraction", "share", LOWER, "tokens of the step that were masked for being over the limit"
+
+    LAG_TOKENS = "lag/tokens/", "share", NONE, "with a bucket of lags: trained tokens of the step that had this lag"
+    LAG_GROUPS = "lag/groups/", "share", NONE, "with a bucket: groups whose oldest trained token had this lag"
+    LAG_GAINED_IN_FLIGHT = "lag/in_flight/", "share", NONE, "with a bucket: trained tokens that aged so much while their group was being generated"
+    LAG_GAINED_IN_QUEUE = "lag/in_queue/", "share", NONE, "with a bucket: trained tokens that aged so much while their group was ready"
+    LAG_REWARD = "lag/reward/", "reward", HIGHER, "with a bucket: mean reward of the trajectories whose oldest trained token had this lag"
+    LAG_RATIO = "lag/ratio/", "ratio", NONE, "with a bucket: `train/ratio_mean` of the tokens of this lag"
+    LAG_EFFECTIVE = "lag/effective_samples/", "share", HIGHER, "with a bucket: `train/effective_samples` of the tokens of this lag"
+    LAG_TAILS = "lag/ratio_tails/", "share", LOWER, "with a bucket: `train/ratio_tails` of the tokens of this lag"
+    LAG_CLIPPED_POSITIVE = "lag/clip_positive/", "share", NONE, "with a bucket: `train/clip_fraction_positive` of the tokens of this lag"
+    LAG_CLIPPED_NEGATIVE = "lag/clip_negative/", "share", NONE, "with a bucket: `train/clip_fraction_negative` of the tokens of this lag"
+    LAG_KL = "lag/kl/", "nats", NONE, "with a bucket: `train/kl_behavior` of the tokens of this lag"
 
     ROLLOUT_SPEED = "rollout/tokens_per_s", "tokens/s", HIGHER, "tokens sampled by all replicas, per wall time"
     SEGMENTS = "rollout/segments_mean", "segments", NONE, "mean number of segments of a trained trajectory"
     INTERRUPTED = "rollout/interrupted_fraction", "share", NONE, "trained trajectories with tokens of more than one version"
+    VERSION_SPAN = "rollout/version_span_mean", "versions", LOWER, "newest minus oldest version of a trained trajectory's tokens, mean"
+    STALE_CACHE = "rollout/stale_cache_fraction", "share", LOWER, "trained tokens sampled on a KV cache that older weights have computed (rollout.interrupt=keep)"
     TRUNCATED = "rollout/truncated_fraction", "share", LOWER, "trained trajectories that were cut off at their token limit"
     RESPONSE_TOKENS = "rollout/response_tokens_mean", "tokens", NONE, "mean length of the trained responses"
     REPREFILLED = "rollout/reprefilled_tokens", "tokens", LOWER, "sent again after interruptions since the rollouter started, at the last health check"
+
+    SPARE_REPLICAS = "rollout/spare_replicas", "replicas", LOWER, "replicas that could be given back: their number times `replica_time/slots_exhausted`"
 
     QUEUE_ADMITTED = "queue/admitted", "groups", NONE, "admitted since the run began"
     QUEUE_RUNNING = "queue/running", "groups", NONE, "being generated"
@@ -96,9 +123,14 @@ class Metric(StrEnum):
     FILTERED_SHARE = "queue/filtered_fraction", "share", LOWER, "filtered among the last `algorithm.filtered_window` ended groups"
     FAILED_SHARE = "queue/failed_fraction", "share", LOWER, "failed among the last `rollout.failed_window` ended groups"
 
+    GUARD_LIMIT = "guard/limit", "steps", NONE, "limit on the lag from this step on that the off-policy guard has set; with staleness.guard=watch: would have set"
+    GUARD_STATE = "guard/state", "level", LOWER, "0: the guard holds nothing; 1: it has lowered the limit; 2: raised corrections too; 3: it ends the run"
+    GUARD_SEVERITY = "guard/severity", "1", LOWER, "largest signal of the step over its threshold: from 1 on the step is too far off-policy, up to 1/2 it is healthy; at most 1000"
+
     PUBLISH_TIME = "weights/publish_s", "s", LOWER, "the whole publish after this step; 0 when none followed"
     PUBLISH_PAUSE = "weights/pause_s", "s", LOWER, "from pause to commit, of each transfer times the share of the fleet that it held up"
     PUBLISH_TRANSFER = "weights/transfer_s", "s", LOWER, "transfer of the publish"
+    PUBLISH_REST = "weights/rest_s", "s", LOWER, "the publish without its transfer: requests that end or are aborted, preparation, commit"
     PUBLISH_BYTES = "weights/bytes", "bytes", LOWER, "sent to each replica"
     PUBLISH_ATTEMPTS = "weights/attempts", "transfers", LOWER, "times that the weights were sent"
     PUBLISH_REPLICAS = "weights/replicas", "replicas", NONE, "replicas that took this publish"
@@ -115,6 +147,8 @@ class Metric(StrEnum):
     CLIPPED_NEGATIVE = "train/clip_fraction_negative", "share", NONE, "part of `clip_fraction` with negative advantage: at the lower bound, or over dual_clip"
     RATIO_MEAN = "train/ratio_mean", "ratio", NONE, "mean ratio of policy to behaviour probability over the trained tokens"
     RATIO_MAX = "train/ratio_max", "ratio", LOWER, "largest ratio of policy to behaviour probability"
+    EFFECTIVE_SAMPLES = "train/effective_samples", "share", HIGHER, "effective sample size over the trained tokens, of the ratios: 1 where the policy is the behaviour policy"
+    RATIO_TAILS = "train/ratio_tails", "share", LOWER, "trained tokens whose ratio of policy to behaviour probability is outside [1/2, 2]"
     SKIPPED_UPDATES = "train/skipped_updates", "updates", LOWER, "updates of the step without a trained token on any rank, which moved nothing"
     KL_BEHAVIOR = "train/kl_behavior", "nats", NONE, "mean of behaviour minus policy log-probability (k1)"
     ENTROPY = "train/entropy", "nats", NONE, "mean entropy of the policy at the trained tokens"
@@ -142,7 +176,7 @@ class Metric(StrEnum):
     TRAINER_PLANNING = "trainer_time/planning", "share", LOWER, "wall time: the plan of the step, its commit and its record"
     REPLICA_GENERATING = "replica_time/generating", "share", HIGHER, "time of all replicas between the last two health checks: they have requests"
     REPLICA_GATE = "replica_time/gate_closed", "share", LOWER, "the same: a publish holds them up"
-    REPLICA_SLOTS = "replica_time/slots_exhausted", "share", LOWER, "the same: no request, because the limit on the lag admits no further group"
+    REPLICA_SLOTS = "replica_time/slots_exhausted", "share", LOWER, "the same: no request, because the limit on the lag, or the pacing, admits no further group"
     REPLICA_ENVIRONMENT = "replica_time/environment", "share", LOWER, "the same: no request, and environments or rewards work on trajectories"
     REPLICA_EVALUATION = "replica_time/evaluation", "share", NONE, "the same: leased to an evaluation"
     REPLICA_RECOVERING = "replica_time/recovering", "share", LOWER, "the same: they start, are late or have died"
@@ -157,7 +191,7 @@ class Metric(StrEnum):
 
 _SOMETIMES = (
     *(Metric.REWARD_ZERO_SIGNAL, Metric.REPREFILLED, Metric.KL_REFERENCE, Metric.ADVANTAGE_MEAN),
-    Metric.ROUTER_BALANCE,
+    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS),
 )
 REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
 FAMILIES = tuple(metric for metric in Metric if metric.is_family)
@@ -167,6 +201,12 @@ REPLICA_TIME = {metric.partition("/")[2]: metric for metric in Metric if metric.
 
 QUEUE_METRICS = {metric.partition("/")[2]: metric for metric in Metric if metric.group == "queue"}
 """The part of the key after "queue/", which is a field of `LedgerCounts` where it counts groups -> the metric."""
+
+
+def metric_of(key: str) -> Metric | None:
+    """The metric, or the family, that has this key."""
+    return next((metric for metric in Metric if key == metric or (metric.is_family and key.startswith(metric))), None)
+
 
 Record = Mapping[str, float]
 """The metrics of one step by their keys."""

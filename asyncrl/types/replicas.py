@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from asyncrl.types.generation import PauseMode, ReplicaStats
@@ -62,3 +62,13 @@ class ReplicaTable:
     def those(self, *states: ReplicaState) -> dict[int, ReplicaRow]:
         """The rows in one of these states."""
         return {i: row for i, row in self.rows.items() if row.state in states}
+
+    def only(self, ids: Collection[int]) -> ReplicaTable:
+        """The same table with these rows."""
+        return replace(self, rows={i: row for i, row in self.rows.items() if i in ids})
+
+    def part(self, index: int, count: int) -> frozenset[int]:
+        """The replicas that the `index`-th of `count` rollouters works with: every `count`-th of them, or all while
+        none of these takes requests."""
+        own = frozenset(i for i in self.rows if i % count == index)
+        return own if own & self.those("serving", "held").keys() else frozenset(self.rows)

@@ -27,11 +27,13 @@ class RankPlan:
     """The work of the ranks of one data-parallel index in one step: their micro-batches, update by update.
 
     Every plan has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
+    `correction_bounds`: 1, or a share that brings the bounds of the corrections closer (`AlgorithmConfig.closer`).
     """
 
     step: int
     updates: tuple[tuple[Microbatch, ...], ...]
     ordinals: tuple[int, ...] = field(default=())
+    correction_bounds: float = 1.0
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:
@@ -51,7 +53,7 @@ class TrainMetrics:
     `skipped_updates` had no trained token on any rank, and moved nothing.
 
     `loss` is the objective; `means` are means over the trained tokens, by `Metric`: those of the objective
-    and of the algorithm's parts.
+    and of the algorithm's parts, and those of the tokens of one lag.
     """
 
     loss: float

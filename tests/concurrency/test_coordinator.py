@@ -36,7 +36,7 @@ from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 pytestmark = pytest.mark.concurrency
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), 0, 0, 0, 4, 2, 0)
+GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
 TRAINED = TrainMetrics(
     0.1,
     1.0,
@@ -52,6 +52,8 @@ TRAINED = TrainMetrics(
             "clip_fraction_negative",
             "ratio_mean",
             "kl_behavior",
+            "effective_samples",
+            "ratio_tails",
             "entropy",
         )
     ),
@@ -88,9 +90,11 @@ class Part:
 
 
 class Queue(Part):
-    """Has the groups of a step at once, or when it was held and `ready[step]` is set; none runs while `idle` is set."""
+    """Has the groups of a step at once, or when it was held and `ready[step]` is set; none runs while `idle` is set.
+    `limits`: on the lag, each with the number of publishes before it."""
 
     def __init__(self):
+        self.limits = []
         self.ready, self.idle = {}, asyncio.Event()
         self.idle.set()
         self.published_versions, self.committed, self.leases, self.waits = [], [], 0, 0
@@ -111,6 +115,13 @@ class Queue(Part):
     async def published(self, version):
         self.published_versions.append(version)
         return LedgerCounts()
+
+    async def limit_lag(self, limit):
+        self.limits.append((limit, len(self.published_versions)))
+        return LedgerCounts(expired=3)
+
+    async def load(self, directory):
+        return LedgerCounts(trained=16 * json.loads((directory.parent / "state.json").read_text())["global_steps"])
 
     async def wait_idle(self, wait_s):
         self.waits += 1
@@ -136,6 +147,8 @@ class Trainers(Part):
         return TRAINED
 
     async def capture(self): ...
+
+    async def load(self, directory): ...
 
 
 class Rollouter:
@@ -200,7 +213,7 @@ class Fleet(FakeFleet):
 class Rig:
     """A run of two replicas, without evaluations unless asked for."""
 
-    def __init__(self, tmp_path, *overrides, max_steps=1):
+    def __init__(self, tmp_path, *overrides, max_steps=1, start_from=None):
         self.path = tmp_path
         fixed = f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"
         self.recipe = load_recipe(QUICKSTART, ["eval.every_steps=0", *fixed, *overrides])
@@ -219,7 +232,7 @@ class Rig:
             progress=ProgressView(Console(quiet=True), max_steps=max_steps, live=False),
             prompts_digest="digest",
         )
-        self.coordinator = Coordinator(self.recipe, parts, None)
+        self.coordinator = Coordinator(self.recipe, parts, start_from)
 
     def run(self):
         return asyncio.create_task(asyncio.wait_for(self.coordinator.run(), 20))
@@ -357,6 +370,34 @@ async def test_during_an_evaluation_of_the_published_version_a_newcomer_gets_it(
     await rig.run()
     assert rig.fleet.versions() == {0: [0, 1], 1: [0, 1]}
     assert [(e["version"], e["replicas"]) for e in rig.events("publish")] == [(0, 2), (0, 1), (1, 2)]
+
+
+async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_a_checkpoint(tmp_path):
+    """The scripted trainer is always far off-policy: half of its tokens are in the tails of the ratio."""
+    rules = "staleness.guard_rules.trip_steps=1", "staleness.guard_rules.stop_steps=2"
+    guarded = "staleness.guard=act", "staleness.max_lag=8", *rules
+    rig = Rig(tmp_path, *guarded, max_steps=9)
+    with pytest.raises(RunFailed, match=r"after step 3: tokens in the tails of the ratio 0\.50"):
+        await rig.run()
+    assert (rig.queue.limits, rig.saved()) == ([(1, 2)], ["step_3"])
+    assert [(e["step"], e["action"], e["acted"]) for e in rig.events("guard_changed")] == [
+        *((1, "tightened", True), (3, "stopped", True)),
+    ]
+    metrics = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["guard/limit"], line["guard/state"], line["queue/expired"]) for line in metrics] == [
+        *((1, 1, 3), (1, 1, 0), (1, 3, 0)),
+    ]
+    # It goes on with the limit that it had, before anything is published.
+    again = Rig(tmp_path, *guarded, max_steps=4, start_from=tmp_path / "checkpoints" / "step_3")
+    await again.run()
+    assert (again.queue.limits, again.saved()) == ([(1, 0)], ["step_3", "step_4"])
+
+
+async def test_a_guard_that_watches_changes_nothing(tmp_path):
+    rig = Rig(tmp_path, "staleness.guard=watch", "staleness.guard_rules.stop_steps=1", max_steps=9)
+    await rig.run()
+    assert (rig.queue.limits, rig.saved()) == ([], ["step_9"])
+    assert {e["action"] for e in rig.events("guard_changed")} == {"tightened", "stopped"}
 
 
 @pytest.mark.parametrize("where", ["groups", "drain", "evaluation", "training"])

@@ -70,10 +70,11 @@ class Books:
 
 
 class Script:
-    """A scripted rollouter, trainer and supervisor around a real ledger; a byte is one transition.
+    """Two scripted rollouters, a trainer and a supervisor around a real ledger; a byte is one transition.
 
-    `running`: the tickets that the rollouter holds, each with the versions of the tokens that it has sampled. `groups`:
-    those versions for every group that is ready. `served`: what the replicas sample with.
+    `running`: the tickets that the rollouters hold (`owners`), each with the versions of the tokens that it has
+    sampled. `groups`: those versions for every group that is ready. `served`: what the replicas sample with. `policy`
+    is that of the run; the ledger's own may have a lower limit on the lag.
     """
 
     def __init__(self, policy, every, max_attempts, seen):
@@ -82,6 +83,7 @@ class Script:
         self.books = Books()
         self.ledger = self.fresh()
         self.running: dict[Ticket, list[int]] = {}
+        self.owners: dict[Ticket, str] = {}
         self.pending: dict[int, tuple[Ticket, list[int]]] = {}
         self.groups: dict[int, list[int]] = {}
         self.cancelled: set[Ticket] = set()
@@ -103,8 +105,10 @@ class Script:
         self.check()
 
     def check(self):
-        ledger, policy = self.ledger, self.policy
+        ledger, policy = self.ledger, self.ledger.policy
+        assert policy.max_lag <= self.policy.max_lag
         assert ledger.counts == self.books.counts()
+        assert sum(ledger.held().values()) == sum(r.issued for r in ledger.running())
         assert ledger.counts.admitted == ledger.counts.active + ledger.counts.ended
         deadlines = []
         for r in ledger.snapshot().records:
@@ -112,7 +116,8 @@ class Script:
             deadlines.append(policy.deadline(ledger.version if anew else r.version))
             if r.state == "running":
                 assert r.version <= ledger.version
-        if policy.on_overdue == "mask":
+        if policy.on_overdue == "mask":  # only the total is limited, and nothing ends where the limit is lowered
+            policy = self.policy
             latest = policy.deadline(ledger.version)
             deadlines = [max(latest, deadline) for deadline in deadlines]
         assert policy.is_feasible(deadlines, ledger.step)
@@ -120,9 +125,10 @@ class Script:
     # -- the rollouter
 
     def admit(self, arg):
-        ledger = self.ledger
+        ledger, owner = self.ledger, "ab"[arg % 2]
         kept = {r.ordinal for r in ledger.running() if r.kept}
-        for ticket in ledger.admit(1 + 2 * arg):
+        for ticket in ledger.admit(1 + 2 * arg, owner=owner):
+            self.owners[ticket] = owner
             partial, versions = self.pending.pop(ticket.ordinal, (None, []))
             assert (partial == ticket) == (ticket.ordinal in kept)
             assert ticket.version == ledger.version or (partial == ticket and ticket.version <= ledger.version)
@@ -130,10 +136,11 @@ class Script:
                 assert min(versions) >= ticket.version
                 self.seen["resumed"] += 1
             self.running[ticket] = list(versions) if partial == ticket else []
-        for ticket in ledger.take_cancelled():
+        for ticket in ledger.take_cancelled(owner):
             assert ticket in self.cancelled
+            assert self.owners[ticket] == owner, "it is told of another one's ticket"
             self.running.pop(ticket, None)
-        assert not ledger.take_cancelled()
+        assert not ledger.take_cancelled(owner)
 
     def pick(self, arg):
         return list(self.running)[arg % len(self.running)]
@@ -192,21 +199,26 @@ class Script:
             self.ledger.nack(ticket, "again")
 
     def rollouter_dies(self, arg):
-        if arg > 0:
+        if arg > 1:
             return self.sample_all(arg)
-        alive = [t for t in self.running if t not in self.cancelled]
-        assert self.ledger.take_back_all("scripted death") == len(alive)
-        assert not self.ledger.take_cancelled(), "a new rollouter hears nothing of its predecessor's tickets"
-        for ticket in list(self.running)[:2]:
+        dead, other = "ab"[arg], "ba"[arg]
+        lost = [t for t in self.running if self.owners[t] == dead]
+        alive = [t for t in lost if t not in self.cancelled]
+        held = self.ledger.held()
+        assert self.ledger.take_back_all("scripted death", dead) == len(alive) == held[dead]
+        assert self.ledger.held() == {other: held[other]} if held[other] else not self.ledger.held()
+        assert not self.ledger.take_cancelled(dead), "a new rollouter hears nothing of its predecessor's tickets"
+        for ticket in lost[:2]:
             with pytest.raises(LedgerError):
                 self.ledger.put(ticket, ticket.version)
-        self.running, self.cancelled = {}, set()
+        self.running = {t: v for t, v in self.running.items() if self.owners[t] != dead}
+        self.cancelled = {t for t in self.cancelled if self.owners[t] != dead}
 
     # -- the trainer
 
     def lease(self):
         """Leases; checks every token that would be trained. Returns the ordinals."""
-        ledger, policy = self.ledger, self.policy
+        ledger, policy = self.ledger, self.ledger.policy
         step = ledger.step
         issued = {r.ordinal: r.ticket for r in ledger.running() if r.issued}
         floor = step - policy.max_lag
@@ -218,11 +230,7 @@ class Script:
 
         before = ledger.counts
         selection = ledger.lease(step, oldest)
-        for ordinal, ticket in issued.items():
-            record = ledger.record(ordinal)
-            if record is None or record.attempt != ticket.attempt:
-                self.cancelled.add(ticket)
-                self.pending.pop(ordinal, None)
+        self.drop(issued)
         if ledger.counts.expired > before.expired:
             assert policy.on_overdue != "wait"
             assert policy.on_overdue == "mask" or selection.chosen, "given up for nothing"
@@ -238,6 +246,35 @@ class Script:
         assert set(ledger.lease(step, oldest).chosen) == set(selection.chosen), "it is idempotent"
         return selection.chosen
 
+    def drop(self, issued):
+        """What the ledger has ended of `issued` is cancelled; of the groups that it has ended no tokens are kept."""
+        for ordinal, ticket in issued.items():
+            record = self.ledger.record(ordinal)
+            if record is None or record.attempt != ticket.attempt:
+                self.cancelled.add(ticket)
+                self.pending.pop(ordinal, None)
+        for stored in (self.groups, self.pending):
+            for ordinal in [o for o in stored if self.ledger.record(o) is None]:
+                del stored[ordinal]
+
+    def limit(self, arg):
+        """The guard sets another limit, after a step and its publish."""
+        ledger, limit = self.ledger, max(self.every - 1, arg % (self.policy.max_lag + 1))
+        if ledger.step - ledger.version >= self.every:
+            self.publish(arg)
+        before, was, held = ledger.counts, ledger.policy.max_lag, [r.ordinal for r in ledger.snapshot().records]
+        issued = {r.ordinal: r.ticket for r in ledger.running() if r.issued}
+        expired = ledger.limit_lag(limit)
+        assert ledger.policy == replace(self.policy, max_lag=limit)
+        assert ledger.counts.expired == before.expired + expired
+        assert [r.ordinal for r in ledger.snapshot().records if r.ordinal not in held] == []
+        if limit >= was or self.policy.on_overdue == "mask":
+            assert ledger.counts == before
+        with pytest.raises(ValueError, match="above"):
+            ledger.limit_lag(self.policy.max_lag + 1)
+        self.drop(issued)
+        self.seen["over a lowered limit"] += expired
+
     def train(self, arg):
         ledger = self.ledger
         if ledger.step - ledger.version >= self.every:
@@ -252,7 +289,7 @@ class Script:
         assert set(ledger.commit(step)) == set(chosen)
         for ordinal in chosen:
             assert self.books.ends[ordinal][-1] == "trained"
-            assert self.books.trained_from[ordinal] == oldest[ordinal] >= step - self.policy.max_lag
+            assert self.books.trained_from[ordinal] == oldest[ordinal] >= step - ledger.policy.max_lag
             del self.groups[ordinal]
 
     def swap(self, arg):
@@ -271,13 +308,14 @@ class Script:
         partials |= self.pending
         kept = {o: (t, v) for o, (t, v) in partials.items() if (r := ledger.record(o)) is not None and r.ticket == t}
         snapshot = from_plain(LedgerSnapshot, json.loads(json.dumps(asdict(ledger.snapshot()))))
-        self.saved = (snapshot, kept, {o: list(v) for o, v in self.groups.items()}, self.books.copy())
+        tokens = {o: list(v) for o, v in self.groups.items()}
+        self.saved = (snapshot, kept, tokens, self.books.copy(), ledger.policy.max_lag)
 
     def restart(self, arg):
         """Ledger and trainer are those of the last checkpoint; replicas and rollouter know nothing of it."""
         if arg > 1:
             return self.capture(arg)
-        snapshot, kept, groups, books = self.saved
+        snapshot, kept, groups, books, limit = self.saved
         self.books = books.copy()
         self.ledger = self.fresh()
         self.ledger.restore(snapshot, kept=kept)
@@ -290,6 +328,7 @@ class Script:
         for ticket in list(dead)[:2]:
             with pytest.raises(LedgerError):  # nothing is issued, whoever holds an old ticket
                 self.ledger.put(ticket, ticket.version)
+        assert self.ledger.limit_lag(limit) == 0, "what was within the limit still is"
         assert self.ledger.counts == replace(snapshot.counts, leased=0)
         self.publish(arg)
 
@@ -301,6 +340,7 @@ class Script:
                 break
             self.publish(0)
             self.admit(100)
+            self.admit(101)
             self.sample_all(0)
             for ticket in list(self.running):
                 self.put(ticket)
@@ -319,7 +359,8 @@ class Script:
 
 
 OPERATIONS = (
-    *[Script.admit] * 5,
+    *[Script.admit] * 4,
+    Script.limit,
     *[Script.sample_one] * 2,
     *[Script.sample_all] * 3,
     *[Script.put_fast] * 3,
@@ -372,7 +413,8 @@ def test_random_transitions():
         ),
     )
     assert seen["transitions"] >= 100_000, seen
-    often = {kind: seen[kind] for kind in ("expired", "masked", "resumed", "requeued", "failed", "filtered")}
+    kinds = "expired", "masked", "resumed", "requeued", "failed", "filtered", "over a lowered limit"
+    often = {kind: seen[kind] for kind in kinds}
     assert min(often.values()) >= 10, often
 
 

@@ -60,8 +60,9 @@ class Scripted:
             await asyncio.shield(self.ended_with)
         return EvalResult(name, 0.5, 0.5, 4.0, self.number, 0)
 
-    async def set_replicas(self, table):
+    async def set_replicas(self, table, own):
         await self._answer("set_replicas")
+        table = table if own is None else table.only(own)
         self.known = {i: (row.handle, row.version) for i, row in table.those("serving", "held").items()}
         self.held = set(table.those("held"))
 
@@ -232,8 +233,8 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
-        async def set_replicas(self, table):
-            await super().set_replicas(table)
+        async def set_replicas(self, table, own):
+            await super().set_replicas(table, own)
             if self.number == 1 and not go_on.is_set():
                 entered.set()
                 await go_on.wait()

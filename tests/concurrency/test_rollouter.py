@@ -20,6 +20,7 @@ from asyncrl.errors import LedgerError, Process, ProcessDied
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout import rollouter as rollouter_module
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
+from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.rollout.sessions import RolloutSession, SessionTools
 from asyncrl.types import (
     Admission,
@@ -150,7 +151,12 @@ class Rig:
         for row in rows:
             writer.add(row)
         train = TrainingSet(writer.table(), "digest")
-        self.spec = RolloutSpec(self.recipe, train, {}, tmp_path / "samples.jsonl", tmp_path / "quarantine.jsonl")
+        self.spec = RolloutSpec(
+            self.recipe,
+            train,
+            {},
+            RolloutFiles(tmp_path / "samples.jsonl", tmp_path / "spans.jsonl", tmp_path / "quarantine.jsonl"),
+        )
 
     @asynccontextmanager
     async def start(self, queue, *, version=0, replica_id=0, publish_id=1):
@@ -361,3 +367,21 @@ async def test_the_death_of_the_queue_ends_the_rollouter_with_its_name(tmp_path,
         async with rig.start(queue, version=4) as rollouter:
             await until(rollouter.running.done, "the end of the rollouter")
     assert str(caught.value.process) == "message queue"
+
+
+async def test_the_requests_of_every_nth_group_are_recorded_in_time(tmp_path, tokenizer):
+    rig, queue = Rig(tmp_path, tokenizer, "observability.trace_every_groups=2"), Queue()
+    queue.give(Ticket(1, 0, 4), Ticket(2, 0, 4))
+    async with rig.start(queue, version=4):
+        await queue.ends(2)
+        await until((tmp_path / "spans.jsonl").exists, "the spans")
+    [line] = map(json.loads, (tmp_path / "spans.jsonl").read_text().splitlines())
+    assert (line["ordinal"], line["attempt"], len(line["trajectories"])) == (2, 0, 2)
+    for spans in line["trajectories"]:
+        *inner, (kind, began, stopped, _) = spans
+        assert kind == "trajectory"
+        assert [name for name, *_ in inner] == ["request", "request", "reward"]
+        times = [began, *(time for _, a, b, _ in inner for time in (a, b)), stopped]
+        assert times == sorted(times)
+        assert [made["replica"] for name, _, _, made in inner if name == "request"] == [0, 0]
+        assert sum(made["tokens"] for name, _, _, made in inner if name == "request") > 0

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from asyncrl.commands.report import main
-from asyncrl.report.page_data import CHARTS
+from asyncrl.observability.charts import CHARTS
 from tools.make_sick_run import write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -205,6 +205,32 @@ def test_the_supervisor_ignores_what_can_be_ignored():
         assert ignored & 1 << (number - 1), number
 
 
+SLOW_TO_PROTECT = """
+import os, signal, time
+from asyncrl.sandbox import launcher
+
+protect = launcher._outlive
+
+def slow():
+    time.sleep(0.5)
+    protect()
+
+launcher._outlive = slow
+child = launcher._fork()
+if child == 0:
+    lines = open(f"/proc/{os.getppid()}/status").read().splitlines()
+    (ignored,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    own = signal.getsignal(signal.SIGTERM)
+    os._exit(0 if ignored & 1 << (signal.SIGTERM - 1) and own == signal.SIG_DFL else 7)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_program_does_not_begin_before_its_supervisor_is_protected():
+    subprocess.run([sys.executable, "-c", SLOW_TO_PROTECT], check=True, timeout=60)
+
+
 def test_an_end_without_a_word_is_the_failure_of_a_program_that_had_begun():
     """A program that could end its supervisor must not gain by it: a failed attempt is drawn again."""
     begun = _result((b"", b""), "", {"held": ["landlock", "seccomp"]}, 0.1)

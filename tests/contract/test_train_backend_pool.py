@@ -70,6 +70,7 @@ def spec(path, **trainer):
         model=ModelConfig(path=str(path)),
         trainer=TrainerConfig(**{"num_ranks": 2, "lr": 1e-2, "collective_timeout_s": 20, **trainer}),
         algorithm=AlgorithmConfig(kl=KlConfig(coefficient=1e-6)),
+        num_threads=2,
     )
 
 
@@ -128,7 +129,7 @@ async def test_the_divergence_of_every_trajectory_comes_from_its_rank(pool, leas
         assert (found[key] > 0) == (t.num_trained_tokens > 0)
 
 
-async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
+async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease):
     plans = lease.plans(num_plans=2)
     metrics = [await pool.train_step(plans) for _ in range(3)]
     assert metrics[2].loss < metrics[0].loss
@@ -144,7 +145,7 @@ async def test_steps_train_and_every_rank_has_one_thread(pool, lease):
     for actor in pool._actors:
         seen = {ray.get(actor.handle.__ray_call__.remote(threads), timeout=10) for _ in range(3)}
         assert len(seen) == 1  # one thread for all calls: torch's thread count is a property of the thread
-        assert next(iter(seen))[1:] == (1, 2)
+        assert next(iter(seen))[1:] == (2, 2)  # threads, ranks
 
 
 async def test_ping_answers_during_a_step(pool, lease, queue):

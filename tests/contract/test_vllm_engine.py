@@ -42,6 +42,7 @@ async def shared_engine(make_vllm_engine):
 
 class TestVllmEngine(EngineConformance):
     deterministic = False
+    stream_interval = VllmEngineConfig().stream_interval
 
     @pytest.fixture
     def make_engine(self, make_vllm_engine):

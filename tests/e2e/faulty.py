@@ -83,3 +83,9 @@ def odd_length(response, row):
 
 def always_right(response, row):
     return RewardResult(1.0)
+
+
+def slow_reward(response, row):
+    """Takes its time, and has something to learn."""
+    time.sleep(0.2)
+    return RewardResult(float(len(response) % 2))

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
 from asyncrl.queue.group_files import load_partials
+from tests.contract.wandb_log import history_of
 from tests.e2e.conftest import ALERT, assert_audited, assert_damage_is_found, assert_sound, events, finish, kill_a_rank
 from tests.e2e.conftest import SMALL as SMALL_RUN
 from tests.e2e.faulty import ESCAPES
@@ -42,9 +43,25 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     assert not events(run, "replica_failed"), "the replicas stayed"
 
 
+def test_of_two_rollouters_one_is_killed_and_the_other_goes_on(start):
+    slow = "rollout.environment=tests.e2e.faulty:Straggles"  # each rollouter has running groups at any moment
+    run = start(*SMALL, "run.max_steps=2000", "rollout.num_rollouters=2", "rollout.num_replicas=2", slow)
+    run.wait_for_step(2)
+    before = run.actor_pids("Rollouter")
+    assert len(before) == 2
+    lose(run, "Rollouter", "killed")
+    run.wait_for_event("rollouter_restarted")
+    after = run.actor_pids("Rollouter")
+    assert len(set(before) & set(after)) == 1, "one of them is the same process"
+    taken_back = [e for e in events(run, "group") if e["transition"] == "requeued"]
+    assert taken_back, "its tickets were taken back"
+    finish(run)
+    assert not events(run, "training_failed")
+
+
 def lose(run, role, how):
-    """Kills or stops the one process of this role."""
-    (victim,) = run.actor_pids(role)
+    """Kills or stops the first process of this role."""
+    victim, *_ = run.actor_pids(role)
     process = psutil.Process(victim)
     process.kill() if how == "killed" else process.suspend()
     return process
@@ -257,5 +274,10 @@ def test_partial_trajectories_and_sinks_survive_a_signal(start, monkeypatch):
     assert min(oldest.values()) < step, "which would be newer if they had begun anew"
     assert "Traceback" not in again.log, "of both calls"
     assert {r["sinks/failed_records"] for r in again.metrics} == {0}
-    assert len(list(run.directory.glob("wandb/offline-run-*/*.wandb"))) == 2
+    logs = sorted(run.directory.glob("wandb/offline-run-*/*.wandb"), key=lambda log: log.stat().st_mtime)
+    rows = {row["step"]: row for log in logs for row in history_of(log) if "train/loss" in row}
+    assert len(logs) == 2
+    assert list(rows) == [record["step"] for record in again.metrics]
+    for record in again.metrics:
+        assert {key: rows[record["step"]][key] for key in record} == record
     assert len(list(run.directory.glob("tensorboard/events.*"))) == 2

@@ -151,7 +151,7 @@ def plan_total(config: AlgorithmConfig, groups: list[int], rules: PackingRules) 
     for ordinal in groups:
         t = tokens[ordinal]
         lengths = tuple(Lengths(3, len(i), int(t.mask[i].sum())) for i in t.trajectories())
-        summaries.append(GroupSummary(ordinal, 0, lengths, tuple(rewards[ordinal]), 0, 0, 0, 0, 0, 0))
+        summaries.append(GroupSummary(ordinal, 0, lengths, tuple(rewards[ordinal]), (), 0, 0))
     manifest = LeaseManifest(0, tuple(summaries))
     advantages = [build_advantage(config.advantage)(rewards[ordinal]) for ordinal in groups]
     objective, total, found = build_objective(config), 0.0, {}

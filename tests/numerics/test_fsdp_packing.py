@@ -226,9 +226,11 @@ def test_a_packed_row_restarts_positions_and_points_at_the_token_before():
     tokens = batch.tokens
     assert tokens.input_ids.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3]]
     assert tokens.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert tokens.layout.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert tokens.layout.boundaries.tolist() == [0, 5, 8]
-    assert (tokens.layout.num_sequences, tokens.layout.max_length, tokens.layout.is_dense) == (2, 5, False)
+    assert (tokens.layout.max_length, tokens.layout.order, tokens.layout.places) == (5, None, None)
+    (similar,) = tokens.layout.classes
+    assert (similar.num_tokens, similar.num_sequences, similar.max_length) == (8, 2, 5)
+    assert similar.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert tokens.predictors.tolist() == [1, 3, 5, 6]
     assert tokens.targets.tolist() == [7, 9, 2, 3]
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]

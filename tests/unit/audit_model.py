@@ -47,11 +47,12 @@ class State:
 
 class Run:
     """`events` is its log, `metrics` its metrics by step, `saved` its snapshots by name and state, `checkpoints` those
-    that were written."""
+    that were written. `limit` on the lag: that of its off-policy guard."""
 
     def __init__(self, seed: int, *, crashes: bool) -> None:
         self.rng = random.Random(seed)
         self.state = State()
+        self.limit, self.guard_rng = MAX_LAG, random.Random(-seed)
         self.events: list[Event] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.saved: list[tuple[str, State]] = []
@@ -117,7 +118,7 @@ class Run:
         self.resume()
 
     def resume(self) -> None:
-        self.published, self.writing, self.beside = -1, None, None
+        self.published, self.writing, self.beside, self.limit = -1, None, None, MAX_LAG
         if self.saved:
             name, saved = self.saved[-1]
             self.state = saved.copy()
@@ -139,6 +140,15 @@ class Run:
         self.publish()
         if self.state.step == 0:
             self.initial = self.evaluate(0, self.published)
+
+    def guard(self) -> None:
+        """After a step. It draws by itself: the rest of the run stays as it is."""
+        if self.guard_rng.random() < 0.6:
+            return
+        limit, acted = self.guard_rng.randint(0, MAX_LAG), self.guard_rng.random() < 0.8
+        action = "tightened" if limit < self.limit else "relaxed"
+        self.limit = limit if acted else self.limit
+        self.write("guard_changed", step=self.state.step, action=action, limit=limit, acted=acted, reason="KL")
 
     def mend_all(self) -> None:
         while any(now in ("down", "suspended") for now in self.replicas.values()):
@@ -324,16 +334,16 @@ class Run:
 
     def expire_overdue(self) -> None:
         for ordinal in self.state.of("ready", "running"):
-            if self.state.groups[ordinal][2] < self.state.step - MAX_LAG:
+            if self.state.groups[ordinal][2] < self.state.step - self.limit:
                 self.end(ordinal, "expired")
 
     def lease(self) -> None:
         state = self.state
-        fit = [o for o in state.of("ready") if state.groups[o][2] >= state.step - MAX_LAG or self.rng.random() < 0.1]
+        fit = [o for o in state.of("ready") if state.groups[o][2] >= state.step - self.limit or self.rng.random() < 0.1]
         if len(fit) >= B and not state.of("leased"):
             for ordinal in self.rng.sample(fit, B):
                 group = state.groups[ordinal]
-                oldest = max(0, state.step - MAX_LAG)
+                oldest = max(0, state.step - self.limit)
                 masked = self.rng.randint(oldest, max(oldest, state.version))
                 version = group[2] if group[2] >= oldest else masked
                 group[0], group[2] = "leased", version
@@ -356,6 +366,7 @@ class Run:
         state.step += 1
         if self.rng.random() < 0.7:
             self.publish()
+        self.guard()
         line = {"step": state.step, "staleness/lag_max": lag_max}
         line |= {f"queue/{name}": count for name, count in state.all_counts().items()}
         if state.step == 1:

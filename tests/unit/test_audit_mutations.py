@@ -68,6 +68,9 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "that an evaluation failed is counted where no other one of that step was told": {
         **dict.fromkeys(("deleted", "doubled", "step", "version"), ("evaluation_failed",)),
     },
+    "the guard may set any limit that the run allows, and a lower one may not have been needed": {
+        **dict.fromkeys(("deleted", "doubled", "exchanged", "limit", "acted"), ("guard_changed",)),
+    },
     "a run may be told to go on for longer, or on more replicas, than it needs": {
         "max_steps": ("start",),
         "replicas": ("start",),
@@ -82,10 +85,11 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             *("rollouter_failed", "training_failed"),
         ),
         "message": ("fault",),
+        **dict.fromkeys(("action", "reason"), ("guard_changed",)),
         "name": ("start",),
         "pid": ("start",),
         "process": ("training_failed", "training_restarted"),
-        "step": ("training_failed",),
+        "step": ("guard_changed", "training_failed"),
         "seconds": ("rollouter_restarted", "training_restarted"),
         "groups": ("rollouter_restarted",),
         **dict.fromkeys(("capture_s", "save_s"), ("checkpoint",)),

@@ -7,6 +7,7 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import FORMAT, CheckpointStore, RunState, check_resumable, read_state, render_state
 from asyncrl.config.load import load, load_recipe
 from asyncrl.errors import ConfigError, StorageError
+from asyncrl.types.guard import GuardState
 from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit
@@ -81,6 +82,15 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path, content, found):
         (tmp_path / "state.json").write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ConfigError, match=re.escape(found)):
         read_state(tmp_path)
+
+
+@pytest.mark.parametrize("guard", [None, GuardState(3, is_raised=True, healthy_steps=4, failed_trials=1)])
+def test_the_state_of_the_guard_is_kept_and_older_checkpoints_have_none(tmp_path, guard):
+    state = RunState(3, 1.5, 4, 2, 1, 0, True, "digest", guard)
+    (tmp_path / "state.json").write_text(render_state(state))
+    assert read_state(tmp_path) == state
+    (tmp_path / "state.json").write_text(json.dumps({k: v for k, v in STATE.items() if k != "guard"}))
+    assert read_state(tmp_path).guard is None
 
 
 def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):

@@ -1,6 +1,9 @@
 """What of the Megatron-core backend needs neither Megatron-core nor ranks: names, layouts, refusals, checkpoints."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,3 +261,14 @@ def test_ranges_that_do_not_fit_their_tensors_are_refused(tmp_path):
         RankFiles(tmp_path, "read it").whole("model", "master", "w")
     with pytest.raises(ConfigError, match="no checkpoint there"):
         RankFiles(tmp_path / "absent", "read it")
+
+
+def test_a_rank_does_not_import_wandb_whose_directories_it_would_leave(tmp_path):
+    pytest.importorskip("megatron.core")
+    code = (
+        "import sys; from asyncrl.trainer.megatron.cpu import import_megatron; import_megatron();"
+        "import asyncrl.trainer.megatron.models, asyncrl.trainer.megatron.publication;"
+        "assert 'wandb' not in sys.modules; import wandb"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, check=True, timeout=120)

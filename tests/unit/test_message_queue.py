@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.errors import LedgerError, RunFailed
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
@@ -34,8 +36,8 @@ async def fill(queue, count=10, **options):
     return tickets
 
 
-async def admit(queue, count=10):
-    return (await queue.admit(count, 0)).tickets
+async def admit(queue, count=10, client=""):
+    return (await queue.admit(count, 0, client)).tickets
 
 
 async def test_the_round_of_a_group(spec):
@@ -192,18 +194,65 @@ async def test_a_straggler_is_given_up_told_once_and_generated_again(spec):
     assert mine == [("admitted", 0), ("expired", 0), ("admitted", 1), ("reissued", 1)]
 
 
-async def test_nothing_goes_to_a_rollouter_that_is_gone(spec):
-    queue = MessageQueue(spec)
-    tickets = await admit(queue, 3)
-    await queue.put(tickets[0], group(0))
-    await admit(queue, 1)
+async def test_a_lowered_limit_ends_groups_at_once_and_a_waiting_admission_hears_of_it(spec):
+    queue = MessageQueue(replace(spec, max_lag=2))
+    trained, late = await admit(queue, 4), await admit(queue)
+    for t in trained:
+        await queue.put(t, group(t.ordinal))
+    for step in (0, 1):
+        assert isinstance(await queue.lease(step, 0), LeaseManifest)
+        with pytest.raises(LedgerError, match="are leased"):
+            await queue.limit_lag(1)
+        await queue.commit(step)
+        await queue.published(step + 1)
+        await admit(queue)
     waiting = asyncio.create_task(queue.admit(10, 10))
     await asyncio.sleep(0)
-    assert await queue.take_back_all("it died", "client") == 3
+    counts = await queue.limit_lag(1)
+    assert (counts.expired, counts.running) == (2, 4)
+    admission = await asyncio.wait_for(waiting, 5)
+    assert (set(admission.cancelled), admission.tickets) == (set(late), ())
+    with pytest.raises(ValueError, match="above max_lag 2"):
+        await queue.limit_lag(3)
+    assert (await queue.limit_lag(2)).expired == 2
+    assert len(await admit(queue)) == 2, "a higher limit admits more groups"
+
+
+async def test_nothing_goes_to_a_rollouter_that_is_gone(spec):
+    queue = MessageQueue(spec)
+    tickets = await admit(queue, 3, "one")
+    await queue.put(tickets[0], group(0))
+    (of_other,) = await admit(queue, 1, "other")
+    waiting = asyncio.create_task(queue.admit(10, 10, "one"))
+    await asyncio.sleep(0)
+    assert await queue.take_back_all("it died", "one") == 2
     assert (await asyncio.wait_for(waiting, 5)).tickets == ()
-    assert [(t.ordinal, t.attempt) for t in await admit(queue)] == [(1, 1), (2, 1), (3, 1)]
+    assert await admit(queue, 10, "one") == (), "it counts as dead"
+    assert [(t.ordinal, t.attempt) for t in await admit(queue, 10, "its replacement")] == [(1, 1), (2, 1)]
     with pytest.raises(LedgerError):
         await queue.put(tickets[1], group(1))
+    await queue.put(of_other, group(of_other.ordinal))
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(1, 9))
+async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path_factory, held, others):
+    size, clients = sum(held) + others, [f"client {i}" for i in range(len(held))]
+    queue = MessageQueue(QueueSpec(size, 1, 10_000, 3, 1.0, False, tmp_path_factory.mktemp("q") / "events.jsonl"))
+    await fill(queue, size)
+    for client, count in zip((*clients, "busy"), (*held, others), strict=True):
+        assert len(await admit(queue, count, client)) == count
+    waiting = [asyncio.create_task(queue.admit(1000, 10, client)) for client in clients]
+    await asyncio.sleep(0)
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    await queue.published(1)
+    for _ in range(20):  # enough turns for all that were woken
+        await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    have = queue._ledger.held()
+    assert sum(have[client] for client in clients) == sum(held) + size
+    assert max(have[client] for client in clients) <= max([*held, -(-(sum(held) + size) // len(held))])
 
 
 async def test_a_group_of_undone_weights_is_generated_again(spec):

@@ -23,10 +23,7 @@ def lease(groups: list[list[tuple[int, int, int]]]) -> tuple[LeaseManifest, list
             attempt=0,
             lengths=tuple(Lengths(*t) for t in trajectories),
             rewards=(0.0,) * len(trajectories),
-            lag_sum=0,
-            lag_max=0,
-            lag_in_flight_sum=0,
-            trained_tokens=sum(t[2] for t in trajectories),
+            lags=(),
             segments=1,
             interrupted=0,
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cores import local_cores
 from asyncrl.driver.preflight import check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
@@ -120,3 +121,10 @@ def test_a_sandbox_that_cannot_run_is_refused(checked, tmp_path: Path, monkeypat
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"(?s)rollout\.tool_use.*no program can be run in the sandbox here"):
         checked("rollout.environment=tool_use", "rollout.tool_use.tools=[python]")
+
+
+def test_the_plan_says_how_many_threads_compute_on_a_cpu(checked) -> None:
+    cores = local_cores()
+    line = f"threads   on CPUs with {cores} cores: {cores} for each trainer rank, 3 for each replica"
+    assert line in checked("mode=sync", "rollout.torch.num_threads=3")
+    assert not any(line.startswith("threads") for line in checked("trainer.device=cuda"))

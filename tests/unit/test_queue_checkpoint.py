@@ -118,7 +118,7 @@ async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(sp
     same(admission.partials[0], replace(kept, ticket=Ticket(0, 2, 0)))
     assert (await again.admit(100, 0)).partials == ()
     await again.put(admission.tickets[0], group(0, 2, versions=(0, 1)))
-    assert await again.take_back_all("it died", "client") == 2
+    assert await again.take_back_all("it died", "") == 2
 
 
 async def test_a_resumed_group_is_as_old_as_its_tokens(spec, tmp_path):

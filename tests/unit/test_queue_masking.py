@@ -111,3 +111,18 @@ async def test_a_group_without_a_token_left_expires_and_the_lease_looks_again(sp
     assert isinstance(answer, LeaseWait)
     assert (answer.missing, answer.counts.expired, answer.counts.active) == (1, 1, 0)
     assert len((await queue.admit(10, 0)).tickets) == 2, "its slot is free"
+
+
+def test_tokens_that_went_on_under_newer_weights_without_a_new_request_are_counted():
+    (first, second) = group(versions=(3, 5)).trajectories
+    moved = (Segment(0, 2, 3, 0), Segment(2, 4, 5, 1))  # another replica has computed its cache anew
+    turns = (Segment(0, 1, 3, 0), Segment(1, 2, 3, 0, "environment"), Segment(2, 4, 5, 0))
+    asked = replace(first, segments=turns, loss_mask=np.array([True, False, True, True]))
+    for trajectories, tokens in (
+        ((first, second), 4),
+        ((replace(first, segments=moved), second), 2),
+        ((asked, second), 2),
+    ):
+        whole = replace(group(versions=(3, 5)), trajectories=trajectories)
+        summary = summarize(StoredGroup(whole, 5), whole, step=6, max_lag=3)
+        assert (summary.continued_tokens, summary.version_span, summary.interrupted) == (tokens, 4, 2)

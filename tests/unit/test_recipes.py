@@ -35,8 +35,15 @@ def test_layers_and_overrides_apply_in_order(tmp_path):
     [("sync", 0, "drain"), ("one_step_off", 1, "drain"), ("fully_async", 2, "abort_resume")],
 )
 def test_modes_are_presets(mode, max_lag, interrupt):
-    recipe = load_recipe(QUICKSTART, [f"mode={mode}"])
+    recipe = load_recipe(QUICKSTART, [f"mode={mode}", "staleness.pacing=just_in_time"])
     assert (recipe.max_lag, recipe.interrupt) == (max_lag, interrupt)
+    is_free = mode == "fully_async"
+    assert (recipe.pacing == "just_in_time", recipe.empties_queue) == (is_free, not is_free)
+
+
+def test_a_publish_is_due_every_so_many_steps_and_at_the_end():
+    recipe = load_recipe(QUICKSTART, ["staleness.publish_every_steps=3", "run.max_steps=8"])
+    assert [step for step in range(1, 9) if recipe.publishes_after(step)] == [3, 6, 8]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,11 @@ def test_modes_are_presets(mode, max_lag, interrupt):
         ("trainer.lr=abc", "could not be converted to Float", "give it a value of that type"),
         ("nonsense", "not of the form key=value", "trainer.lr=1e-4"),
         ("batch.group_size=1", "always 0", "2 or more"),
-        ("trainer.num_ranks=3", "do not divide evenly", "choose batch.groups_per_step"),
+        (
+            "trainer.num_ranks=3",
+            "do not divide evenly",
+            "set batch.groups_per_step=15 or 18, or trainer.num_ranks=2 or 4",
+        ),
         ("staleness.max_lag=-1", "at least 0", "set staleness.max_lag to a finite number that is at least 0"),
         ("staleness.publish_every_steps=4", "max_lag is 2", "at most 3"),
         ("rollout.sampling.top_p=0", "above 0 and at most 1", "top_p to a finite number"),
@@ -204,9 +215,7 @@ def test_the_planner_divides_by_the_standard_deviation_of_the_recipe(kind):
 
 def group_of(*response_tokens):
     lengths = tuple(Lengths(0, n, n) for n in response_tokens)
-    counts = {"lag_sum": 0, "lag_max": 0, "lag_in_flight_sum": 0, "segments": 1, "interrupted": 0}
-    trained = sum(response_tokens)
-    return GroupSummary(0, 0, lengths=lengths, rewards=(1.0,) * len(lengths), trained_tokens=trained, **counts)
+    return GroupSummary(0, 0, lengths=lengths, rewards=(1.0,) * len(lengths), lags=(), segments=1, interrupted=0)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)

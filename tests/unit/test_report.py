@@ -1,5 +1,6 @@
 """The report of a run: what it reads, what it finds, and that its data cannot break out of the page."""
 
+import gzip
 import json
 import re
 
@@ -7,13 +8,14 @@ import pytest
 
 from asyncrl.commands.report import main
 from asyncrl.errors import ConfigError
-from asyncrl.report.findings import findings
+from asyncrl.observability.charts import CHARTS
+from asyncrl.report.findings import findings, helps_most
 from asyncrl.report.html import page
 from asyncrl.report.lifetimes import Lifetimes
-from asyncrl.report.page_data import CHARTS, page_data
+from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run
 from asyncrl.types.metrics import Metric
-from tools.make_sick_run import KINDS, write_run
+from tools.make_sick_run import KINDS, START_S, write_run
 
 pytestmark = pytest.mark.unit
 
@@ -24,6 +26,7 @@ NAMED = {
     "slow_reward": ["Slow environment or reward"],
     "fenced": ["Replica 2 is fenced off"],
     "collapsed": ["Collapsed importance ratio"],
+    "guarded": ["Stopped by the off-policy guard"],
 }
 
 
@@ -37,7 +40,7 @@ def found_in(path):
 def test_a_sickness_is_named_and_no_other(tmp_path, kind, seed):
     found = found_in(write_run(tmp_path / "run", kind, 60, seed))
     assert [finding.title for finding in found] == NAMED[kind]
-    charted = {key for _, _, keys in CHARTS for key in keys} | {"staleness/overdue_wait_s"}
+    charted = {key for chart in CHARTS for key in chart.keys} | {"staleness/overdue_wait_s"}
     assert all(finding.evidence and finding.remedy and charted & set(finding.metrics) for finding in found)
 
 
@@ -89,7 +92,6 @@ def test_lifetimes_follow_requeues_and_releases():
     assert (first.end, first.ended) == ("requeued", 2)
     assert (second.admitted, second.ready, second.leased, second.ended) == (3, 5, 8, 9)
     assert (second.step, second.lag, third.end, third.lag) == (4, 1, "expired", None)
-    assert lives.lags() == {4: {1: 1}}
     assert lives.generation_s == [2]
 
 
@@ -146,3 +148,55 @@ def test_a_place_that_cannot_be_written_is_an_error_of_storage(tmp_path, capsys)
     path = write_run(tmp_path / "run", "healthy", 3)
     assert main([str(path), "--out", str(tmp_path / "none" / "x.html")]) == 8
     assert "x.html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("healthy", "more trainer ranks"),
+        ("starved", "more replicas"),
+        ("slow_reward", "a faster environment or reward"),
+        ("straggler", "giving up stragglers"),
+    ],
+)
+def test_one_sentence_says_what_would_help_most(tmp_path, kind, what):
+    assert what in helps_most(read_run(write_run(tmp_path / "run", kind, 60)))
+
+
+def spans_of(ordinal, start):
+    """Two trajectories, each with a request, a reward and itself."""
+    return {
+        "ordinal": ordinal,
+        "attempt": 0,
+        "trajectories": [
+            [
+                ["request", start, start + 1.0, {"replica": 0, "tokens": 7}],
+                ["reward", start + 1.0, start + 1.5, {}],
+                ["trajectory", start - 0.1, start + 1.6 + i, {}],
+            ]
+            for i in range(2)
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_has_every_step_and_group_and_lanes_without_overlap(tmp_path, name):
+    path = write_run(tmp_path / "run", "straggler", 30)
+    (path / "spans.jsonl").write_text("".join(json.dumps(spans_of(i, START_S + i / 3)) + "\n" for i in range(40)))
+    assert main([str(path), "--trace", str(tmp_path / name)]) == 0
+    content = (tmp_path / name).read_bytes()
+    events = json.loads(gzip.decompress(content) if name.endswith("gz") else content)["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e.keys() >= {"name", "ts", "dur", "pid", "tid"} and e["dur"] >= 0 for e in spans)
+    assert sum(e["name"].startswith("step ") for e in spans) == 30
+    assert sum(e["name"].endswith(" generated") for e in spans) == 240, "every group"
+    assert sum(e["pid"] == 10 for e in spans) == 80, "every recorded request, in the rows of its replica"
+    headed = {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert {e["pid"] for e in spans} <= headed
+    lanes = {}
+    for e in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
+        open_until = lanes.setdefault((e["pid"], e["tid"]), [])
+        while open_until and open_until[-1] <= e["ts"] + 1:
+            open_until.pop()
+        assert e["pid"] == 1 or not open_until or e["ts"] + e["dur"] <= open_until[-1] + 1, "inside, or after"
+        open_until.append(e["ts"] + e["dur"])

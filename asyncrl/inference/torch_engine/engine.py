@@ -198,9 +198,7 @@ class TorchEngine:
         """Loads the model and runs the loop until it is stopped or breaks."""
         try:
             if self._device.type == "cpu":
-                torch.set_num_threads(
-                    1
-                )  # replicas share the cores; spinning threads cost ten times more than they give
+                torch.set_num_threads(self._settings.num_threads)
             runner, decode = self._load()
             self._post(lambda: self._on_loaded(runner, decode))
             decode.run()

@@ -51,6 +51,7 @@ def engine_arguments(
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "stream_interval": settings.stream_interval,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode,
         "skip_tokenizer_init": True,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.observability.sinks.sink_thread import SinkFeed
+from asyncrl.observability.sinks.sink_thread import Sink, SinkFeed
 from asyncrl.observability.sinks.tensorboard import TensorBoardSink
 from asyncrl.observability.sinks.wandb import WandbSink
 
-SINKS: dict[str, type[WandbSink] | type[TensorBoardSink]] = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
+SINKS: dict[str, Callable[[Path, str, str, Mapping[str, Any]], Sink]] = {
+    "wandb": WandbSink,
+    "tensorboard": lambda directory, name, project, written: TensorBoardSink(directory / "tensorboard"),
+}
 
 
 def build_sinks(recipe: Recipe, written: Mapping[str, Any], name: str, directory: Path) -> list[SinkFeed]:
@@ -23,5 +26,6 @@ def build_sinks(recipe: Recipe, written: Mapping[str, Any], name: str, directory
 
     Raises ConfigError: a sink does not take these settings.
     """
-    sinks = {sink: SINKS[sink](recipe, written, name, directory) for sink in recipe.observability.sinks}
+    asked = recipe.observability
+    sinks = {sink: SINKS[sink](directory, name, asked.wandb_project, written) for sink in asked.sinks}
     return [SinkFeed(sink, made) for sink, made in sinks.items()]

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.recipe import Recipe
 from asyncrl.types.metrics import Record
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard below `<run>/tensorboard`, in a new file after a failure."""
+    """Scalars for TensorBoard in `directory`, in a new file after a failure."""
 
-    def __init__(self, recipe: Recipe, written: Mapping[str, Any], name: str, directory: Path) -> None:
-        self._directory = directory / "tensorboard"
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._writer: Any = None
 
     def write(self, step: int, record: Record) -> None:

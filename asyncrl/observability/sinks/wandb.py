@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-import hashlib
 import logging
+import math
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types.metrics import Record
+from asyncrl.observability.sinks.wandb_charts import WandbCharts
+from asyncrl.types.metrics import Metric, Record
 
 logger = logging.getLogger(__name__)
 
@@ -17,35 +18,42 @@ class WandbSink:
     """A Weights & Biases run; without a login it is recorded offline below `<run>/wandb`. The first record starts it.
     After a failure the next record starts it again, as the same run."""
 
-    def __init__(self, recipe: Recipe, written: Mapping[str, Any], name: str, directory: Path) -> None:
-        """`written`: the recipe as others may read it. Raises ConfigError: W&B allows no project or run of this
-        name."""
+    def __init__(self, directory: Path, name: str, project: str, written: Mapping[str, Any]) -> None:
+        """
+        Args:
+            directory: of the run.
+            written: the recipe as others may read it.
+
+        Raises ConfigError: W&B allows no project or run of this name.
+        """
         import wandb
 
-        run_id = f"{name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}"
-        project = recipe.observability.wandb_project
+        self._id_file = directory / "wandb" / "run_id"
         try:
-            wandb.Settings(project=project, run_name=name, run_id=run_id)
+            wandb.Settings(project=project, run_name=name, run_id=name)
         except Exception as error:
             asked = f"observability.sinks=[wandb] with observability.wandb_project={project} and run.name={name}"
             raise ConfigError(explain(asked, str(error), "give them other names")) from error
         self._directory = directory
-        self._options = {"project": project, "name": name, "id": run_id, "config": dict(written)}
+        self._options = {"project": project, "name": name, "config": dict(written)}
+        self._charts = WandbCharts(directory / "samples.jsonl")
         self._run: Any = None
+        self._told = False
 
     def write(self, step: int, record: Record) -> None:
         try:
-            if self._run is None:
-                self._run = self._begin()
-            self._run.log(dict(record))  # by its own "step": a run that goes back to a checkpoint repeats steps
+            # by its own "step": a run that goes back to a checkpoint repeats steps
+            self.run().log({**record, **self._charts.histogram(record)})
         except BaseException:
             self._run = None
             self.abandon()
             raise
+        self._draw(self._charts.due())
 
     def close(self) -> None:
         if self._run is not None:
             try:
+                self._draw(self._charts.at_the_end())
                 self._run.finish()
             finally:
                 self.abandon()
@@ -57,19 +65,70 @@ class WandbSink:
 
         wandb.teardown()
 
+    def _draw(self, charts: Mapping[str, Any]) -> None:
+        """W&B keeps tables elsewhere than numbers: without them the record is still taken."""
+        try:
+            if charts:
+                self._run.log(dict(charts))
+        except Exception as error:  # noqa: BLE001 - whatever W&B raises; the first one is told
+            level = logging.DEBUG if self._told else logging.WARNING
+            logger.log(level, "W&B does not take charts and tables: %s: %s", type(error).__name__, error)
+            self._told = True
+
+    def run(self) -> Any:
+        """The W&B run, which is started, or resumed, when it is asked for the first time."""
+        if self._run is None:
+            self._run = self._begin()
+        return self._run
+
+    def steps_there(self) -> dict[int, float]:
+        """Step -> `time_s` of its newest record, which tells its times of training apart, as W&B's server has them."""
+        import wandb
+
+        run = self.run()
+        found: dict[int, float] = {}
+        if run.resumed:
+            keys = [str(Metric.STEP), str(Metric.TIME)]
+            for row in wandb.Api().run(f"{run.entity}/{run.project}/{run.id}").scan_history(keys=keys, use_cache=False):
+                found[int(row[Metric.STEP])] = float(row[Metric.TIME])
+        return found
+
     def _begin(self) -> Any:
         import wandb
 
-        logged_in = bool(wandb.api.api_key)
-        if not logged_in:
-            do = f"`wandb sync {self._directory}/wandb/offline-run-*` uploads it"
+        if not (online := logged_in()):
+            do = f"`asyncrl-dashboard sync {self._directory}` uploads it"
             logger.warning("no W&B login: recording offline; %s", do)
         run = wandb.init(
             **self._options,
+            id=self._run_id(),
             resume="allow",
             dir=str(self._directory),
-            mode=None if logged_in else "offline",
+            mode=None if online else "offline",
             settings=wandb.Settings(console="off", silent=True),
         )
-        run.define_metric("*", step_metric="step")
+        run.define_metric("*", step_metric=str(Metric.STEP))
+        for metric in Metric:
+            best = ("max",) if metric in (Metric.REWARD_MEAN, Metric.EVAL_ACCURACY, Metric.EVAL_ACCURACY_OF) else ()
+            summary = dict.fromkeys(("last", metric.reduction, *best))
+            name = f"{metric}*" if metric.is_family else str(metric)
+            run.define_metric(name, step_metric=str(Metric.STEP), summary=",".join(summary))
         return run
+
+    def _run_id(self) -> str:
+        """The same for as long as the directory exists, wherever it is copied to."""
+        if not self._id_file.exists():
+            self._id_file.parent.mkdir(exist_ok=True)
+            self._id_file.write_text(f"{self._options['name']}-{secrets.token_hex(4)}")
+        return self._id_file.read_text().strip()
+
+
+def logged_in() -> bool:
+    import wandb
+
+    return wandb.login(prompt=False, verify=False)
+
+
+def finite(record: Mapping[str, float | None]) -> dict[str, float]:
+    """A line of `metrics.jsonl` as it was before null took the place of what is not finite."""
+    return {name: math.nan if value is None else value for name, value in record.items()}

@@ -27,6 +27,7 @@
 
   function drawFindings() {
     const list = byId("finding-list");
+    byId("helps-most").textContent = run.helps_most;
     if (!run.findings.length) list.append(element("p", { class: "hint" }, "Nothing ails this run."));
     for (const found of run.findings) {
       const links = found.metrics.map((key) => {
@@ -81,9 +82,6 @@
 
   function columnsOf(chart) {
     // x and the named series of all runs; several runs share one x
-    if (chart.kind === "lags") {
-      return { x: run.lags.steps, series: run.lags.counts.map((values, lag) => ({ name: "lag " + lag, values })) };
-    }
     if (data.runs.length === 1 || chart.kind === "stack") {
       const series = chart.keys.filter((key) => run.metrics[key]).map((key) => ({ name: key, values: run.metrics[key] }));
       return { x: run.steps, series };
@@ -163,13 +161,19 @@
     const grid = byId("chart-grid");
     grid.textContent = "";
     plots = [];
-    for (const chart of data.charts) {
-      const keys = chart.keys.join(" ");
-      const meaning = chart.keys.filter((key) => data.declared[key]).map((key) => key + ", " + data.declared[key].unit + ": " + data.declared[key].meaning).join("\n");
-      const box = element("div", { class: "chart", "data-keys": keys, title: meaning }, element("h3", {}, chart.title));
-      grid.append(box);
-      const plot = drawChart(chart, box);
-      if (plot) plots.push(plot); else box.remove();
+    for (const section of data.sections) {
+      const heading = element("h3", { class: "section" }, section.title);
+      grid.append(heading);
+      const before = plots.length;
+      for (const chart of section.charts) {
+        const keys = chart.keys.join(" ");
+        const meaning = chart.keys.filter((key) => data.declared[key]).map((key) => key + ", " + data.declared[key].unit + ": " + data.declared[key].meaning).join("\n");
+        const box = element("div", { class: "chart", "data-keys": keys, title: meaning }, element("h3", {}, chart.title));
+        grid.append(box);
+        const plot = drawChart(chart, box);
+        if (plot) plots.push(plot); else box.remove();
+      }
+      if (plots.length === before) heading.remove();
     }
     root.dataset.charts = plots.length;
   }

@@ -18,6 +18,7 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_SDPA, packed_sdpa)
 
 
+@torch.compiler.disable  # a compiled layer calls it: traced, each number of classes would be compiled again
 def packed_sdpa(  # noqa: PLR0913 the signature is that of transformers' interface
     module: torch.nn.Module,
     query: torch.Tensor,

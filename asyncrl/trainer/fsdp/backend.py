@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.publication import Publication
+from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -35,6 +36,7 @@ class FsdpBackend:
         self._policy = self._models.policy
         self._step = TrainingStep(spec, self._models.of_step(), peers=Peers(dist.group.WORLD), device=device)
         self._publication = Publication(self._policy.causal_lm, spec, device)
+        self._copies = HostCopies()
         self._captured: dict[str, torch.Tensor] | None = None
         # Saving runs beside training in a thread of its own. It needs a group of its own, or the collectives of the two
         # would be matched with each other. A rank waits in it while another one writes.
@@ -68,16 +70,21 @@ class FsdpBackend:
         return self._publication.tensors()
 
     def capture(self) -> None:
-        self._captured = None  # freed before the next one is made
+        unwritten, self._captured = self._captured, None
+        if unwritten is not None:
+            self._copies.give_back(unwritten)
         live = self._live_state() | self._facts()
-        self._captured = sharded_state.capture(live, rank=self._rank, device=self._device)
+        self._captured = self._copies.copy(sharded_state.with_random_state(live, rank=self._rank, device=self._device))
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
-        sharded_state.save(directory, captured, self._saving)
+        try:
+            sharded_state.save(directory, captured, self._saving)
+        finally:
+            self._copies.give_back(captured)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""

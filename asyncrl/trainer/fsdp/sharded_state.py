@@ -59,12 +59,9 @@ def of_model(
     return found
 
 
-@torch.no_grad()
-def capture(live: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies in host memory of what a checkpoint of this rank holds: `live`, and its random state. A shard stays a
-    DTensor, so that writing knows its place in the whole; nothing is gathered."""
-    everything = live | {f"rng.{rank}": _random_state(device)}
-    return {name: tensor.to("cpu", copy=True) for name, tensor in everything.items()}
+def with_random_state(live: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What a checkpoint of this rank holds: `live`, and its random state."""
+    return live | {f"rng.{rank}": _random_state(device)}
 
 
 def save(
@@ -73,7 +70,8 @@ def save(
     group: dist.ProcessGroup | None,
     planner: dcp.SavePlanner | None = None,
 ) -> None:
-    """Writes what `capture` returned below `directory`; collective over `group`, a gloo group that nothing else uses.
+    """Writes copies of what `with_random_state` returned below `directory`; collective over `group`, a gloo group that
+    nothing else uses.
 
     Args:
         planner: gives the tensors; by default they are those of `captured`.

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.megatron import stored_state
 from asyncrl.trainer.megatron.stored_state import Captured, RankFiles
-from asyncrl.trainer.megatron.supports import require_package
+from asyncrl.trainer.megatron.supports import require_package, without_wandb
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -45,6 +46,7 @@ class MegatronBackend:
         self._on_device = _context(device)
         with self._on_device():
             self._models, self._step, self._publication = _build(spec, device)
+        self._copies = HostCopies()
         self._captured: Captured | None = None
         # Saving runs beside training in a thread of its own, so it needs a group of its own: see `FsdpBackend`.
         timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
@@ -80,24 +82,29 @@ class MegatronBackend:
         return self._publication.tensors()
 
     def capture(self) -> None:
-        self._captured = None  # freed before the next one is made
-        numbers, parameters, tensors = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
+        unwritten, self._captured = self._captured, None
+        if unwritten is not None:
+            self._copies.give_back(unwritten.tensors)
+        numbers, parameters, live = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
         for model_name, model in self._models.trained():
             numbers[model_name] = model.update.steps()
             numbers.update((f"{model_name}.{size}", value) for size, value in model.sizes.fingerprint().items())
             for name, parameter, share, contents in model.shares():
                 key = f"{model_name}.{name}"
                 parameters[key] = (list(parameter.shape), share.start, share.stop, contents)
-                tensors.update(stored_state.entries(key, share.state))
+                live.update((f"{key}.{kind}", tensor.detach()) for kind, tensor in share.state.items())
         header = stored_state.header(self._rank, self._world_size, numbers, parameters)
-        self._captured = Captured(header, stored_state.with_random_state(tensors))
+        self._captured = Captured(header, self._copies.copy(stored_state.with_random_state(live)))
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
-        stored_state.write(directory, captured, self._saving)
+        try:
+            stored_state.write(directory, captured, self._saving)
+        finally:
+            self._copies.give_back(captured.tensors)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""
@@ -135,9 +142,10 @@ def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]
 
 def _build(spec: TrainerSpec, device: torch.device) -> tuple[MegatronModels, TrainingStep, BlockPublication]:
     """Collective. Imports Megatron-core, which on a CPU must happen after `_context`."""
-    from asyncrl.trainer.megatron.model import join_groups
-    from asyncrl.trainer.megatron.models import MegatronModels
-    from asyncrl.trainer.megatron.publication import BlockPublication
+    with without_wandb():
+        from asyncrl.trainer.megatron.model import join_groups
+        from asyncrl.trainer.megatron.models import MegatronModels
+        from asyncrl.trainer.megatron.publication import BlockPublication
 
     groups = join_groups(spec.trainer)
     models = MegatronModels(spec, groups, on_cpu=device.type == "cpu")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.trainer.step.batch import PackedLayout
 
 
@@ -62,7 +63,6 @@ def split_row(layout: PackedLayout, *, ranks: int = 1, rank: int = 0, multiple: 
     sequences = torch.repeat_interleave(torch.arange(len(filled), device=filled.device), filled)
     positions = torch.arange(len(sequences), device=filled.device) - boundaries[sequences]
     tokens = torch.where(positions < lengths[sequences], starts[sequences] + positions, -1)
-    longest = max(-(-layout.max_length // unit) * unit, fill)
     holder = torch.zeros_like(positions)
     if ranks > 1:
         chunk = positions // (filled // unit)[sequences]
@@ -70,14 +70,14 @@ def split_row(layout: PackedLayout, *, ranks: int = 1, rank: int = 0, multiple: 
     order = torch.empty_like(positions)
     order[holder.argsort(stable=True)] = torch.arange(len(order), device=order.device)
     mine = (holder == rank).nonzero()[:, 0]
-    inside = torch.arange(len(mine), device=mine.device) - boundaries[sequences[mine]] // ranks
+    # one choice of classes for both: a query attends to keys of the same sequence
+    sizes, device = filled.cpu().numpy(), filled.device
+    classes = length_classes(sizes, spared=spared_work(device.type))
     return SplitRow(
         tokens=tokens[mine],
         positions=positions[mine],
-        whole=PackedLayout(len(filled), longest, sequences * longest + positions, boundaries.int()),
-        own=PackedLayout(
-            len(filled), longest // ranks, sequences[mine] * (longest // ranks) + inside, (boundaries // ranks).int()
-        ),
+        whole=PackedLayout.of(sizes, device, classes),
+        own=PackedLayout.of(sizes // ranks, device, classes),
         order=order,
         places=(tokens >= 0).nonzero()[:, 0],
         rank=rank,

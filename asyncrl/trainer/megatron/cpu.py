@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from asyncrl.trainer.megatron.supports import without_wandb
+
 CPU = torch.device("cpu")
 
 
@@ -25,7 +27,7 @@ def import_megatron() -> None:
     Call it before anything else imports Megatron-core. Idempotent.
     """
     # what Megatron-core decorates with torch.compile at import, and what it says of packages that are for GPUs
-    with _replaced((torch, "compile", _as_it_is)), warnings.catch_warnings():
+    with _replaced((torch, "compile", _as_it_is)), warnings.catch_warnings(), without_wandb():
         warnings.simplefilter("ignore")
         utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")

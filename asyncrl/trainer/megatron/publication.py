@@ -81,15 +81,20 @@ class BlockPublication:
         each must exhaust the iterator."""
         stage = self._rank // self._of_stage
         leader = stage * self._of_stage
+        transfers = _Room(self._dtype, next(iter(self._parameters.values())).device)
         for names in self._buckets(stage):
             held = [held for name in names for held in self._plan[name].values()]
             by_owner = {owner: [h for h in held if h.owner == owner] for owner in sorted({h.owner for h in held})}
             if self._rank == leader:
-                yield from self._gathered(names, by_owner).items()
+                yield from self._gathered(names, by_owner, transfers).items()
             elif self._rank in by_owner:
-                dist.send(torch.cat([self._block(h).flatten() for h in by_owner[self._rank]]), dst=leader)
+                blocks = [self._block(h).flatten() for h in by_owner[self._rank]]
+                packed = transfers.of(sum(block.numel() for block in blocks))
+                dist.send(torch.cat(blocks, out=packed), dst=leader)
 
-    def _gathered(self, names: Sequence[str], by_owner: dict[int, list[_Held]]) -> dict[str, torch.Tensor]:
+    def _gathered(
+        self, names: Sequence[str], by_owner: dict[int, list[_Held]], transfers: _Room
+    ) -> dict[str, torch.Tensor]:
         """The tensors of one bucket from the blocks of all owners."""
         device = next(iter(self._parameters.values())).device
         whole = {name: torch.empty(self._shape(name), dtype=self._dtype, device=device) for name in names}
@@ -98,7 +103,7 @@ class BlockPublication:
                 parts = [self._block(h) for h in held]
             else:
                 sizes = [torch.Size(h.shape).numel() for h in held]
-                buffer = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+                buffer = transfers.of(sum(sizes))
                 dist.recv(buffer, src=owner)
                 parts = [part.view(h.shape) for h, part in zip(held, buffer.split(sizes), strict=True)]
             for h, part in zip(held, parts, strict=True):
@@ -132,6 +137,19 @@ class BlockPublication:
             bucket.append(spec.name)
             size += spec.nbytes
         yield bucket
+
+
+class _Room:
+    """Memory for transfers that is kept from one to the next: the system would make fresh memory zero each time."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+
+    def of(self, numel: int) -> torch.Tensor:
+        """[numel], with anything in it."""
+        if numel > self._buffer.numel():
+            self._buffer = torch.empty(numel, dtype=self._buffer.dtype, device=self._buffer.device)
+        return self._buffer[:numel]
 
 
 def _only(stages: set[int]) -> int:

@@ -9,7 +9,7 @@ they need: optimizer state is read back at another layout too. Nothing in a file
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -258,12 +258,6 @@ def _whole_shape(held: Sequence[tuple[_Stored, Block]]) -> tuple[int, ...]:
     shape = list(stored.shape)
     shape[block.dim] = sum({b.start: b.length for _, b in held}.values())
     return tuple(shape)
-
-
-def entries(name: str, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the file, copy in host memory) of one parameter's tensors."""
-    for kind, tensor in state.items():
-        yield f"{name}.{kind}", tensor.detach().to("cpu", copy=True)
 
 
 def with_random_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

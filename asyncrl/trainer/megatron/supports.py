@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
@@ -100,3 +102,17 @@ def _nearest(value: int, extent: int) -> str:
     divisors = [n for n in range(1, extent + 1) if extent % n == 0]
     below, above = [n for n in divisors if n < value][-1:], [n for n in divisors if n > value][:1]
     return " or ".join(str(n) for n in (*below, *above))
+
+
+@contextmanager
+def without_wandb() -> Iterator[None]:
+    """Inside, W&B cannot be imported. Megatron-core imports it where it is installed, for its inference engine, and W&B
+    makes temporary directories when it is imported: a rank that is killed would leave them."""
+    known = sys.modules.get("wandb")
+    if known is None:
+        sys.modules["wandb"] = None  # type: ignore[assignment] - what Python takes for "not to be found"
+    try:
+        yield
+    finally:
+        if known is None:
+            del sys.modules["wandb"]

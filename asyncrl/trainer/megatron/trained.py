@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from asyncrl.algorithms import by_lag
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
 from asyncrl.trainer.megatron.model import DecoderChunk, Groups
@@ -164,15 +166,19 @@ class PipelineTrained(PipelineFrozen[Output]):
         named: list[Any] = [[name for name, _ in parts[0].seen.sums] if parts else None]
         dist.broadcast_object_list(named, group=group, group_src=group.size() - 1, device=device)
         names: list[str] = named[0]
-        values = torch.empty(count, 2 + len(names), dtype=torch.float64, device=device)
+        scalars = 2 + len(names)
+        values = torch.empty(count, scalars + math.prod(by_lag.SHAPE), dtype=torch.float64, device=device)
         for at, part in enumerate(parts):
             numbers = (part.loss, part.seen.ratio_max, *(value for _, value in part.seen.sums))
-            values[at] = torch.stack([number.double() for number in numbers])
+            values[at, :scalars] = torch.stack([number.double() for number in numbers])
+            values[at, scalars:] = 0 if part.seen.by_lag is None else part.seen.by_lag.flatten()
         self._from_last_stage(values)
-        return [
-            Part(row[0].float(), LossStatistics(tuple(zip(names, row[2:], strict=True)), ratio_max=row[1].float()))
-            for row in values
-        ]
+        found = []
+        for row in values:
+            sums = tuple(zip(names, row[2:scalars], strict=True))
+            of_lags = row[scalars:].reshape(by_lag.SHAPE)
+            found.append(Part(row[0].float(), LossStatistics(sums, row[1].float(), of_lags)))
+        return found
 
 
 def decoder_of(chunk: nn.Module) -> DecoderChunk:
@@ -191,5 +197,5 @@ def _with_balance(part: Part, tokens: PackedTokens, routing: RoutingSums | None)
 def _nothing(like: PackedTokens) -> PackedTokens:
     """A row of one token."""
     zero = torch.zeros(1, dtype=torch.int64, device=like.input_ids.device)
-    layout = PackedLayout(1, 1, zero, torch.tensor([0, 1], dtype=torch.int32, device=zero.device))
+    layout = PackedLayout.of([1], zero.device)
     return PackedTokens(zero[None], zero[None], layout, zero, zero, like.temperature)

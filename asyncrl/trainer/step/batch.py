@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 
 from asyncrl.algorithms.loss import LossInputs
+from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
 
 Trajectories = Mapping[TrajectoryKey, Trajectory]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedLayout:
-    """Where the sequences of one packed row lie.
+class PaddedClass:
+    """Sequences of similar length, which attention pads to the longest of them.
 
     Attributes:
+        num_tokens: of all of them. Classes lie one behind the other in the layout's order.
         num_sequences, max_length: shape of the padded batch.
-        slots: [tokens] int64, place of each packed token in the flattened [num_sequences * max_length].
-        boundaries: [num_sequences + 1] int32, cumulative lengths from 0.
+        slots: [tokens] int64, place of each token in the flattened [num_sequences * max_length]. None: the sequences
+            are equally long, and the padded batch is a view of the row.
     """
 
+    num_tokens: int
     num_sequences: int
     max_length: int
-    slots: torch.Tensor
-    boundaries: torch.Tensor
+    slots: torch.Tensor | None
 
-    @property
-    def is_dense(self) -> bool:
-        """All sequences are equally long: the padded batch is a view of the packed row."""
-        return self.slots.numel() == self.num_sequences * self.max_length
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Where the sequences of one packed row lie, and which of them attention pads together; made by `of`.
+
+    Attributes:
+        max_length: tokens of the longest sequence.
+        boundaries: [sequences + 1] int32, cumulative lengths from 0.
+        classes: hold every sequence once, longest first.
+        order, places: [tokens] int64: which token of the row comes at each place of the order of `classes`, and the
+            place of each token in it. None, both: the row is in that order, as the planner's rows are.
+    """
+
+    max_length: int
+    boundaries: torch.Tensor
+    classes: tuple[PaddedClass, ...]
+    order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int] | np.ndarray,
+        device: torch.device,
+        classes: Sequence[np.ndarray] | None = None,
+    ) -> PackedLayout:
+        """The layout of a row of sequences one behind the other, with its tensors on `device`.
+
+        Args:
+            lengths: [S] tokens of each, at least 1.
+            classes: indices of the sequences of each class; None: as `length_classes` finds them for the device.
+        """
+        sizes = np.asarray(lengths, np.int64)
+        if classes is None:
+            classes = length_classes(sizes, spared=spared_work(device.type))
+        ends = sizes.cumsum()
+        chosen = np.concatenate(classes)
+        starts = sizes[chosen].cumsum() - sizes[chosen]
+        order = np.repeat((ends - sizes)[chosen] - starts, sizes[chosen]) + np.arange(ends[-1])
+        place = partial(_place, device=device)
+        is_ordered = bool((np.diff(chosen) > 0).all())
+        return cls(
+            max_length=int(sizes.max()),
+            boundaries=place(np.append(0, ends), dtype=torch.int32),
+            classes=tuple(_padded_classes([sizes[members] for members in classes], place)),
+            order=None if is_ordered else place(order),
+            places=None if is_ordered else place(order.argsort()),
+        )
+
+
+def _padded_classes(
+    lengths: Sequence[np.ndarray], place: Callable[[np.ndarray], torch.Tensor]
+) -> Iterator[PaddedClass]:
+    """`lengths`: of the sequences of each class. `place`: makes a tensor of indices."""
+    for sizes in lengths:
+        longest, total = int(sizes.max()), int(sizes.sum())
+        gaps = np.arange(len(sizes)) * longest - (sizes.cumsum() - sizes)
+        is_dense = len(sizes) * longest == total
+        yield PaddedClass(
+            num_tokens=total,
+            num_sequences=len(sizes),
+            max_length=longest,
+            slots=None if is_dense else place(np.repeat(gaps, sizes) + np.arange(total)),
+        )
+
+
+def _place(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +177,7 @@ def pack(
     ids = [part for t in chosen for part in (t.prompt_ids, t.response_ids)] or [np.zeros(1, np.int32)]
     lengths = np.array([s.lengths.total for s in microbatch] or [1])
     starts = np.cumsum(lengths) - lengths
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(lengths.sum()) - starts[rows]
+    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     picks = [np.flatnonzero(t.loss_mask) if predict == "trained" else np.arange(len(t.response_ids)) for t in chosen]
     counts = [len(p) for p in picks]
     empty = not any(counts)
@@ -128,20 +194,14 @@ def pack(
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
 
     def place(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+        return _place(array, device, dtype)
 
-    longest = int(lengths.max())
     targets = input_ids[predictors + 1] if not empty else np.zeros(1, np.int64)
     return PackedBatch(
         tokens=PackedTokens(
             input_ids=place(input_ids, torch.int64)[None],
             position_ids=place(positions, torch.int64)[None],
-            layout=PackedLayout(
-                num_sequences=len(lengths),
-                max_length=longest,
-                slots=place(rows * longest + positions, torch.int64),
-                boundaries=place(np.append(starts, lengths.sum()), torch.int32),
-            ),
+            layout=PackedLayout.of(lengths, device),
             predictors=place(predictors, torch.int64),
             targets=place(targets, torch.int64),
             temperature=temperature,

@@ -38,12 +38,11 @@ class TrainingStep:
         """`device`: where the models read micro-batches."""
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
-        self._objective = build_objective(spec.algorithm)
+        self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
         self._pack = partial(pack, predict="trained", device=device, temperature=spec.temperature or 1.0)
         self._preparer = Preparer(
             spec.algorithm,
             models,
-            corrections=self._objective.corrections,
             peers=peers,
             device=device,
             pack=self._pack,
@@ -59,7 +58,11 @@ class TrainingStep:
         """
         # Everything without a gradient is computed first, with the weights before the first update and without dropout.
         self._train(False)
-        prepared = self._preparer.prepare(plan, trajectories)
+        if plan.correction_bounds != self._correction_bounds:
+            algorithm = self._spec.algorithm
+            self._objective = build_objective(algorithm.closer(plan.correction_bounds))
+            self._correction_bounds = plan.correction_bounds
+        prepared = self._preparer.prepare(plan, trajectories, self._objective.corrections)
         self._train(True)
         spec, policy, critic = self._spec, self._models.policy, self._models.critic
         start = spec.algorithm.critic.warmup_steps if critic is not None else 0

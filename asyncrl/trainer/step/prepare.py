@@ -59,28 +59,33 @@ class Preparer:
         algorithm: AlgorithmConfig,
         models: StepModels,
         *,
-        corrections: Sequence[tuple[str, Correction]],
         peers: Peers,
         device: torch.device,
         pack: Callable[..., PackedBatch],
     ) -> None:
-        """`corrections`: those of the objective, with their names. `pack`: `batch.pack` for the trained tokens."""
+        """`pack`: `batch.pack` for the trained tokens."""
         self._algorithm, self._models, self._peers = algorithm, models, peers
         self._device, self._pack = device, pack
         self._advantage = ADVANTAGES[algorithm.advantage]
         self._of_tokens = build_token_advantage(algorithm.advantage)
-        self._fitted = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
         self._known: dict[TrajectoryKey, torch.Tensor] = {}
         """Log-probabilities of the trained tokens under the reference, which `reference_kl` computed for the next step.
         """
 
     @torch.no_grad()
-    def prepare(self, plan: RankPlan, trajectories: Trajectories) -> list[list[Prepared]]:
-        """One for each micro-batch of each update. Collective when a pass is needed."""
+    def prepare(
+        self, plan: RankPlan, trajectories: Trajectories, corrections: Sequence[tuple[str, Correction]]
+    ) -> list[list[Prepared]]:
+        """One for each micro-batch of each update. Collective when a pass is needed.
+
+        Args:
+            corrections: those of the objective, with their names.
+        """
         algorithm = self._algorithm
+        fits = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
         recompute = algorithm.ratio == "proximal" and algorithm.proximal == "recompute" and len(plan.updates) > 1
         routes = algorithm.router_aux_coefficient > 0
-        asks_policy = recompute or bool(self._fitted) or routes
+        asks_policy = recompute or bool(fits) or routes
         makes_advantages = self._of_tokens is not None or self._advantage.whitens
         if not (asks_policy or makes_advantages or self._models.reference):
             return [[Prepared()] * len(update) for update in plan.updates]
@@ -91,8 +96,8 @@ class Preparer:
             ready = self._passes(update, batches, known=known, asks_policy=asks_policy)
             if makes_advantages:
                 ready = self._with_advantages(ready, batches)
-            if self._fitted:
-                ready = self._with_fitted(ready, batches)
+            if fits:
+                ready = self._with_fitted(ready, batches, fits)
             if routes:
                 ready = self._with_routing(ready, batches)
             found.append(ready)
@@ -162,14 +167,16 @@ class Preparer:
         found = torch.cat([batch.behavior_logprobs[:0], *parts])
         return found if len(found) else torch.zeros_like(batch.behavior_logprobs)
 
-    def _with_fitted(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:
+    def _with_fitted(
+        self, ready: list[Prepared], batches: Sequence[PackedBatch], fits: Sequence[tuple[str, FittedCorrection]]
+    ) -> list[Prepared]:
         """Adds the values that corrections fit over one update; collective."""
         inputs = []
         for prepared, batch in zip(ready, batches, strict=True):
             before = prepared.before_logprobs
             assert before is not None, "fitted corrections ask the policy"
             inputs.append(batch.inputs(before, before, torch.zeros_like(before)))
-        fitted = {name: correction.fit(inputs, self._peers.add_up) for name, correction in self._fitted}
+        fitted = {name: correction.fit(inputs, self._peers.add_up) for name, correction in fits}
         return [replace(prepared, fitted=fitted) for prepared in ready]
 
     def _with_routing(self, ready: list[Prepared], batches: Sequence[PackedBatch]) -> list[Prepared]:

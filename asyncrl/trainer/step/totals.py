@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncrl.algorithms import by_lag
 from asyncrl.trainer.step.batch import PackedBatch
 from asyncrl.trainer.step.model import Part, Peers
 from asyncrl.types import TrainMetrics
@@ -23,6 +24,7 @@ class StepTotals:
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
+        self._by_lag = torch.zeros(by_lag.SHAPE, dtype=torch.float64, device=device)
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, part: Part, batch: PackedBatch) -> None:
@@ -31,6 +33,8 @@ class StepTotals:
         self._counts[1] += batch.mask.sum()
         self._counts[2] += batch.num_tokens
         self.add_sums(part.seen.sums)
+        assert part.seen.by_lag is not None, "a part of the policy"
+        self._by_lag += part.seen.by_lag
         self._largest = torch.maximum(self._largest, part.seen.ratio_max.double())
 
     def add_sums(self, sums: Sums) -> None:
@@ -43,10 +47,14 @@ class StepTotals:
     ) -> TrainMetrics:
         """The same on every rank; collective. `grad_norms`, `critic_norms`: one for each update; none without a
         critic."""
-        totals = peers.add_up(torch.cat([self._counts, *(value[None] for value in self._sums.values())]))
+        totals = peers.add_up(
+            torch.cat([self._counts, self._by_lag.flatten(), *(value[None] for value in self._sums.values())])
+        )
         largest = peers.largest(self._largest)
-        loss, trained, packed, *sums = totals.tolist()
-        means = {name: value / max(trained, 1) for name, value in zip(self._sums, sums, strict=True)}
+        counts, of_lags, rest = totals.split([3, self._by_lag.numel(), len(self._sums)])
+        loss, trained, packed = counts.tolist()
+        means = {name: value / max(trained, 1) for name, value in zip(self._sums, rest.tolist(), strict=True)}
+        means |= by_lag.means_by_lag(of_lags.reshape(by_lag.SHAPE))
         if critic_norms:
             means[Metric.CRITIC_GRAD_NORM] = sum(critic_norms) / len(critic_norms)
             means[Metric.CRITIC_EXPLAINED] = _explained_variance(means)

@@ -1,0 +1,67 @@
+"""What a loss sees of its tokens, by how stale they are. Sums, so that any packing and any number of ranks add up to
+the same figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.metrics import Metric
+
+ROWS = 7
+"""Of the sums: tokens, ratios, squared ratios, tails, clipped at the upper bound, clipped at the lower one, nats."""
+TAIL = 2.0
+"""A ratio outside [1 / TAIL, TAIL] is in a tail. 2 is the usual bound of truncated importance sampling."""
+SHAPE = (ROWS, len(LAG_BUCKETS))
+
+
+def sums_by_lag(
+    lags: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor, clipped: Sequence[torch.Tensor], kl: torch.Tensor
+) -> torch.Tensor:
+    """[ROWS, buckets] float64, without gradient. Everything else is [tokens].
+
+    Args:
+        ratio: of policy to behaviour probability; 0 outside the mask.
+        clipped: tokens at the upper and at the lower bound.
+        kl: behaviour minus policy log-probability.
+    """
+    buckets = torch.bucketize(lags, torch.tensor(LAST_OF_BUCKET, dtype=lags.dtype, device=lags.device))
+    tails = (ratio > TAIL) | (ratio < 1 / TAIL)
+    values = torch.stack([values.double() * mask for values in (mask, ratio, ratio.square(), tails, *clipped, kl)])
+    sums = torch.zeros(SHAPE, dtype=torch.float64, device=lags.device)
+    return sums.index_add_(1, buckets, values)
+
+
+def means_by_lag(sums: torch.Tensor) -> dict[str, float]:
+    """The metrics `lag/` of a loss, of the buckets that have tokens. Of all tokens the effective sample size and the
+    share in the tails.
+
+    (sum of ratios)^2 / (tokens * sum of squared ratios) is the share of the tokens that, sampled by the policy itself,
+    would tell as much (Kish's effective sample size).
+
+    Args:
+        sums: of `sums_by_lag`, over all micro-batches and ranks.
+    """
+    tokens, ratios, squares, tails = sums[:4].sum(1).tolist()
+    found: dict[str, float] = {
+        Metric.EFFECTIVE_SAMPLES: _effective_share(tokens, ratios, squares),
+        Metric.RATIO_TAILS: tails / max(1.0, tokens),
+    }
+    for bucket, column in zip(LAG_BUCKETS, sums.T.tolist(), strict=True):
+        tokens, ratios, squares, tails, upper, lower, nats = column
+        if tokens:
+            found |= {
+                Metric.LAG_RATIO.of(bucket): ratios / tokens,
+                Metric.LAG_EFFECTIVE.of(bucket): _effective_share(tokens, ratios, squares),
+                Metric.LAG_TAILS.of(bucket): tails / tokens,
+                Metric.LAG_CLIPPED_POSITIVE.of(bucket): upper / tokens,
+                Metric.LAG_CLIPPED_NEGATIVE.of(bucket): lower / tokens,
+                Metric.LAG_KL.of(bucket): nats / tokens,
+            }
+    return found
+
+
+def _effective_share(tokens: float, ratios: float, squares: float) -> float:
+    return ratios**2 / (tokens * squares) if tokens and squares else 0.0

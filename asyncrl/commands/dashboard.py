@@ -1,0 +1,110 @@
+"""`asyncrl-dashboard`: what W&B and TensorBoard show of a run.
+
+    asyncrl-dashboard wandb ENTITY/PROJECT     creates or replaces the workspace of the project
+    asyncrl-dashboard sync RUN_DIR             sends what W&B has not got, makes TensorBoard's files anew
+
+Exit codes: 2 bad input, 8 the server or the disk does not take it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.config.observability import SINKS
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="asyncrl-dashboard", description=str(__doc__).split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    wandb = commands.add_parser("wandb", help="create or replace the saved workspace of a W&B project")
+    wandb.add_argument("project", metavar="ENTITY/PROJECT")
+    wandb.add_argument("--print", action="store_true", help="print the workspace as JSON, send nothing")
+    sync = commands.add_parser("sync", help="bring the sinks of a run up to its metrics.jsonl")
+    sync.add_argument("run", metavar="RUN_DIR", type=Path)
+    sync.add_argument("--sink", choices=SINKS, action="append", help="this one; those of its recipe when left out")
+    sync.add_argument("--project", help="W&B project; the recipe's when left out")
+    options = parser.parse_args(argv)
+    try:
+        return _workspace(options) if options.command == "wandb" else _sync(options)
+    except AsyncRLError as error:
+        Console(stderr=True).print(f"asyncrl-dashboard: {error}", markup=False, highlight=False, soft_wrap=True)
+        return error.exit_code
+
+
+def _workspace(options: argparse.Namespace) -> int:
+    entity, slash, project = options.project.partition("/")
+    if not (entity and slash and project) or "/" in project:
+        do = "asyncrl-dashboard wandb my-team/my-project"
+        raise ConfigError(explain(f"a workspace in {options.project}", "that is not ENTITY/PROJECT", do))
+    _require("wandb_workspaces", "asyncrl[dashboard]")
+    from asyncrl.observability.workspace import save, workspace
+
+    if options.print:
+        spec = workspace(entity, project)._to_model().spec
+        sys.stdout.write(spec.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n")
+        return 0
+    address = _sent(f"save a workspace in {options.project}", lambda: save(entity, project))
+    Console().print(f"saved {address}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _sync(options: argparse.Namespace) -> int:
+    directory = RunDirectory(options.run)
+    if not directory.config.is_file():
+        found = "no config.json there" if options.run.is_dir() else "no such directory"
+        do = "name the directory of a run, such as runs/quickstart"
+        raise ConfigError(explain(f"sync {options.run}", found, do))
+    config: dict[str, Any] = json.loads(directory.config.read_text(encoding="utf-8"))
+    observability = config["recipe"]["observability"]
+    sinks = options.sink or observability["sinks"]
+    if not sinks:
+        do = "name one: --sink wandb or --sink tensorboard"
+        raise ConfigError(explain(f"sync {options.run}", "its recipe has no observability.sinks", do))
+    directory.lock(f"asyncrl-dashboard sync {options.run}")
+    from asyncrl.observability.sinks.sync import rewrite_tensorboard, sync_wandb
+
+    console = Console()
+    for sink in sinks:
+        _require(sink, f"asyncrl[{sink}]" if sink == "tensorboard" else sink)
+        if sink == "tensorboard":
+            told = f"tensorboard: {rewrite_tensorboard(directory.path)} steps in {directory.path / 'tensorboard'}"
+        else:
+            project = options.project or observability["wandb_project"]
+            sent, all_of_them, address = _sent(
+                f"send {options.run} to W&B",
+                lambda project=project: sync_wandb(directory.path, config["name"], project, config["recipe"]),
+            )
+            told = f"wandb: sent {sent} of {all_of_them} steps to {address}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _require(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(explain(f"use {module}", "it is not installed", f"pip install '{package}'"))
+
+
+def _sent(asked: str, call: Any) -> Any:
+    """What `call` returns. Raises StorageError where W&B refuses or cannot be reached."""
+    try:
+        return call()
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise StorageError(
+            explain(asked, found, "check the network, the login and the names, and call it again")
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

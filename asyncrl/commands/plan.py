@@ -1,0 +1,188 @@
+"""`asyncrl-plan RECIPE.yaml [key=value ...]`: predicts step time, idle shares, lag and publishes before a run.
+
+Exit codes: 0 done, 2 bad input, 8 the cost model cannot be written; with --probe also those of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.commands.probe import probe
+from asyncrl.config.load import load_recipe
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+from asyncrl.plan import CostModel, Forecast, Row, Scenario, predict, read_costs, write_costs
+from asyncrl.plan.fit import Traced, costs_of_run, measured
+from asyncrl.report.run_files import RunFiles, read_run, read_spans
+
+MAX_ROWS = 400
+TABLE_WIDTH = 200
+COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
+    ("step s", lambda f: f"{f.step_s:.4g}"),
+    ("samples/s", lambda f: f"{f.samples_per_s:.4g}"),
+    ("trainer idle", lambda f: f"{f.trainer_idle:.1%}"),
+    ("replicas idle", lambda f: f"{f.replica_idle:.1%}"),
+    ("lag", lambda f: f"{f.lag_mean:.2f}"),
+    ("max lag", lambda f: f"{f.lag_max}"),
+    ("publish s", lambda f: f"{f.publish_s:.3g}"),
+    ("paused s", lambda f: f"{f.paused_s:.3g}"),
+    ("masked", lambda f: f"{f.masked:.1%}"),
+)
+"""Heading and text of each figure of a row."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_intermixed_args(argv)
+    console = Console()
+    try:
+        variants = combinations(options.vary)
+        load_recipe(options.recipe, options.overrides)
+        costs, run = _costs(options, console)
+        if options.write is not None:
+            _write(options.write, write_costs(costs))
+        rows = [Row({"measured": run.name}, measured(run))] if run is not None else []
+        for settings in variants:
+            rows.append(_row(options, settings, costs))
+    except AsyncRLError as error:
+        Console(stderr=True).print(f"asyncrl-plan: {error}", markup=False, highlight=False, soft_wrap=True)
+        return error.exit_code
+    if options.json:
+        sys.stdout.write(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    else:
+        console.print(f"costs: {costs.source}", markup=False, highlight=False, soft_wrap=True)
+        # A narrow terminal wraps whole lines, in place of every heading.
+        Console(width=max(console.width, TABLE_WIDTH)).print(_table(rows))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyncrl-plan", description=str(__doc__).split("\n")[0])
+    parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
+    costs = parser.add_mutually_exclusive_group(required=True)
+    costs.add_argument("--costs", metavar="FILE", type=Path, help="a cost model in YAML, see docs/plan.md")
+    costs.add_argument("--from-run", metavar="RUN_DIR", type=Path, help="measure the costs in the files of a run")
+    costs.add_argument(
+        "--probe", action="store_true", help="run the recipe in mode sync for up to two minutes, and measure them there"
+    )
+    parser.add_argument(
+        "--vary",
+        metavar="key=a,b,c",
+        action="append",
+        default=[],
+        help="one row for each value of a key of the recipe; several times: one for each combination",
+    )
+    parser.add_argument(
+        "--cores",
+        type=float,
+        metavar="N",
+        help="cores that trainer ranks and replicas share; left out: those of this machine if it has no GPU. 0: each "
+        "has its own. Read with --from-run and --probe",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps to simulate, at least 4")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the cost model, to edit it and give it to --costs"
+    )
+    parser.add_argument("--json", action="store_true", help="print costs and rows as JSON, and nothing else")
+    return parser
+
+
+def combinations(words: Sequence[str]) -> list[dict[str, str]]:
+    """One mapping of key to value for each combination of `key=a,b,c`; a single empty one without any. Raises
+    ConfigError."""
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        key, _, listed = word.partition("=")
+        values = [value for value in listed.split(",") if value]
+        if not key or not values or key in axes:
+            found = "the key was given before" if key in axes else "it is not of the form key=a,b,c"
+            raise ConfigError(explain(f"--vary {word}", found, "write for example --vary rollout.num_replicas=1,2,4"))
+        axes[key] = values
+    found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    if len(found) > MAX_ROWS:
+        raise ConfigError(
+            explain(f"{len(found)} configurations", f"at most {MAX_ROWS} make a table", "vary fewer keys or values")
+        )
+    return found
+
+
+def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, RunFiles | None]:
+    """The cost model, and the run that it comes from."""
+    if options.steps is not None and options.steps < 4:
+        raise ConfigError(explain(f"--steps {options.steps}", "too few to measure anything", "simulate 4 or more"))
+    if options.costs is not None:
+        try:
+            text = options.costs.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            do = "name a YAML file; --from-run RUN_DIR --write FILE writes one"
+            raise ConfigError(explain(f"the cost model {options.costs}", str(error), do)) from error
+        return read_costs(text, str(options.costs)), None
+    if options.from_run is not None:
+        return _measure(options, read_run(options.from_run))
+    with TemporaryDirectory(prefix="asyncrl-plan-", ignore_cleanup_errors=True) as scratch:
+        directory = Path(scratch) / "probe"
+        quiet = Console(stderr=True) if options.json else console
+        probe(options.recipe, options.overrides, directory, quiet)
+        return _measure(options, read_run(directory))
+
+
+def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
+    """Raises ConfigError: the run's recipe cannot be read, or its files do not have the costs."""
+    cores = _shared_cores() if options.cores is None else options.cores or None
+    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(_recipe_of(run)), cores), run
+
+
+def _recipe_of(run: RunFiles) -> Recipe:
+    """The recipe in the run's config.json. Raises ConfigError: this version does not take it."""
+    written = json.loads(RunDirectory(run.directory).config.read_text(encoding="utf-8"))
+    with TemporaryDirectory(prefix="asyncrl-plan-") as scratch:
+        file = Path(scratch) / "recipe.yaml"
+        file.write_text(json.dumps(written.get("recipe", {})), encoding="utf-8")
+        return load_recipe(file, [])
+
+
+def _shared_cores() -> float | None:
+    """None on a machine with NVIDIA devices."""
+    return None if Path("/dev/nvidia0").exists() else float(len(os.sched_getaffinity(0)))
+
+
+def _row(options: argparse.Namespace, settings: dict[str, str], costs: CostModel) -> Row:
+    words = [*options.overrides, *(f"{key}={value}" for key, value in settings.items())]
+    return Row(settings, predict(Scenario.of(load_recipe(options.recipe, words)), costs, options.steps))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    keys = list(dict.fromkeys(key for row in rows for key in row.settings))
+    shown = [column for column in COLUMNS if column[0] != "masked" or any(row.forecast.masked for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for key in keys:
+        table.add_column(key)
+    for heading, _ in shown:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(row.settings.get(key, "") for key in keys), *(text(row.forecast) for _, text in shown))
+    return table
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        do = "make room there, or name another file"
+        raise StorageError(explain(f"write {path}", str(error), do)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

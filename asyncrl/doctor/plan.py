@@ -1,0 +1,183 @@
+"""What the recipe asks for: memory of each role, what a publish takes, how old tokens will be, data and reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.rows import PromptRow
+from asyncrl.doctor.observation import Observation, bad, ok, warning
+from asyncrl.driver.preflight import Preflight
+from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.trainer.backends import memory_of
+from asyncrl.trainer.model_tensors import model_tensors
+from asyncrl.types import ModelFacts
+
+GIB = 1 << 30
+TRIED_ROWS = 4
+PROBE_BYTES = 64 << 20
+PASSES = {"ipc": 3, "collective": 2, "disk": 2}
+"""How often a byte is copied, by transport."""
+
+
+def trained_bytes(recipe: Recipe, facts: ModelFacts) -> int | None:
+    """Weights and optimizer of all ranks, which a checkpoint holds; None where the config does not say."""
+    found = _memory(recipe, facts)
+    return None if found is None else sum((m.weights + m.optimizer) * recipe.trainer.num_ranks for m in found[:1])
+
+
+def _memory(recipe: Recipe, facts: ModelFacts):  # noqa: ANN202 - of `memory_of`
+    tensors, algorithm = model_tensors(facts), recipe.algorithm
+    if tensors is None:
+        return None
+    return memory_of(recipe.trainer, tensors, critic=algorithm.needs_critic, reference=algorithm.needs_reference)
+
+
+def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
+    """Memory of ranks and replicas, against that of a GPU, or of this machine where there is none."""
+    tensors, ranks = model_tensors(facts), _memory(recipe, facts)
+    if tensors is None or not ranks:
+        yield warning("memory", f"not estimated for {facts.name}", "watch the first steps")
+        return
+    itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
+    weights = sum(math.prod(shape) for shape in tensors.values()) * itemsize
+    rollout = recipe.rollout
+    replica = weights / rollout.settings.num_workers
+    largest = max(memory.total for memory in ranks)
+    text = f"a trainer rank {largest / GIB:.2f} GiB before activations, "
+    text += f"a replica's worker {replica / GIB:.2f} GiB of weights"
+    import torch
+
+    if torch.cuda.device_count():
+        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+        worst, whose = max((largest, "a trainer rank"), (replica, "a replica's worker"))
+        text += f"; a GPU has {room / GIB:.0f} GiB"
+        if worst > 0.9 * room:
+            do = "split it over more ranks (trainer.num_ranks, tensor_parallel), or use trainer.fsdp.offload or LoRA"
+            yield bad("memory", f"{text}: {whose} does not fit", do)
+            return
+    else:
+        room = psutil.virtual_memory().available
+        needed = largest * recipe.trainer.num_ranks + weights * rollout.num_replicas
+        text += f"; together {needed / GIB:.1f} GiB of {room / GIB:.0f} GiB free"
+        if needed > 0.9 * room:
+            yield bad("memory", text, "lower rollout.num_replicas, or use a smaller model or LoRA")
+            return
+    yield ok("memory", text)
+
+
+def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
+    """How long a publish takes at least, from the speed of copies on this machine."""
+    tensors, transport = model_tensors(facts), recipe.weights.transport
+    if tensors is None or transport not in PASSES or recipe.trainer.lora.rank:
+        return
+    import torch
+
+    if torch.cuda.device_count():
+        yield ok("publish", f"by {transport}; its time depends on the links between GPUs: see weights/publish_s")
+        return
+    itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
+    size = sum(math.prod(shape) for shape in tensors.values()) * itemsize
+    speed = _loopback() if transport == "collective" else _copies()
+    estimate_s = size * PASSES[transport] * recipe.rollout.num_replicas / speed
+    text = f"{size / 2**20:.1f} MiB to each replica by {transport}, about {max(0.001, estimate_s):.3f} s "
+    text += f"({speed / 1e9:.1f} GB/s here)"
+    if estimate_s > recipe.weights.publish_timeout_s / 2:
+        yield bad("publish", text, "raise weights.publish_timeout_s and transfer_timeout_s")
+    else:
+        yield ok("publish", text)
+
+
+def _copies() -> float:
+    """Bytes a second that one thread copies."""
+    data = bytearray(PROBE_BYTES)
+    began = time.perf_counter()
+    for _ in range(3):
+        bytes(data)
+    return 3 * PROBE_BYTES / (time.perf_counter() - began)
+
+
+def _loopback() -> float:
+    """Bytes a second through a socket of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+
+        def send() -> None:
+            with socket.create_connection(server.getsockname(), timeout=20) as out:
+                out.sendall(bytes(PROBE_BYTES))
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20)
+            began, left = time.perf_counter(), PROBE_BYTES
+            while left > 0 and (part := connection.recv(1 << 20)):
+                left -= len(part)
+            return PROBE_BYTES / (time.perf_counter() - began)
+
+
+def check_staleness(recipe: Recipe) -> Iterator[Observation]:
+    limit, every = recipe.max_lag, recipe.staleness.publish_every_steps
+    if limit == 0:
+        yield ok("staleness", "every token is trained by the weights that sampled it (lag 0)")
+        return
+    text = (
+        f"no token is trained with a lag over {limit}. Where training is slower than generation the queue is full and "
+        f"most tokens have a lag near {limit}; where it is faster, near {min(limit, every)} or less"
+    )
+    yield ok("staleness", text)
+
+
+def check_data(found: Preflight) -> Iterator[Observation]:
+    train = found.train
+    if train is None:
+        yield warning("data", "the training data comes from the hub and was not read", "call without --offline")
+        return
+    text = f"{len(train.rows)} prompts; {train.num_duplicates} duplicates and {train.num_dropped} too long were dropped"
+    whole = len(train.rows) + train.num_duplicates + train.num_dropped
+    if train.num_duplicates + train.num_dropped > whole / 2:
+        yield warning("data", text, "see whether data.max_prompt_tokens is meant, and the dataset's version")
+    else:
+        yield ok("data", text)
+
+
+def check_reward(recipe: Recipe, found: Preflight) -> Iterator[Observation]:
+    """Rewards a right and an empty answer to a few rows, in the processes that the run would use."""
+    if found.train is None or not len(found.train.rows):
+        return
+    rows = [found.train.rows[i] for i in range(min(TRIED_ROWS, len(found.train.rows)))]
+    yield asyncio.run(_tried(recipe, rows))
+
+
+async def _tried(recipe: Recipe, rows: list[PromptRow]) -> Observation:
+    names, pool = ", ".join(recipe.reward.names), RewardPool(recipe.reward)
+    try:
+        await pool.start()
+        began, calls, told_apart = time.perf_counter(), 0, 0
+        for row in rows:
+            truth = str(row.ground_truth)
+            empty = (await pool.score("", row)).reward
+            paid = [
+                (await pool.score(answer, row)).reward for answer in (truth, f"\\boxed{{{truth}}}", f"#### {truth}")
+            ]
+            told_apart += max(paid) > empty
+            calls += 1 + len(paid)
+        took_ms = 1000 * (time.perf_counter() - began) / calls
+    except Exception as error:  # noqa: BLE001 - whatever a user's reward raises is the finding
+        found = f"{names}: {type(error).__name__}: {error}"
+        return bad("reward", found, "mend the reward, or the rows that it cannot read")
+    finally:
+        await pool.close()
+    text = f"{names}: {told_apart} of {len(rows)} rows pay their ground truth more than an empty answer; "
+    text += f"{took_ms:.1f} ms a call"
+    if told_apart:
+        return ok("reward", text)
+    return warning("reward", text, "see that a right answer of the model's form is paid: docs/rewards.md")

@@ -1,0 +1,110 @@
+"""Applies the off-policy guard to a run: reads the metrics of each step, carries out what the rules decide."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import RunFailed, explain
+from asyncrl.observability.events import EventLog
+from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard
+from asyncrl.types import LedgerCounts
+from asyncrl.types.events import GuardChanged
+from asyncrl.types.guard import GuardState
+from asyncrl.types.metrics import Metric, Record
+
+logger = logging.getLogger(__name__)
+
+
+class LagLimit(Protocol):
+    async def limit_lag(self, limit: int) -> LedgerCounts: ...
+
+
+class GuardLoop:
+    """Owns the state of the guard between two steps. With `staleness.guard=off` it does nothing."""
+
+    def __init__(self, recipe: Recipe, queue: LagLimit, events: EventLog) -> None:
+        self._config, self._mode = recipe.staleness.guard_rules, recipe.staleness.guard
+        self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
+        self._rules = OffPolicyGuard.of(recipe)
+        self.state = None if self._mode == "off" else self._rules.begin()
+        """For the checkpoint. With watch: as if the guard had acted."""
+        self._stopped: RunFailed | None = None
+
+    @property
+    def limit(self) -> int:
+        """The limit on the lag that holds now."""
+        return self.state.limit if self._acts and self.state is not None else self._max_lag
+
+    @property
+    def correction_bounds(self) -> float:
+        """See `RankPlan`."""
+        raised = self._acts and self.state is not None and self.state.is_raised
+        return self._config.raised_bounds if raised else 1.0
+
+    @property
+    def has_stopped(self) -> bool:
+        """The run is to end after this step, with a checkpoint."""
+        return self._stopped is not None
+
+    async def resume(self, saved: GuardState | None, step: int) -> None:
+        """Continues with the state of a checkpoint; the queue has the limit of the recipe so far."""
+        if self.state is None:
+            return
+        self.state = self._rules.begin(saved)
+        if self.state.limit < self._max_lag or self.state.is_raised:
+            await self._carry_out(step, GuardDecision("resumed", self.state.limit, "the checkpoint has this limit"))
+
+    async def after_step(self, step: int, record: Record) -> tuple[dict[str, float], LedgerCounts | None]:
+        """Looks at the metrics of `step`, which is committed, and acts. Returns the metrics of the guard, and where the
+        queue was called the counts of its ledger."""
+        if self.state is None:
+            return {}, None
+        reading = self._rules.read(record)
+        self.state, decision = self._rules.step(self.state, reading)
+        counts = None if decision is None else await self._carry_out(step, decision)
+        stops = decision is not None and decision.action == "stopped"
+        metrics: dict[str, float] = {
+            Metric.GUARD_LIMIT: self.state.limit,
+            Metric.GUARD_STATE: LEVELS.index("stopped") if stops else self._rules.level(self.state),
+            Metric.GUARD_SEVERITY: reading.severity,
+        }
+        return metrics, counts
+
+    def raise_if_stopped(self) -> None:
+        """Raises RunFailed with the reason: the guard has stopped the run, and its last checkpoint is written."""
+        if self._stopped is not None:
+            raise self._stopped
+
+    @property
+    def _acts(self) -> bool:
+        return self._mode == "act"
+
+    async def _carry_out(self, step: int, decision: GuardDecision) -> LedgerCounts | None:
+        """Records the decision, and with `act` carries it out. The event comes first: what the queue does then is
+        explained by it."""
+        self._events.write(GuardChanged(step, decision.action, decision.limit, self._acts, decision.reason))
+        would = "" if self._acts else " (watch: nothing is done)"
+        logger.warning(
+            "off-policy guard after step %d: %s, limit on the lag %d: %s%s",
+            step,
+            decision.action,
+            decision.limit,
+            decision.reason,
+            would,
+        )
+        if not self._acts:
+            return None
+        if decision.action == "stopped":
+            done = "; the corrections are raised" if self.correction_bounds < 1 else ""
+            self._stopped = RunFailed(
+                explain(
+                    "a policy close enough to the one that sampled (staleness.guard=act)",
+                    f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}",
+                    f"lower trainer.lr, or take another algorithm.loss or algorithm.corrections, then go on from an "
+                    f"earlier checkpoint or from that of step {step} (resume=auto)",
+                )
+            )
+            return None
+        return await self._queue.limit_lag(decision.limit)

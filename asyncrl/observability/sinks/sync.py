@@ -1,0 +1,74 @@
+"""Brings a sink up to what `metrics.jsonl` has, after a crash or from a machine without a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.observability.sinks.tensorboard import TensorBoardSink
+from asyncrl.observability.sinks.wandb import WandbSink, finite, logged_in
+from asyncrl.types.metrics import Metric
+
+
+def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Sends the records that W&B's server has not, as the same run.
+
+    Args:
+        written: the recipe as others may read it.
+
+    Returns how many were sent, how many there are, and the run's address.
+
+    Raises:
+        ConfigError: nobody is logged in; W&B allows no project or run of this name.
+        wandb.errors.Error: the server does not take it.
+    """
+    import wandb
+
+    if not (online := logged_in()) or wandb.Settings().mode == "offline":
+        found = "W&B is offline here (WANDB_MODE)" if online else "nobody is logged in to W&B on this machine"
+        do = "`wandb login`, here or on a machine with a network that has a copy of the directory"
+        raise ConfigError(explain(f"send {directory} to W&B", found, do))
+    records = read_records(directory / "metrics.jsonl")
+    sink = WandbSink(directory, name, project, written)
+    try:
+        there = sink.steps_there()
+        missing = [r for r in records if there.get(int(r[Metric.STEP])) != r[Metric.TIME]]
+        for record in missing:
+            sink.write(int(record[Metric.STEP]), record)
+        address = sink.run().url
+    finally:
+        sink.close()
+    return len(missing), len(records), address
+
+
+def rewrite_tensorboard(directory: Path) -> int:
+    """Makes `<run>/tensorboard` anew from all records; returns their number. Raises ConfigError."""
+    records = read_records(directory / "metrics.jsonl")
+    made = directory / ".tensorboard.new"
+    shutil.rmtree(made, ignore_errors=True)
+    sink = TensorBoardSink(made)
+    for record in records:
+        sink.write(int(record[Metric.STEP]), record)
+    sink.close()
+    shutil.rmtree(directory / "tensorboard", ignore_errors=True)
+    made.rename(directory / "tensorboard")
+    return len(records)
+
+
+def read_records(path: Path) -> list[dict[str, float]]:
+    """The records of a run by their steps; of a step that was trained again the last. Raises ConfigError: none."""
+    by_step: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            record = finite(json.loads(line))
+            by_step[int(record[Metric.STEP])] = record
+        except (ValueError, KeyError, TypeError):
+            continue  # a crash cut it off
+    if not by_step:
+        found = "no record of an optimizer step there" if path.is_file() else "no such file"
+        raise ConfigError(explain(f"the metrics in {path}", found, "name the directory of a run, as runs/quickstart"))
+    return [by_step[step] for step in sorted(by_step)]

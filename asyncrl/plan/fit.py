@@ -1,0 +1,290 @@
+"""The cost model of a finished run, from the files that every run writes. Pure.
+
+Training, publishes and the loop are in the metrics and events. What a replica needs is in the spans: a request of T
+tokens that was one of c at its replica on average took
+
+    latency + T (a + d c) max(1, c / slots)        less the publishes meanwhile
+
+seconds, and the three unknowns are those that fit all requests best and are not negative. The time of a prefill is part
+of the latency: the spans do not tell them apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
+from asyncrl.plan.forecast import WARM_UP_SHARE, Forecast, num_steps
+from asyncrl.plan.scenario import Scenario
+from asyncrl.plan.simulation import Simulation
+from asyncrl.report.run_files import RunFiles
+from asyncrl.types.events import WeightsPublished
+from asyncrl.types.metrics import Metric
+
+NUM_QUANTILES = 21
+FEWEST_STEPS = 4
+FEWEST_REQUESTS = 20
+_ROUNDS = 6
+"""Of the adjustment to shared cores; each leaves a small part of the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request as `spans.jsonl` has it; times are seconds since the epoch."""
+
+    replica_id: int
+    start: float
+    stop: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What the spans of some groups say.
+
+    Attributes:
+        lengths: tokens of each trajectory.
+        rests_s: seconds of each trajectory in which it had no request: its environment and reward.
+    """
+
+    requests: tuple[TracedRequest, ...]
+    lengths: tuple[int, ...]
+    rests_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, recorded: Iterable[Mapping[str, Any]]) -> Traced:
+        """From the lines of spans.jsonl, without the first ones, which are those of the start."""
+        lines = list(recorded)
+        requests, lengths, rests = [], [], []
+        for line in lines[int(WARM_UP_SHARE * len(lines)) :]:
+            for spans in line["trajectories"]:
+                own = [
+                    TracedRequest(made["replica"], start, stop, made["tokens"])
+                    for kind, start, stop, made in spans
+                    if kind == "request"
+                ]
+                whole = [stop - start for kind, start, stop, _ in spans if kind == "trajectory"]
+                if own and whole:
+                    requests += own
+                    lengths.append(sum(r.tokens for r in own))
+                    rests.append(max(0.0, whole[0] - sum(r.stop - r.start for r in own)))
+        return cls(tuple(requests), tuple(lengths), tuple(rests))
+
+
+def late_steps(run: RunFiles) -> tuple[Mapping[str, float | None], Sequence[Mapping[str, float | None]]]:
+    """The last line of the warm-up and the lines after it. Raises ConfigError: there are too few."""
+    if len(run.metrics) < FEWEST_STEPS:
+        found = f"{len(run.metrics)} optimizer steps"
+        do = f"name a run with {FEWEST_STEPS} or more, or give the costs with --costs FILE"
+        raise ConfigError(explain(f"the costs of the run {run.directory}", found, do))
+    first = max(1, int(WARM_UP_SHARE * len(run.metrics)))
+    return run.metrics[first - 1], run.metrics[first:]
+
+
+def measured(run: RunFiles) -> Forecast:
+    """What the run itself came to, in the terms of a prediction; time in which training waited for evaluations is left
+    out."""
+    begun, late = late_steps(run)
+
+    def mean(metric: Metric) -> float:
+        return fmean(line.get(metric) or 0.0 for line in late)
+
+    seconds = sum(wall_s * (1.0 - (line.get(Metric.TRAINER_EVALUATION) or 0.0)) for wall_s, line in _walls(begun, late))
+    samples = int(run.settings["batch.groups_per_step"]) * int(run.settings["batch.group_size"])
+    return Forecast(
+        step_s=seconds / len(late),
+        samples_per_s=samples * len(late) / seconds,
+        trainer_idle=mean(Metric.IDLE_TRAINER),
+        replica_idle=mean(Metric.IDLE_ROLLOUT),
+        lag_mean=mean(Metric.LAG_MEAN),
+        lag_max=int(max(line.get(Metric.LAG_MAX) or 0 for line in late)),
+        publish_s=mean(Metric.PUBLISH_TIME),
+        paused_s=mean(Metric.PUBLISH_PAUSE),
+        masked=mean(Metric.MASKED_TOKENS),
+    )
+
+
+def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float | None) -> CostModel:
+    """The costs with which the run's own configuration takes the time that the run took.
+
+    Args:
+        scenario: of the run's recipe.
+        cores: that its trainer ranks and replicas shared; None: each had its own.
+
+    Raises ConfigError: the run is too short, has published nothing, or recorded too few requests.
+    """
+    begun, late = late_steps(run)
+    costs = CostModel(
+        source=f"asyncrl-plan --from-run {run.directory}, {len(late)} steps",
+        generation=_generation(run, traced, scenario, late),
+        training=_training(late, scenario),
+        publish=_publish(run, scenario),
+        reward_s=fmean(traced.rests_s),
+        loop_s=_loop_s(begun, late),
+        filtered_share=late[-1].get(Metric.FILTERED_SHARE) or 0.0,
+        cores=cores,
+    )
+    return costs if cores is None else uncontended(costs, late, scenario)
+
+
+def _training(late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> TrainingCosts:
+    """A straight line through the steps, over their tokens; through the origin where they hardly differ."""
+    seconds = [line.get(Metric.TRAIN_TIME) or 0.0 for line in late]
+    tokens = [(line.get(Metric.TRAIN_SPEED) or 0.0) * s for line, s in zip(late, seconds, strict=True)]
+    step_s, token_s = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.asarray(seconds))
+    if np.std(tokens) < 0.05 * np.mean(tokens):
+        step_s, token_s = 0.0, sum(seconds) / max(1.0, sum(tokens))
+    return TrainingCosts(step_s=step_s, token_s=token_s, num_ranks=scenario.num_ranks)
+
+
+def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
+    """Medians over the publishes; the first one, which compares digests, only where there is no other."""
+    found = run.of_kind(WeightsPublished.kind)
+    if not found:
+        do = "name a run that has published, or give the costs with --costs FILE"
+        raise ConfigError(explain(f"the costs of a publish in {run.directory}", "events.jsonl has none", do))
+    found = found[1:] or found
+    transfer_s = max(1e-6, median(event["transfer_s"] for event in found))
+    rests = [max(0.0, event["publish_s"] - event["transfer_s"]) for event in found]
+    # Where a publish waits for responses, the shortest one is nearest to its own time.
+    waits = scenario.interrupt == "drain" and not scenario.empties_queue
+    waves = 1 if scenario.rolling_replicas is None else -(-scenario.num_replicas // scenario.rolling_replicas)
+    paused = median(event["publish_s"] - event["pause_s"] for event in found) if waves == 1 and not waits else 0.0
+    nbytes = float(found[-1]["bytes"])
+    return PublishCosts(
+        bytes=nbytes,
+        bytes_per_s=max(1.0, nbytes / transfer_s * waves),
+        fixed_s=(min(rests) if waits else median(rests)) / waves,
+        running_s=max(0.0, paused),
+    )
+
+
+def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
+    return fmean(
+        wall_s * ((line.get(Metric.TRAINER_PLANNING) or 0.0) + (line.get(Metric.TRAINER_CHECKPOINT) or 0.0))
+        for wall_s, line in _walls(begun, late)
+    )
+
+
+def _walls(
+    begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]
+) -> Iterator[tuple[float, Mapping[str, float | None]]]:
+    """(wall seconds since the line before, line)."""
+    for before, line in itertools.pairwise([begun, *late]):
+        yield max(0.0, (line.get(Metric.TIME) or 0.0) - (before.get(Metric.TIME) or 0.0)), line
+
+
+def _generation(
+    run: RunFiles, traced: Traced, scenario: Scenario, late: Sequence[Mapping[str, float | None]]
+) -> GenerationCosts:
+    requests = [r for r in traced.requests if r.tokens > 0 and r.stop > r.start]
+    if len(requests) < FEWEST_REQUESTS:
+        found = f"spans.jsonl has {len(requests)} requests, and {FEWEST_REQUESTS} are needed"
+        do = "run it with observability.trace_every_groups=1, or give the costs with --costs FILE"
+        raise ConfigError(explain(f"the costs of generation in {run.directory}", found, do))
+    every = max(1, int(run.settings.get("observability.trace_every_groups") or 1))
+    shared = np.minimum(every * _neighbours(requests), scenario.samples_per_step * (scenario.max_lag + 1))
+    slots = scenario.decodes_at_once
+    tokens = np.asarray([r.tokens for r in requests], float) * np.maximum(1.0, shared / slots)
+    seconds = _without_publishes(requests, run)
+    decoding = np.minimum(shared, slots)
+    latency_s, token_s, shared_s = _fit(np.column_stack([np.ones(len(tokens)), tokens, tokens * decoding]), seconds)
+    most = max(2, round(float(decoding.max())))
+    packed = fmean((line.get(Metric.TRAIN_SPEED) or 0.0) * (line.get(Metric.TRAIN_TIME) or 0.0) for line in late)
+    response = fmean(line.get(Metric.RESPONSE_TOKENS) or 0.0 for line in late)
+    quantiles = np.quantile(traced.lengths, np.linspace(0, 1, NUM_QUANTILES))
+    return GenerationCosts(
+        decode_step_s=((1, max(1e-9, token_s + shared_s)), (most, max(1e-9, token_s + shared_s * most))),
+        prompt_tokens=max(0.0, packed / scenario.num_epochs / scenario.samples_per_step - response),
+        lengths=LengthCosts(quantiles=tuple(float(q) for q in quantiles)),
+        latency_s=latency_s,
+    )
+
+
+def _neighbours(requests: Sequence[TracedRequest]) -> np.ndarray:
+    """[requests]: how many were in flight at the replica of each one while it lasted, on average, itself included."""
+    found = np.ones(len(requests))
+    for replica_id in {r.replica_id for r in requests}:
+        own = [i for i, r in enumerate(requests) if r.replica_id == replica_id]
+        starts = np.asarray([requests[i].start for i in own])
+        stops = np.asarray([requests[i].stop for i in own])
+        times = np.sort(np.concatenate([starts, stops]))
+        flying = np.searchsorted(np.sort(starts), times, "right") - np.searchsorted(np.sort(stops), times, "right")
+        spent = np.concatenate([[0.0], np.cumsum(flying[:-1] * np.diff(times))])
+        found[own] = (np.interp(stops, times, spent) - np.interp(starts, times, spent)) / (stops - starts)
+    return np.maximum(1.0, found)
+
+
+def _without_publishes(requests: Sequence[TracedRequest], run: RunFiles) -> np.ndarray:
+    """[requests]: seconds of each, without those in which a publish held it up."""
+    edges, held = [0.0], [0.0]
+    for event in sorted(run.of_kind(WeightsPublished.kind), key=lambda event: event["time_s"]):
+        stop = event["time_s"]
+        start = max(edges[-1], stop - event["pause_s"])
+        edges += [start, max(start, stop)]
+        held += [held[-1], held[-1] + edges[-1] - start]
+    edges.append(edges[-1] + 1e9)
+    held.append(held[-1])
+
+    def until(moments: list[float]) -> np.ndarray:
+        return np.interp(moments, edges, held)
+
+    starts, stops = [r.start for r in requests], [r.stop for r in requests]
+    lasted = np.asarray(stops) - np.asarray(starts)
+    return np.maximum(0.0, lasted - (until(stops) - until(starts)))
+
+
+def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
+    """The coefficients, none below 0, with the least squared error.
+
+    Args:
+        columns: [rows, unknowns].
+        values: [rows].
+    """
+    unknowns, best, least = columns.shape[1], np.zeros(columns.shape[1]), float(values @ values)
+    # With so few unknowns, the one of all subsets that fits best without a negative coefficient is the exact answer.
+    for size in range(1, unknowns + 1):
+        for chosen in itertools.combinations(range(unknowns), size):
+            found = np.linalg.lstsq(columns[:, chosen], values, rcond=None)[0]
+            error = values - columns[:, chosen] @ found
+            if (found >= 0).all() and float(error @ error) < least * (1 - 1e-12):
+                least, best = float(error @ error), np.zeros(unknowns)
+                best[list(chosen)] = found
+    return tuple(float(value) for value in best)
+
+
+def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> CostModel:
+    """The costs without the slowdown by shared cores: simulated with it, training and decoding take the time that they
+    took in the run.
+
+    Args:
+        late: the lines of metrics.jsonl after the warm-up.
+    """
+    trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
+    busy = fmean(1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0) for line in late) * scenario.num_replicas
+    speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late) / max(1e-9, busy)
+    for _ in range(_ROUNDS):
+        steps = Simulation(scenario, costs).run(num_steps(scenario))
+        first = max(1, int(WARM_UP_SHARE * len(steps)))
+        late_s = fmean(step.trained - step.leased for step in steps[first:])
+        busy_s = steps[-1].busy_s - steps[first - 1].busy_s
+        simulated = sum(step.tokens + step.masked for step in steps[first:]) / max(1e-9, busy_s)
+        costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0)
+    return costs
+
+
+def _scaled(costs: CostModel, training: float, decoding: float) -> CostModel:
+    generation, trained = costs.generation, costs.training
+    points = tuple((n, seconds * decoding) for n, seconds in generation.decode_step_s)
+    return replace(
+        costs,
+        generation=replace(generation, decode_step_s=points),
+        training=replace(trained, step_s=trained.step_s * training, token_s=trained.token_s * training),
+    )

@@ -1,0 +1,68 @@
+"""What of a recipe decides when things happen. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.recipe import Interrupt, Recipe
+from asyncrl.queue.pacing import PacingName
+from asyncrl.queue.staleness import OnOverdue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A recipe as the simulation sees it.
+
+    Attributes:
+        empties_queue: a publish waits until no group is being generated or can be admitted.
+        decodes_at_once: requests that one replica decodes at once.
+        rolling_replicas: replicas that a publish reaches at once; None: all.
+        response_limit: tokens of the longest response.
+    """
+
+    groups_per_step: int
+    group_size: int
+    max_lag: int
+    publish_every_steps: int = 1
+    empties_queue: bool = False
+    interrupt: Interrupt = "abort_resume"
+    on_overdue: OnOverdue = "wait"
+    pacing: PacingName = "eager"
+    num_replicas: int = 1
+    decodes_at_once: int = 256
+    num_ranks: int = 1
+    num_epochs: int = 1
+    rolling_replicas: int | None = None
+    response_limit: float = float("inf")
+    dynamic_sampling: bool = False
+    filtered_window: int = 256
+    max_attempts: int = 3
+    seed: int = 0
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Scenario:
+        rolls = recipe.weights.rolling and recipe.mode == "fully_async"
+        return cls(
+            groups_per_step=recipe.batch.groups_per_step,
+            group_size=recipe.batch.group_size,
+            max_lag=recipe.max_lag,
+            publish_every_steps=recipe.staleness.publish_every_steps,
+            empties_queue=recipe.empties_queue,
+            interrupt=recipe.interrupt,
+            on_overdue=recipe.staleness.on_overdue,
+            pacing=recipe.pacing,
+            num_replicas=recipe.rollout.num_replicas,
+            decodes_at_once=recipe.rollout.settings.decodes_at_once,
+            num_ranks=recipe.trainer.num_ranks,
+            num_epochs=recipe.batch.num_epochs,
+            rolling_replicas=recipe.weights.rolling_replicas if rolls else None,
+            response_limit=recipe.longest_response_tokens,
+            dynamic_sampling=recipe.algorithm.dynamic_sampling,
+            filtered_window=recipe.algorithm.filtered_window,
+            max_attempts=recipe.rollout.max_attempts,
+            seed=recipe.run.seed,
+        )
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.groups_per_step * self.group_size

@@ -1,0 +1,388 @@
+"""A run on a virtual clock: the ledger, the staleness policy, the pacing and the router of a real run, with replicas,
+trainer and publishes that take the time which a cost model says. Pure.
+
+    ask -> lease -> train -> commit -> (wait until the queue is empty) -> publish -> the rest of the loop -> ask
+
+is the order of the coordinator (`driver/coordinator.py`), one step after the other. What the real queue decides at each
+call is decided here after each event. Nothing fails, nobody dies, and there are no evaluations.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrl.plan.costs import CostModel
+from asyncrl.plan.scenario import Scenario
+from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
+from asyncrl.queue.budgets import EndWindow
+from asyncrl.queue.ledger import Ledger
+from asyncrl.queue.pacing import Pacing, build_pacing, shortfall
+from asyncrl.queue.staleness import StalenessPolicy
+from asyncrl.rollout.router import Router
+from asyncrl.types import Ticket
+from asyncrl.types.events import GroupChanged
+
+LEAST_WAIT_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """One optimizer step. Times are seconds since the start of the run, on the wall clock of the run.
+
+    Attributes:
+        asked: the trainer began to wait for its groups; `leased`: it got them; `trained`: it committed.
+        published_from: the publish began, after the wait for an empty queue if the mode has one; `ended`: the step did.
+        publish_s: 0 where none followed; `paused_s`: mean over replicas of the time that the publish held them up.
+        tokens: trained ones of responses; `lag_sum`: their lags together, in optimizer steps; `masked`: those that were
+            over the limit.
+        busy_s: seconds that replicas have decoded since the start, summed over replicas.
+    """
+
+    asked: float
+    leased: float
+    trained: float
+    published_from: float
+    ended: float
+    publish_s: float
+    paused_s: float
+    tokens: float
+    masked: float
+    lag_sum: float
+    lag_max: int
+    busy_s: float
+
+    @property
+    def waited_s(self) -> float:
+        """For groups, before the lease and before the publish."""
+        return self.leased - self.asked + self.published_from - self.trained
+
+
+class Workload(Protocol):
+    """What the run works on: the same, whatever order it is done in."""
+
+    def lengths(self, ordinal: int, count: int) -> Sequence[float]:
+        """Tokens of the responses of a group, each at least 1."""
+        ...
+
+    def is_filtered(self, ordinal: int) -> bool:
+        """True where the group has no learning signal."""
+        ...
+
+    def training_s(self, step: int, tokens: float) -> float:
+        """Seconds of the optimizer step, from its tokens with the prompts."""
+        ...
+
+
+class DrawnWorkload:
+    """Draws lengths and signals from the distributions of a cost model, by seed and ordinal."""
+
+    def __init__(self, scenario: Scenario, costs: CostModel) -> None:
+        self._scenario, self._costs = scenario, costs
+
+    def lengths(self, ordinal: int, count: int) -> Sequence[float]:
+        draws = np.random.default_rng([self._scenario.seed, ordinal]).random((count, 2)).clip(1e-9, 1 - 1e-9)
+        of, limit = self._costs.generation.lengths, self._scenario.response_limit
+        return [of.tokens(share, straggles, limit) for share, straggles in draws.tolist()]
+
+    def is_filtered(self, ordinal: int) -> bool:
+        if not self._scenario.dynamic_sampling:
+            return False
+        return np.random.default_rng([self._scenario.seed, ordinal, 1]).random() < self._costs.filtered_share
+
+    def training_s(self, step: int, tokens: float) -> float:
+        return self._costs.training.seconds(tokens * self._scenario.num_epochs, self._scenario.num_ranks)
+
+
+class Simulation:
+    """One run. Owns the virtual clock, the events to come, and the parts of the run."""
+
+    def __init__(
+        self, scenario: Scenario, costs: CostModel, *, workload: Workload | None = None, pacing: Pacing | None = None
+    ) -> None:
+        """
+        Args:
+            workload, pacing: in place of those of the cost model and the scenario.
+        """
+        self._scenario, self._costs = scenario, costs
+        self._workload = workload or DrawnWorkload(scenario, costs)
+        self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step)
+        policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)
+        self._ledger = Ledger(policy, max_attempts=scenario.max_attempts, on_event=self._changed)
+        self._filtered = EndWindow(scenario.filtered_window)
+        self._router = Router()
+        step_s, rate = cache(costs.generation.step_s), costs.generation.prefill_tokens_per_s
+        once = costs.generation.prompt_tokens / rate if rate else 0.0
+
+        def prefill_s(group: SimulatedGroup, known: bool) -> float:
+            return 0.0 if known and costs.generation.shares_prompts else once
+
+        self._replicas = [
+            SharedReplica(i, step_s, decodes_at_once=scenario.decodes_at_once, prefill_s=prefill_s)
+            for i in range(scenario.num_replicas)
+        ]
+        for replica in self._replicas:
+            self._router.put(replica.replica_id, 0)
+        self._groups: dict[tuple[int, int], SimulatedGroup] = {}
+        self._stored: dict[int, SimulatedGroup] = {}
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._work = 0.0
+        """Seconds that have passed for whoever has a core; `_wall` is longer where cores are short."""
+        self._wall = 0.0
+        self._busy = 0
+        self._busy_s = 0.0
+        self._training = False
+        self._asks = False
+        self._drains = False
+        self._puts_needed = 0
+        """A lease cannot succeed before so many more groups are ready."""
+        self._wakes_at: float | None = None
+        self._draft: dict[str, Any] = {}
+        """The step in progress."""
+        self._waves: Iterator[list[SharedReplica]] = iter(())
+        self._done: list[SimulatedStep] = []
+
+    def run(self, steps: int) -> list[SimulatedStep]:
+        """The first `steps` optimizer steps."""
+        self._ask()
+        while len(self._done) < steps:
+            assert self._events, f"the simulation stands still: {self._ledger.counts}"
+            at, _, happens, arguments = heapq.heappop(self._events)
+            self._pass(at - self._work)
+            happens(*arguments)
+        return self._done
+
+    # -- the clock -----------------------------------------------------------------------------------------------
+
+    def _pass(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        self._work += seconds
+        self._wall += seconds * self._slowdown()
+        self._busy_s += seconds * self._slowdown() * self._busy
+
+    def _slowdown(self) -> float:
+        """Wall seconds of a second of work."""
+        if self._costs.cores is None:
+            return 1.0
+        wanted = self._busy + (self._scenario.num_ranks if self._training else 0)
+        return max(1.0, wanted / self._costs.cores)
+
+    def _after(self, seconds: float, happens: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (self._work + max(0.0, seconds), next(self._numbers), happens, arguments))
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._asks, self._puts_needed = True, 0
+        self._draft = {"asked": self._wall}
+        self._pacing.asked(self._wall)
+        self._settle()
+
+    def _lease(self) -> None:
+        """Leases when it can; a lease that must wait is tried again when enough groups have become ready."""
+        if not self._asks or self._puts_needed > 0:
+            return
+        if (missing := self._scenario.groups_per_step - self._ledger.counts.ready) > 0:
+            self._puts_needed = missing
+            return
+        step = self._ledger.step
+        selection = self._ledger.lease(step, self._oldest_trained)
+        if not selection.chosen:
+            self._puts_needed = max(selection.missing, selection.overdue, 1)
+            return
+        self._asks = False
+        self._pacing.leased(self._wall)
+        tokens, prompts = self._book([self._stored[o] for o in selection.chosen], step)
+        self._draft["leased"] = self._wall
+        self._training = True
+        self._after(self._workload.training_s(step, tokens + prompts), self._trained)
+
+    def _book(self, groups: Sequence[SimulatedGroup], step: int) -> tuple[float, float]:
+        """Notes the lags of a lease; returns its tokens, masked ones included, and those of its prompts."""
+        oldest = self._ledger.policy.oldest_trainable(step)
+        parts = [(step - version, count) for group in groups for version, count in group.parts.items()]
+        trained = [(lag, count) for lag, count in parts if step - lag >= oldest]
+        tokens = sum(group.tokens for group in groups)
+        self._draft |= {
+            "tokens": sum(count for _, count in trained),
+            "masked": sum(count for lag, count in parts if step - lag < oldest),
+            "lag_sum": sum(lag * count for lag, count in trained),
+            "lag_max": max((lag for lag, _ in trained), default=0),
+        }
+        return tokens, self._costs.generation.prompt_tokens * self._scenario.group_size * len(groups)
+
+    def _oldest_trained(self, ordinal: int, version: int) -> int | None:
+        return min((v for v in self._stored[ordinal].parts if v >= version), default=None)
+
+    def _trained(self) -> None:
+        self._training = False
+        self._ledger.commit(self._ledger.step)
+        self._draft["trained"] = self._wall
+        if self._ledger.step % self._scenario.publish_every_steps:
+            self._draft |= {"published_from": self._wall, "publish_s": 0.0, "paused_s": 0.0}
+            self._after(self._costs.loop_s, self._end)
+        else:
+            self._drains = self._scenario.empties_queue
+            if not self._drains:
+                self._publish()
+        self._settle()
+
+    def _end(self) -> None:
+        self._done.append(SimulatedStep(**self._draft, ended=self._wall, busy_s=self._busy_s))
+        self._ask()
+
+    # -- publishes -----------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        self._drains = False
+        size = self._scenario.rolling_replicas or len(self._replicas)
+        self._draft |= {"published_from": self._wall, "paused_s": 0.0}
+        self._waves = (self._replicas[i : i + size] for i in range(0, len(self._replicas), size))
+        self._next_wave()
+
+    def _next_wave(self) -> None:
+        wave = next(self._waves, None)
+        if wave is None:
+            self._draft["publish_s"] = self._wall - self._draft["published_from"]
+            self._ledger.published(self._ledger.step)
+            self._after(self._costs.loop_s, self._end)
+            self._settle()
+            return
+        if self._scenario.rolling_replicas:
+            for replica in wave:
+                self._router.put(replica.replica_id, held=True)
+        running_s = min(self._costs.publish.running_s, self._costs.publish.seconds(len(wave)))
+        self._after(running_s, self._hold, wave, running_s)
+
+    def _hold(self, wave: list[SharedReplica], running_s: float) -> None:
+        """Pauses the replicas of a wave, under drain once their requests have ended."""
+        self._draft.setdefault("held", self._wall)
+        if self._scenario.interrupt == "drain" and any(replica.running for replica in wave):
+            for replica in wave:
+                replica.closed = True
+            # The next end of a request is the next moment at which it can be otherwise.
+            ends = [at for replica in wave if (at := replica.next_end()) is not None]
+            for replica in wave:
+                self._reschedule(replica)
+            self._after(max(LEAST_WAIT_S, min(ends) - self._work), self._hold, wave, running_s)
+            return
+        for replica in wave:
+            replica.pause(self._work)
+            self._reschedule(replica)
+        self._after(self._costs.publish.seconds(len(wave)) - running_s, self._commit, wave)
+
+    def _commit(self, wave: list[SharedReplica]) -> None:
+        version, rolls = self._ledger.step, self._scenario.rolling_replicas is not None
+        for replica in wave:
+            replica.commit(
+                version,
+                self._work,
+                prefills_again=self._scenario.interrupt == "abort_resume",
+                prefill_tokens_per_s=self._costs.generation.prefill_tokens_per_s,
+            )
+            self._reschedule(replica)
+            if rolls:
+                self._router.put(replica.replica_id, version, held=False)
+        held_s = self._wall - self._draft.pop("held")
+        self._draft["paused_s"] += held_s * len(wave) / len(self._replicas)
+        self._next_wave()
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Decides what the queue decides after a change: lease, cancel, admit, publish once the queue is empty."""
+        expired = self._ledger.counts.expired
+        self._lease()
+        reissues = self._ledger.counts.expired > expired
+        while reissues or self._ledger.admissible >= 1:
+            short = shortfall(self._pacing, self._wall, self._ledger.counts, self._filtered.share)
+            if short < 1 and not reissues:
+                break
+            tickets = self._ledger.admit(self._scenario.groups_per_step, short)
+            for ticket in self._ledger.take_cancelled():
+                self._cancel(ticket)
+            if not tickets:
+                break
+            self._begin(tickets)
+        if self._drains and self._ledger.counts.running == 0 and self._ledger.admissible == 0:
+            self._publish()
+        self._wake_for_pacing()
+
+    def _wake_for_pacing(self) -> None:
+        at = self._pacing.next_change(self._wall)
+        if at is None or self._ledger.admissible == 0:
+            return
+        if self._wakes_at is None or not self._wall < self._wakes_at <= at:
+            self._wakes_at = at
+            self._after(max(LEAST_WAIT_S, (at - self._wall) / self._slowdown()), self._woken)
+
+    def _woken(self) -> None:
+        self._wakes_at = None
+        self._settle()
+
+    def _begin(self, tickets: Sequence[Ticket]) -> None:
+        touched: dict[int, SharedReplica] = {}
+        for ticket in tickets:
+            self._pacing.begun(ticket.ordinal, self._wall)
+            group = SimulatedGroup(ticket.ordinal, ticket.attempt, ticket.version)
+            self._groups[ticket.ordinal, ticket.attempt] = group
+            for tokens in self._workload.lengths(ticket.ordinal, self._scenario.group_size):
+                request = SimulatedRequest(group, tokens)
+                group.requests.append(request)
+                replica = self._replicas[self._router.pick(f"group-{ticket.ordinal}")]
+                replica.send(request, self._work)
+                touched[replica.replica_id] = replica
+            group.left = len(group.requests)
+        for replica in touched.values():
+            self._reschedule(replica)
+
+    def _reschedule(self, replica: SharedReplica) -> None:
+        if replica.busy != replica.counted_busy:
+            self._busy += 1 if replica.busy else -1
+            replica.counted_busy = replica.busy
+        if (at := replica.next_end()) is not None:
+            self._after(at - self._work, self._replica_ends, replica, replica.stamp)
+
+    def _replica_ends(self, replica: SharedReplica, stamp: int) -> None:
+        if stamp != replica.stamp:
+            return  # something has changed since: another event says when
+        for request in replica.ended(self._work):
+            self._router.done(replica.replica_id)
+            request.group.left -= 1
+            if request.group.left == 0:
+                self._after(self._costs.generation.latency_s + self._costs.reward_s, self._put, request.group)
+        self._reschedule(replica)
+
+    def _put(self, group: SimulatedGroup) -> None:
+        if self._groups.pop((group.ordinal, group.attempt), None) is None:
+            return  # it was cancelled
+        ticket = Ticket(group.ordinal, group.attempt, group.version)
+        self._stored[group.ordinal] = group
+        if self._ledger.put(ticket, min(group.parts), has_signal=not self._workload.is_filtered(group.ordinal)):
+            self._puts_needed -= 1
+        self._pacing.ready(group.ordinal, self._wall)
+        self._settle()
+
+    def _cancel(self, ticket: Ticket) -> None:
+        group = self._groups.pop((ticket.ordinal, ticket.attempt), None)
+        for request in () if group is None else group.requests:
+            if not request.ended:
+                replica = self._replicas[request.replica_id]
+                replica.cancel(request, self._work)
+                self._router.done(replica.replica_id)
+                self._reschedule(replica)
+
+    def _changed(self, event: GroupChanged) -> None:
+        if event.transition in ("requeued", "expired", "failed"):
+            self._pacing.gone(event.ordinal)
+        if event.transition in ("trained", "filtered", "expired", "failed"):
+            self._filtered.add(event.transition == "filtered")
+            self._stored.pop(event.ordinal, None)

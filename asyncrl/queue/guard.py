@@ -1,0 +1,218 @@
+"""The off-policy guard: how large the lag may be now, from what the last steps measured. Pure: no clock, no I/O.
+
+Lag does harm where the policy that sampled is far from the policy in training. How far lag 8 is depends on the learning
+rate, the algorithm and the model, and changes during a run. So the guard looks at the distance itself:
+
+    severity = max(signal / threshold)      of 1 - effective sample size, tails of the ratio, KL, clipped tokens
+
+A step is sick from severity 1 on, and healthy up to HEALTHY; between the two nothing relaxes, and nothing is forgiven.
+
+* Sick for `trip_steps`: the limit on the lag is halved, or lowered to the youngest lags that are healthy.
+* Sick for `trip_steps` more at the lowest limit: the bounds of the corrections come closer, where there are any.
+* Sick for `stop_steps` more with nothing left to do: the run stops.
+* Healthy for `relax_steps` in a row: one step back, first the corrections, then the limit by 1. That is a trial. A
+  trial that makes the run sick is undone, and doubles the number of healthy steps that the next one takes. So over n
+  steps at most about log2(n) trials fail: the limit does not oscillate.
+
+The limit is never above `staleness.max_lag`, whose bound `staleness.py` keeps whatever is decided here.
+
+Source: collapse under asynchrony is preceded by a drop of the effective sample size (VCPO, arXiv:2602.17616). Halving
+and adding one is the rule of congestion control (Chiu and Jain 1989), with trials that back off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.config.staleness import GuardConfig
+from asyncrl.types.guard import GuardAction, GuardState
+from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.metrics import Metric
+
+HEALTHY = 0.5
+"""Up to this severity a step is healthy."""
+MIN_SHARE = 0.02
+"""Lags with a smaller share of a step's tokens are not judged by themselves: a few tokens say nothing."""
+MAX_SEVERITY = 1000.0
+LEVELS = ("full", "tightened", "raised", "stopped")
+"""The values of `guard/state`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LagReading:
+    """The severity of the tokens with lags up to `last_lag`, from the next younger reading on."""
+
+    last_lag: int
+    severity: float
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReading:
+    """What one step says.
+
+    Attributes:
+        severity: of all its tokens, from 0 to MAX_SEVERITY.
+        worst: the signal that is closest to its threshold, or furthest over it, in words.
+        lag_max: largest lag of a trained token.
+        by_lag: by rising lag; lags with few tokens are left out.
+    """
+
+    severity: float
+    worst: str
+    lag_max: int
+    by_lag: tuple[LagReading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GuardDecision:
+    """`limit`: the limit on the lag from now on. `reason`: for people."""
+
+    action: GuardAction
+    limit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyGuard:
+    """The rules.
+
+    Attributes:
+        floor: the lowest limit on the lag.
+        can_raise: there are corrections whose bounds can come closer.
+    """
+
+    config: GuardConfig
+    max_lag: int
+    floor: int
+    can_raise: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= self.max_lag:
+            raise ValueError(f"the lowest limit on the lag is {self.floor}, outside [0, max_lag {self.max_lag}]")
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> OffPolicyGuard:
+        """Where a publish waits for running groups the lag is that of the mode: corrections and the stop remain."""
+        staleness, floor = recipe.staleness, recipe.max_lag
+        if recipe.mode == "fully_async":
+            # A step is trained up to publish_every_steps - 1 steps after a publish: a lower limit admits nothing then.
+            floor = min(recipe.max_lag, max(staleness.guard_rules.min_lag, staleness.publish_every_steps - 1))
+        return cls(staleness.guard_rules, recipe.max_lag, floor, bool(recipe.algorithm.corrections))
+
+    def begin(self, saved: GuardState | None = None) -> GuardState:
+        """The state of a run that begins, or continues from a checkpoint with `saved`."""
+        if saved is None:
+            return GuardState(self.max_lag)
+        return replace(
+            saved,
+            limit=min(self.max_lag, max(self.floor, saved.limit)),
+            is_raised=saved.is_raised and self.can_raise,
+        )
+
+    def read(self, record: Mapping[str, float]) -> GuardReading:
+        """The reading of a step from its metrics: those of the training step and `staleness/lag_max`."""
+        lag_max = int(record[Metric.LAG_MAX])
+        severity, worst = self._severity(
+            {
+                "effective samples": record[Metric.EFFECTIVE_SAMPLES],
+                "tails": record[Metric.RATIO_TAILS],
+                "KL": record[Metric.KL_BEHAVIOR],
+                "clipped": record[Metric.CLIPPED],
+            }
+        )
+        by_lag = []
+        for bucket, last in zip(LAG_BUCKETS, (*LAST_OF_BUCKET, lag_max), strict=True):
+            if record.get(Metric.LAG_TOKENS.of(bucket), 0.0) >= MIN_SHARE and Metric.LAG_KL.of(bucket) in record:
+                clipped = Metric.LAG_CLIPPED_POSITIVE.of(bucket), Metric.LAG_CLIPPED_NEGATIVE.of(bucket)
+                found = {
+                    "effective samples": record[Metric.LAG_EFFECTIVE.of(bucket)],
+                    "tails": record[Metric.LAG_TAILS.of(bucket)],
+                    "KL": record[Metric.LAG_KL.of(bucket)],
+                    "clipped": sum(record[name] for name in clipped),
+                }
+                by_lag.append(LagReading(min(last, lag_max), self._severity(found)[0]))
+        return GuardReading(severity, worst, lag_max, tuple(by_lag))
+
+    def step(self, state: GuardState, reading: GuardReading) -> tuple[GuardState, GuardDecision | None]:
+        """The state after a step, and what is to be done, if anything."""
+        if reading.severity >= 1:
+            state = replace(state, sick_steps=state.sick_steps + 1, healthy_steps=0)
+            return self._sick(state, reading)
+        if reading.severity > HEALTHY:
+            return replace(state, healthy_steps=0), None
+        state = replace(state, sick_steps=0, healthy_steps=state.healthy_steps + 1)
+        return self._healthy(state)
+
+    def patience(self, state: GuardState) -> int:
+        """Healthy steps in a row before the next relaxation. At least as many as it takes until tokens of the current
+        limit are trained."""
+        return max(self.config.relax_steps, state.limit + 2) * 2**state.failed_trials
+
+    def level(self, state: GuardState) -> int:
+        """The place in `LEVELS`, of a run that goes on."""
+        return 2 if state.is_raised else int(state.limit < self.max_lag)
+
+    def _severity(self, found: Mapping[str, float]) -> tuple[float, str]:
+        config = self.config
+        lost, allowed = 1 - found["effective samples"], 1 - config.min_effective_samples
+        signals = (
+            (lost / allowed, f"effective samples {1 - lost:.2f} (at least {config.min_effective_samples:g})"),
+            _over("tokens in the tails of the ratio", found["tails"], config.max_ratio_tails),
+            _over("KL", found["KL"], config.max_kl_nats, " nats"),
+            _over("clipped tokens", found["clipped"], config.max_clip_fraction),
+        )
+        # A figure that is not finite is as bad as can be.
+        bounded = [(min(s, MAX_SEVERITY) if s == s else MAX_SEVERITY, words) for s, words in signals]
+        severity, words = max(bounded, key=lambda signal: signal[0])
+        return max(0.0, severity), words
+
+    def _sick(self, state: GuardState, reading: GuardReading) -> tuple[GuardState, GuardDecision | None]:
+        steps = "one step" if state.sick_steps == 1 else f"{state.sick_steps} steps"
+        found = f"{reading.worst}, too far off-policy in {steps}"
+        calm = replace(state, sick_steps=0, is_trial=False)
+        if state.limit > self.floor:
+            if state.sick_steps < self.config.trip_steps:
+                return state, None
+            limit = self._tighter(state, reading)
+            failed = state.failed_trials + state.is_trial
+            return replace(calm, limit=limit, failed_trials=failed), GuardDecision("tightened", limit, found)
+        if self.can_raise and not state.is_raised:
+            if state.sick_steps < self.config.trip_steps:
+                return state, None
+            failed = state.failed_trials + state.is_trial
+            return replace(calm, is_raised=True, failed_trials=failed), GuardDecision("raised", state.limit, found)
+        if state.sick_steps < self.config.stop_steps:
+            return state, None
+        return calm, GuardDecision("stopped", state.limit, found)
+
+    def _tighter(self, state: GuardState, reading: GuardReading) -> int:
+        """A limit below that of `state`."""
+        if state.is_trial:
+            return state.limit - 1  # the trial is undone
+        limit = min(state.limit, reading.lag_max) // 2
+        healthy = None
+        for part in reading.by_lag:
+            if part.severity >= 1:
+                break
+            healthy = part.last_lag
+        if healthy is not None:
+            limit = min(limit, healthy)
+        return max(self.floor, limit)
+
+    def _healthy(self, state: GuardState) -> tuple[GuardState, GuardDecision | None]:
+        if state.healthy_steps < self.patience(state):
+            return state, None
+        reason = f"{state.healthy_steps} healthy steps in a row"
+        trial = replace(state, healthy_steps=0, is_trial=True)
+        if state.is_raised:
+            return replace(trial, is_raised=False), GuardDecision("eased", state.limit, reason)
+        if state.limit < self.max_lag:
+            limit = state.limit + 1
+            return replace(trial, limit=limit), GuardDecision("relaxed", limit, reason)
+        return replace(trial, is_trial=False), None
+
+
+def _over(name: str, value: float, allowed: float, unit: str = "") -> tuple[float, str]:
+    return value / allowed, f"{name} {value:.2f}{unit} (at most {allowed:g})"

@@ -1,0 +1,58 @@
+"""Garbage collection without long pauses, for an event loop that holds many objects.
+
+CPython's full collections visit every object of the process: 110 ms at 5,000 requests in flight, while no token is
+delivered. Here only the youngest objects are visited, and what survives is set aside unvisited. Cycles that die later
+are found by a full collection, which is made only when memory has grown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import psutil
+
+YOUNG_OBJECTS = 5000
+"""New objects between two collections of the youngest, each about 2 ms."""
+SET_ASIDE_S = 1.0
+GROWTH = 1.3
+"""A full collection is made when the process has grown by this factor since the last one."""
+_NEVER = 1_000_000
+
+
+class PauselessCollector:
+    """Owns the settings of this process's garbage collector while `run` runs."""
+
+    def __init__(self, memory_bytes: Callable[[], int] = lambda: psutil.Process().memory_info().rss) -> None:
+        self._memory_bytes = memory_bytes
+        self._after_full = 0
+        self.full_collections = 0
+
+    async def run(self) -> None:
+        """Consumes and produces nothing. Waits for the clock. Stops when it is cancelled; the settings before are
+        restored then."""
+        before = gc.get_threshold()
+        gc.set_threshold(YOUNG_OBJECTS, _NEVER, _NEVER)
+        try:
+            self._collect()
+            while True:
+                await asyncio.sleep(SET_ASIDE_S)
+                self.tick()
+        finally:
+            gc.unfreeze()
+            gc.set_threshold(*before)
+
+    def tick(self) -> None:
+        """Sets the survivors aside, and collects everything when memory has grown."""
+        if self._memory_bytes() > GROWTH * self._after_full:
+            gc.unfreeze()
+            self._collect()
+        else:
+            gc.freeze()
+
+    def _collect(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self._after_full = self._memory_bytes()
+        self.full_collections += 1

@@ -1,0 +1,56 @@
+"""Copies of a rank's state in host memory, from which a checkpoint is written beside training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class HostCopies:
+    """Makes copies, and keeps the memory of one that is no longer needed for the next: writing to fresh pages costs as
+    much as the copy itself.
+
+    A copy belongs to whoever asked for it until it is given back, so the memory of a checkpoint that is still being
+    written is never touched: the next copy takes memory of its own. At most one copy is kept beside those in use.
+    Methods may be called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of the tensors in host memory, under their names. A shard stays a DTensor, which knows its place in
+        the whole; nothing is gathered. Tensors of another shape, dtype or placement than before get new memory."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+        return {name: _copied(tensor, kept.pop(name, None)) for name, tensor in live.items()}
+
+    def give_back(self, copies: dict[str, torch.Tensor]) -> None:
+        """Ends the use of what `copy` returned. The next `copy` overwrites its tensors and empties the dict."""
+        with self._lock:
+            self._kept = copies
+
+
+def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """A copy, in the memory of `kept` where that fits."""
+    if kept is None or not _agree(tensor, kept):
+        return tensor.to("cpu", copy=True)
+    _local(kept).copy_(_local(tensor))
+    return kept
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements != other.placements:
+        return False
+    return _local(one).shape == _local(other).shape
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

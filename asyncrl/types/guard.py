@@ -1,0 +1,33 @@
+"""What the off-policy guard remembers between two steps, and what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.ranges import Whole
+
+GuardAction = Literal["tightened", "raised", "stopped", "eased", "relaxed", "resumed"]
+"""tightened: the limit on the lag is lower. raised: the bounds of the corrections are closer. stopped: the run ends.
+eased, relaxed: the opposite of raised and of tightened. resumed: a resumed run begins with what the checkpoint says."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardState:
+    """The state of the guard between two steps; a checkpoint has it.
+
+    Attributes:
+        limit: limit on the lag, in optimizer steps; at most `staleness.max_lag`.
+        is_raised: the bounds of the corrections are closer than the recipe says.
+        sick_steps: steps too far off-policy since the last healthy one, or since the last action.
+        healthy_steps: healthy steps in a row since the last action.
+        is_trial: the last action was a relaxation, which has not proved itself yet.
+        failed_trials: relaxations that had to be undone; each doubles the patience before the next.
+    """
+
+    limit: Whole
+    is_raised: bool = False
+    sick_steps: Whole = 0
+    healthy_steps: Whole = 0
+    is_trial: bool = False
+    failed_trials: Whole = 0

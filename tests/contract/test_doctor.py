@@ -1,0 +1,143 @@
+"""`asyncrl-doctor` on this machine, on machines that lack something, and on a cluster of two nodes."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from asyncrl.commands.doctor import main
+from asyncrl.doctor import Observation, examination, examine, machine
+from asyncrl.doctor.observation import guarded
+from tests.conftest import ROOT
+from tests.unit.test_recipes import QUICKSTART
+
+
+def raises(response, row):
+    raise ValueError("this reward raises")
+
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
+
+AREAS = [
+    "versions", "recipe", "packages", "GPUs", "processors", "shared memory", "open files", "network", "model and data",
+    "data", "reward", "memory", "disk", "publish", "staleness",
+]  # fmt: skip
+
+
+def found(*overrides):
+    findings = list(examine(QUICKSTART, [*overrides], use_ray=False))
+    return {finding.area: finding for finding in findings}
+
+
+def test_a_sound_recipe_can_start_and_every_area_is_looked_at(inputs, capsys):
+    assert main([str(QUICKSTART), "--json", "--no-ray"]) == 0
+    findings = [Observation(**finding) for finding in json.loads(capsys.readouterr().out)]
+    assert sorted({finding.area for finding in findings}) == sorted(AREAS)
+    assert all(finding.status != "bad" and (finding.remedy or finding.status == "ok") for finding in findings)
+
+
+def test_ray_starts_for_the_examination_and_ends_with_it(inputs):
+    command = [sys.executable, "-m", "asyncrl.commands.doctor", str(QUICKSTART)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 node(s)" in done.stdout
+    assert "the run can start: 0 bad" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "area", "part"),
+    [
+        (["trainer.num_ranks=3"], "recipe", "trainer.num_ranks=2 or 4"),
+        (["rollout.engine=nonsense"], "recipe", "engine"),
+        (["data.train=nowhere.jsonl"], "model and data", "nowhere.jsonl"),
+        (["reward.function=tests.contract.test_doctor:raises"], "reward", "raises"),
+        (["run.dir=/proc/run"], "disk", "/proc/run"),
+        (["weights.publish_timeout_s=0.00001"], "publish", "publish"),
+    ],
+)
+def test_what_will_not_work_is_named_with_a_remedy(inputs, overrides, area, part):
+    finding = found(*overrides)[area]
+    assert finding.status == "bad", finding
+    assert finding.remedy
+    assert part in finding.text + finding.remedy
+
+
+def test_a_machine_that_lacks_something(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(1 << 26, 0, 1 << 26))
+    (finding,) = machine.check_shared_memory()
+    assert (finding.status, "--shm-size" in finding.remedy) == ("bad", True)
+    from asyncrl.config.load import load_recipe
+
+    recipe = load_recipe(QUICKSTART, ["rollout.num_replicas=64"])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
+    (finding,) = machine.check_files(recipe)
+    assert (finding.status, "hard limit is 2048" in finding.remedy) == ("warning", True)
+
+    def unknown(name):
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    (finding,) = machine.check_address()
+    assert (finding.status, "/etc/hosts" in finding.remedy) == ("warning", True)
+    (finding,) = machine.check_processors(recipe)
+    assert finding.status == "warning"
+
+
+def test_a_package_that_is_too_old_is_named(monkeypatch):
+    have = machine.metadata.version
+    monkeypatch.setattr(machine.metadata, "version", lambda name: "1.0" if name == "torch" else have(name))
+    bad = [finding for finding in machine.check_versions() if finding.status == "bad"]
+    assert [("torch 1.0" in finding.text, "pip install 'torch" in finding.remedy) for finding in bad] == [(True, True)]
+
+
+def test_gpus_that_torch_does_not_find(monkeypatch):
+    from asyncrl.config.load import load_recipe
+
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    (finding,) = machine.check_gpus(load_recipe(QUICKSTART, []), joins=False)
+    assert (finding.status, "torch with CUDA" in finding.remedy) == ("bad", True)
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch, inputs):
+    def breaks():
+        raise RuntimeError("a strange machine")
+
+    (finding,) = guarded("network", breaks)
+    assert (finding.status, "a strange machine" in finding.text) == ("warning", True)
+    monkeypatch.setattr(examination, "check_address", breaks)
+    assert set(AREAS) <= found().keys(), "the others go on"
+
+
+def test_what_a_recipe_takes_from_the_environment_is_not_told(inputs, monkeypatch):
+    monkeypatch.setenv("SECRET_PLACE", "a-very-secret-directory")
+    told = found("data.train=${oc.env:SECRET_PLACE}/rows.jsonl")["model and data"]
+    assert told.status == "bad"
+    assert "a-very-secret-directory" not in told.text + told.remedy
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+cluster.add_node(num_cpus=1)
+from asyncrl.commands.doctor import main
+
+code = main([sys.argv[1], f"ray.address={cluster.address}"])
+cluster.shutdown()
+sys.exit(code)
+"""
+
+
+def test_every_node_of_a_cluster_is_asked(inputs):
+    command = [sys.executable, "-c", CLUSTER, str(QUICKSTART)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 node(s)" in done.stdout
+    assert "GB/s to this machine" in done.stdout
+    assert "weights.transport=ipc reaches one machine" in done.stdout

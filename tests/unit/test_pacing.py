@@ -1,0 +1,194 @@
+"""Pacing on a virtual clock, against admitting as early as the limit allows; and that the queue keeps to it."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import pytest
+
+from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
+from asyncrl.plan.scenario import Scenario
+from asyncrl.plan.simulation import SimulatedStep, Simulation
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.queue.pacing import Eager, JustInTime, Pacing
+from asyncrl.types import LeaseManifest
+from tests.make import group
+from tests.unit.test_message_queue import spec  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.unit
+
+RUNS = 120
+TICKS = 1000
+"""Tokens that a group has per second of work."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A workload of the simulation. `work`: of a group, in seconds at full speed. `parallel`: groups that are generated
+    at full speed together; more share it. `training`: seconds of a step."""
+
+    groups_per_step: int
+    max_lag: int
+    work: Callable[[random.Random], float]
+    parallel: float
+    training: Callable[[random.Random, int], float]
+    steps: int = 80
+    seed: int = 0
+
+    def lengths(self, ordinal: int, count: int) -> Sequence[float]:
+        return [TICKS * self.work(random.Random(2 * (self.seed * 1_000_003 + ordinal)))]
+
+    def is_filtered(self, ordinal: int) -> bool:
+        return False
+
+    def training_s(self, step: int, tokens: float) -> float:
+        return self.training(random.Random(2 * (self.seed * 1_000_003 + step) + 1), step)
+
+
+class Outcome:
+    """Of the steps after the first quarter; `lags`: mean lag of the tokens of each step."""
+
+    def __init__(self, steps: Sequence[SimulatedStep]) -> None:
+        late = steps[len(steps) // 4 :]
+        self.seconds = late[-1].trained - late[0].leased
+        self.waited = sum(step.leased - step.asked for step in late[1:])
+        self.lags = [step.lag_sum / step.tokens for step in steps]
+        self.largest = max(step.lag_max for step in steps)
+
+    def mean_lag(self) -> float:
+        return fmean(self.lags[len(self.lags) // 4 :])
+
+
+def simulate(load: Load, pacing: Pacing) -> Outcome:
+    """One replica of groups of one response each; publishes take no time."""
+    most = load.groups_per_step * (load.max_lag + 1)
+    decode = tuple((n, max(1.0, n / load.parallel) / TICKS) for n in range(1, most + 1))
+    generation = GenerationCosts(decode_step_s=decode, prompt_tokens=0, lengths=LengthCosts(quantiles=(1, 1)))
+    free = PublishCosts(bytes=0, bytes_per_s=1)
+    costs = CostModel(source="", generation=generation, training=TrainingCosts(token_s=0), publish=free)
+    scenario = Scenario(
+        groups_per_step=load.groups_per_step, group_size=1, max_lag=load.max_lag, interrupt="keep", decodes_at_once=most
+    )
+    return Outcome(Simulation(scenario, costs, workload=load, pacing=pacing).run(load.steps))
+
+
+class Watched(JustInTime):
+    """Notes what it wanted."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        super().__init__(groups_per_step)
+        self.found: list[float] = []
+
+    def wanted(self, now: float) -> float:
+        self.found.append(super().wanted(now))
+        return self.found[-1]
+
+
+def workload(seed: int) -> Load:
+    """A random one: batch, limit, lengths with or without a long tail, enough replicas or too few, steps that jitter or
+    come in bursts."""
+    draw = random.Random(seed)
+    size, max_lag = draw.choice([4, 8, 16]), draw.choice([1, 2, 4, 8])
+    base, spread, long = draw.uniform(0.2, 3), draw.uniform(0, 0.6), draw.uniform(2, 6)
+    tail = draw.choice([0, 0, 0.03, 0.1])
+    step_s, jitter, burst = draw.uniform(0.3, 2), draw.uniform(0, 0.2), draw.choice([0, 0, 0, 7])
+    return Load(
+        size,
+        max_lag,
+        lambda rng: base * rng.uniform(1 - spread, 1 + spread) * (long if rng.random() < tail else 1),
+        size * draw.uniform(0.5, 4),
+        lambda rng, step: step_s * rng.uniform(1 - jitter, 1 + jitter) * (3 if burst and step % burst == 0 else 1),
+        steps=100,
+        seed=seed,
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """(limit, eager, just in time) of each workload."""
+    loads = [workload(seed) for seed in range(RUNS)]
+    return [(load.max_lag, simulate(load, Eager()), simulate(load, JustInTime(load.groups_per_step))) for load in loads]
+
+
+def test_no_token_is_over_the_limit_and_every_run_ends(outcomes):
+    assert all(max(eager.largest, paced.largest) <= max_lag for max_lag, eager, paced in outcomes)
+
+
+def test_it_costs_next_to_no_time(outcomes):
+    ratios = sorted(paced.seconds / eager.seconds for _, eager, paced in outcomes)
+    assert fmean(ratios) <= 1.005
+    assert ratios[int(0.95 * RUNS)] <= 1.03
+    assert ratios[-1] <= 1.08, "what eager has made before the measurement began is its head start"
+
+
+def test_where_training_is_slower_tokens_are_far_younger(outcomes):
+    bound = [(eager, paced) for _, eager, paced in outcomes if eager.waited < 0.01 * eager.seconds]
+    assert len(bound) > RUNS / 5
+    assert fmean(paced.mean_lag() for _, paced in bound) <= 0.55 * fmean(eager.mean_lag() for eager, _ in bound)
+    assert fmean(paced.waited / paced.seconds for _, paced in bound) <= 0.01
+
+
+def test_where_generation_is_slower_nothing_changes(outcomes):
+    bound = [(eager, paced) for _, eager, paced in outcomes if eager.waited > 0.2 * eager.seconds]
+    assert len(bound) > RUNS / 5
+    assert all(paced.seconds <= 1.01 * eager.seconds for eager, paced in bound)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_steady_times_settle_at_the_least_lag_without_a_wait(share):
+    load = Load(16, 4, lambda rng: share, 64, lambda rng, step: 1.0, steps=60)
+    pacing = Watched(16)
+    paced = simulate(load, pacing)
+    assert fmean(paced.lags[30:]) <= 1.2
+    assert paced.waited <= 0.01 * paced.seconds
+    assert max(pacing.found[len(pacing.found) // 2 :]) <= 2 * 16, "it does not swing"
+
+
+async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec):  # noqa: F811
+    now = 100.0
+    queue = MessageQueue(replace(spec, groups_per_step=2, max_lag=4, pacing="just_in_time"), clock=lambda: now)
+
+    async def put(tickets):
+        for ticket in tickets:
+            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+
+    for step in range(6):
+        lease = asyncio.create_task(queue.lease(step, 50))
+        await asyncio.sleep(0)
+        tickets = (await queue.admit(100, 0)).tickets
+        now += 1.0  # of generation
+        await put(tickets)
+        assert isinstance(await lease, LeaseManifest)
+        now += 10.0  # of training
+        await queue.commit(step)
+        await queue.published(step + 1)
+    while (await queue.counts()).ready:
+        step += 1
+        assert isinstance(await queue.lease(step, 0), LeaseManifest)
+        assert (await queue.admit(100, 0)).tickets == (), "ten seconds are left, and one is enough"
+        now += 10.0
+        await queue.commit(step)
+        await queue.published(step + 1)
+    lease = asyncio.create_task(queue.lease(step + 1, 50))
+    await asyncio.sleep(0)
+    first = (await queue.admit(100, 0)).tickets
+    assert len(first) == 2, "a step that waits gets its groups"
+    await put(first)
+    assert isinstance(await lease, LeaseManifest)
+    waiting = asyncio.create_task(queue.admit(100, 1.0))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    now += 9.5
+    await queue.counts()
+    queue._notify()
+    assert len((await waiting).tickets) == 2
+
+
+async def test_a_group_that_will_not_become_ready_is_forgotten(spec):  # noqa: F811
+    queue = MessageQueue(replace(spec, pacing="just_in_time"))
+    tickets = (await queue.admit(2, 0)).tickets
+    assert queue._pacing._running.keys() == {ticket.ordinal for ticket in tickets}
+    await queue.nack(tickets[0], "boom")
+    assert queue._pacing._running.keys() == {tickets[1].ordinal}

@@ -1,0 +1,378 @@
+"""The planner's simulation: against closed forms, against a replica that is simulated tick by tick, and what holds of
+every run."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.load import load_recipe
+from asyncrl.errors import ConfigError
+from asyncrl.plan import Forecast, Scenario, predict, read_costs, write_costs
+from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
+from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
+from asyncrl.plan.simulation import DrawnWorkload, Simulation
+from benchmarks.verl_table import ROWS, costs, prediction
+
+pytestmark = pytest.mark.unit
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+SYNC = {"max_lag": 0, "empties_queue": True, "interrupt": "drain"}
+ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}
+TOKENS, STEP_S = 100.0, 0.01
+
+
+def model(
+    *, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, reward_s=0.1, cores=None, tokens=(TOKENS,) * 2
+):
+    """Every response is TOKENS long, and every decode step takes STEP_S."""
+    generation = GenerationCosts(
+        decode_step_s=((1, STEP_S),), prompt_tokens=20, lengths=LengthCosts(quantiles=tokens), latency_s=0.02
+    )
+    return CostModel(
+        source="test",
+        generation=generation,
+        training=TrainingCosts(token_s=0, step_s=training_s),
+        publish=PublishCosts(bytes=100, bytes_per_s=1000, fixed_s=publish_s - 0.1, running_s=running_s),
+        reward_s=0.1,
+        loop_s=loop_s,
+        cores=cores,
+    )
+
+
+def forecast(costs, **of) -> Forecast:
+    return predict(Scenario(**{"groups_per_step": 4, "group_size": 2, "max_lag": 2} | of), costs, steps=24)
+
+
+# -- closed forms ------------------------------------------------------------------------------------------------------
+
+GROUP_S = TOKENS * STEP_S + 0.02 + 0.1
+"""From the admission of a group to its put."""
+
+
+def test_in_sync_everything_happens_in_turn():
+    found = forecast(model(), **SYNC)
+    # The next groups are admitted with the publish, so the rest of the loop runs beside their generation.
+    assert found.step_s == pytest.approx(GROUP_S + 1.0 + 0.25)
+    assert found.trainer_idle * found.step_s == pytest.approx(GROUP_S - 0.05)
+    assert (found.lag_mean, found.lag_max) == (0, 0)
+    assert found.publish_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("training_s", [0.2, 5.0])
+def test_one_step_off_takes_the_longer_of_both(training_s):
+    found = forecast(model(training_s=training_s), **ONE_STEP_OFF)
+    assert found.step_s == pytest.approx(max(GROUP_S, training_s + 0.05) + 0.25)
+    assert found.lag_mean == pytest.approx(1.0)
+
+
+def test_fully_async_where_training_is_slower():
+    found = forecast(model(training_s=5.0))
+    assert found.step_s == pytest.approx(5.0 + 0.25 + 0.05)
+    assert found.trainer_idle == pytest.approx(0.0)
+    assert found.samples_per_s == pytest.approx(8 / 5.3)
+    assert found.lag_max == 2
+    assert found.replica_idle == pytest.approx(1 - TOKENS * STEP_S / 5.3)
+
+
+def test_just_in_time_is_younger_at_the_same_speed():
+    eager, paced = (forecast(model(training_s=5.0), max_lag=4, pacing=name) for name in ("eager", "just_in_time"))
+    assert paced.lag_mean < eager.lag_mean - 1
+    assert paced.step_s == pytest.approx(eager.step_s, rel=0.02)
+
+
+def test_where_slots_are_too_few_requests_take_turns():
+    """8 requests, two at a time: four rounds."""
+    found = forecast(model(), decodes_at_once=2, **SYNC)
+    assert found.step_s == pytest.approx(4 * TOKENS * STEP_S + 0.12 + 1.0 + 0.25)
+
+
+def test_processes_that_share_a_core_slow_each_other_down():
+    """One core for a trainer and a replica that are both always busy: their times add up."""
+    alone = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0)), max_lag=4)
+    shared = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0), cores=1.0), max_lag=4)
+    enough = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0), cores=2.0), max_lag=4)
+    assert enough == alone
+    assert shared.step_s > 1.3 * alone.step_s
+
+
+def test_ranks_share_the_tokens_less_what_each_doubling_costs():
+    training = TrainingCosts(token_s=1e-3, step_s=0.5, num_ranks=2, efficiency=0.8)
+    assert training.seconds(1000, 2) == pytest.approx(1.5)
+    assert training.seconds(1000, 8) == pytest.approx(0.5 + 1.0 / 4 / 0.8**2)
+    assert training.seconds(1000, 1) == pytest.approx(0.5 + 2.0 * 0.8)
+
+
+def test_a_drained_publish_waits_for_the_longest_response():
+    costs = model(training_s=0.3, tokens=(100.0, 1000.0))
+    kept, drained = (forecast(costs, interrupt=how) for how in ("keep", "drain"))
+    assert kept.publish_s == pytest.approx(0.25)
+    assert drained.publish_s > 3.0
+
+
+def test_a_rolling_publish_holds_up_a_wave_at_a_time():
+    whole = forecast(model(training_s=4.0), num_replicas=4)
+    rolling = forecast(model(training_s=4.0), num_replicas=4, rolling_replicas=2)
+    assert rolling.publish_s == pytest.approx(2 * whole.publish_s)
+    assert rolling.paused_s == pytest.approx(whole.paused_s)
+
+
+def test_replicas_generate_while_a_publish_prepares():
+    assert forecast(model(running_s=0.15)).paused_s == pytest.approx(0.10)
+
+
+def test_groups_without_a_signal_are_generated_and_not_trained():
+    costs = replace(model(training_s=0.1), filtered_share=0.5)
+    plain, filtered = (forecast(costs, decodes_at_once=4, dynamic_sampling=on) for on in (False, True))
+    assert filtered.step_s > 1.5 * plain.step_s
+
+
+def test_prefilling_again_takes_time():
+    costs = model(training_s=0.1, publish_s=0.2, loop_s=0)
+    costs = replace(costs, generation=replace(costs.generation, prefill_tokens_per_s=500.0))
+    kept, resumed = (forecast(costs, interrupt=how) for how in ("keep", "abort_resume"))
+    assert resumed.step_s > kept.step_s
+
+
+# -- a replica ---------------------------------------------------------------------------------------------------------
+
+
+def ticked(arrivals, swaps, slots, step_s, tick):
+    """(end, {version: tokens}) of each request, in short ticks. `arrivals`: (time, tokens), by time."""
+    done = [0.0] * len(arrivals)
+    parts: list[dict[int, float]] = [{} for _ in arrivals]
+    ends: list[float | None] = [None] * len(arrivals)
+    seated: list[int] = []
+    queue = list(range(len(arrivals)))
+    now, version = 0.0, 0
+    while any(end is None for end in ends):
+        version = sum(at <= now for at in swaps)
+        while queue and len(seated) < slots and arrivals[queue[0]][0] <= now:
+            seated.append(queue.pop(0))
+        if seated:
+            speed = tick / step_s(len(seated))
+            for i in list(seated):
+                made = min(speed, arrivals[i][1] - done[i])
+                done[i] += made
+                parts[i][version] = parts[i].get(version, 0.0) + made
+                if done[i] >= arrivals[i][1] - 1e-9:
+                    ends[i] = now
+                    seated.remove(i)
+        now += tick
+    return list(zip(ends, parts, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 120)), min_size=1, max_size=8),
+    st.lists(st.integers(1, 600), max_size=2, unique=True),
+    st.integers(1, 4),
+    st.floats(0, 1),
+)
+def test_a_replica_is_what_ticks_make_it(given_arrivals, given_swaps, slots, slope):
+    arrivals = sorted((at / 100, float(tokens)) for at, tokens in given_arrivals)
+    swaps = sorted(at / 100 for at in given_swaps)
+
+    def step_s(n):
+        return 0.01 * (1 + slope * (n - 1))
+
+    replica = SharedReplica(0, step_s, decodes_at_once=slots, prefill_s=lambda group, known: 0.0)
+    requests = [SimulatedRequest(SimulatedGroup(i, 0, 0), tokens) for i, (_, tokens) in enumerate(arrivals)]
+    todo = sorted([(at, 0, i) for i, (at, _) in enumerate(arrivals)] + [(at, 1, 0) for at in swaps])
+    ends: dict[int, float] = {}
+    version = 0
+    while todo or replica.running:
+        at = replica.next_end()
+        if todo and (at is None or todo[0][0] <= at):
+            now, swap, i = todo.pop(0)
+            if swap:
+                version += 1
+                replica.commit(version, now, prefills_again=False, prefill_tokens_per_s=None)
+            else:
+                replica.send(requests[i], now)
+            continue
+        assert at is not None
+        for request in replica.ended(at):
+            ends[request.group.ordinal] = at
+    tick = 0.0005
+    for i, (end, parts) in enumerate(ticked(arrivals, swaps, slots, step_s, tick)):
+        assert ends[i] == pytest.approx(end, abs=len(arrivals) * 4 * tick + 0.01)
+        own = requests[i].group
+        assert sum(own.parts.values()) == pytest.approx(own.tokens) == pytest.approx(arrivals[i][1])
+        for number in own.parts.keys() | parts.keys():
+            assert own.parts.get(number, 0.0) == pytest.approx(parts.get(number, 0.0), abs=1.5)
+
+
+# -- every run ---------------------------------------------------------------------------------------------------------
+
+scenarios = st.builds(
+    dict,
+    groups_per_step=st.integers(1, 6),
+    group_size=st.integers(1, 4),
+    max_lag=st.integers(0, 4),
+    publish_every_steps=st.integers(1, 3),
+    empties_queue=st.booleans(),
+    interrupt=st.sampled_from(["abort_resume", "keep", "drain"]),
+    on_overdue=st.sampled_from(["wait", "refill", "mask"]),
+    pacing=st.sampled_from(["eager", "just_in_time"]),
+    num_replicas=st.integers(1, 5),
+    decodes_at_once=st.integers(1, 20),
+    num_ranks=st.integers(1, 2),
+    rolling_replicas=st.sampled_from([None, 1, 2]),
+    dynamic_sampling=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+cost_models = st.builds(
+    lambda slope, training_s, sigma, prefill, publish_s, cores, share: CostModel(
+        source="drawn",
+        generation=GenerationCosts(
+            decode_step_s=((1, 0.01), (8, 0.01 * (1 + slope))),
+            prompt_tokens=30,
+            lengths=LengthCosts(median=60.0, sigma=sigma, straggler_share=0.05, straggler_factor=5.0),
+            prefill_tokens_per_s=prefill,
+        ),
+        training=TrainingCosts(token_s=training_s / 1000, step_s=training_s),
+        publish=PublishCosts(bytes=0, bytes_per_s=1, fixed_s=publish_s, running_s=publish_s / 3),
+        reward_s=0.05,
+        loop_s=0.01,
+        filtered_share=share,
+        cores=cores,
+    ),
+    st.floats(0, 3),
+    st.floats(0.01, 3),
+    st.floats(0, 1.2),
+    st.sampled_from([None, 1000.0]),
+    st.floats(0, 0.5),
+    st.sampled_from([None, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.4]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios, cost_models)
+def test_what_holds_of_every_run(drawn, costs):
+    drawn["publish_every_steps"] = min(drawn["publish_every_steps"], drawn["max_lag"] + 1)
+    if drawn["empties_queue"]:
+        drawn |= {"pacing": "eager", "rolling_replicas": None, "interrupt": "drain"}
+    scenario = Scenario(response_limit=400, **drawn)
+    steps = Simulation(scenario, costs).run(10)
+    assert len(steps) == 10
+    ended = 0.0
+    for step in steps:
+        assert ended == pytest.approx(step.asked)
+        assert step.asked <= step.leased <= step.trained <= step.published_from <= step.ended + 1e-9
+        assert 0 <= step.lag_max <= scenario.max_lag, "the bound holds here as it does in a run"
+        assert step.masked == 0 or scenario.on_overdue == "mask"
+        assert step.waited_s >= 0
+        trained = (step.tokens + step.masked) + 30 * scenario.samples_per_step
+        least = costs.training.seconds(trained, scenario.num_ranks)
+        assert step.trained - step.leased >= least * (1 - 1e-9)
+        if costs.cores is None:
+            assert step.trained - step.leased == pytest.approx(least)
+        ended = step.ended
+    forecast = Forecast.of(steps, scenario)
+    assert 0 <= forecast.trainer_idle <= 1
+    assert 0 <= forecast.replica_idle <= 1
+    assert forecast.lag_mean <= forecast.lag_max
+    assert steps == Simulation(scenario, costs).run(10), "the same seed gives the same run"
+
+
+def test_a_run_trains_what_it_generates():
+    """Nothing is lost between the draw of the lengths and the tokens of the steps."""
+    scenario = Scenario(**{"groups_per_step": 4, "group_size": 2} | SYNC)
+    costs = model(tokens=(10.0, 500.0))
+    drawn = DrawnWorkload(scenario, costs)
+    for number, step in enumerate(Simulation(scenario, costs).run(3)):
+        due = sum(sum(drawn.lengths(ordinal, 2)) for ordinal in range(4 * number, 4 * number + 4))
+        assert step.tokens == pytest.approx(due)
+
+
+def test_a_thousand_replicas():
+    found = predict(Scenario(groups_per_step=64, group_size=16, max_lag=1, num_replicas=1000), model(), steps=6)
+    assert found.step_s == pytest.approx(1.0 + 0.25 + 0.05, rel=0.3)
+    assert found.replica_idle > 0.5
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def digits(low, high):
+    return st.floats(low, high).map(lambda value: float(f"{value:.5g}"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 999), digits(1e-5, 10)), min_size=1, max_size=4, unique_by=lambda p: p[0]),
+    st.one_of(
+        st.lists(digits(0, 1e5), min_size=2, max_size=9).map(lambda q: LengthCosts(quantiles=tuple(sorted(q)))),
+        st.builds(LengthCosts, median=digits(1, 1e4), sigma=digits(0, 3), straggler_share=digits(0, 1)),
+    ),
+    digits(1e-9, 1),
+    st.one_of(st.none(), digits(0.5, 512)),
+)
+def test_a_cost_model_is_read_as_it_was_written(points, lengths, token_s, cores):
+    generation = GenerationCosts(decode_step_s=tuple(sorted(points)), prompt_tokens=7.0, lengths=lengths)
+    training = TrainingCosts(token_s=token_s, num_ranks=4)
+    written = replace(model(cores=cores), generation=generation, training=training)
+    assert read_costs(write_costs(written), "file") == written
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("token_s", "tokens_s"), "training.token_s is missing"),
+        (("bytes_per_s: 1000", "bytes_per_s: 0"), "publish.bytes_per_s is 0"),
+        (("[1, 0.01]", "[1, 0.01], [1, 0.02]"), "rising numbers of requests"),
+        (("quantiles: [100.0, 100.0]", "quantiles: []"), "either two or more quantiles, or median and sigma"),
+        (("quantiles: [100.0, 100.0]", "quantiles: [9.0, 2.0]"), "must not fall"),
+        (("source: test", "source: [test"), "while parsing"),
+        (("efficiency: 0.9", "efficiency: fast"), "training.efficiency is a str"),
+    ],
+)
+def test_a_wrong_cost_model_is_refused_with_its_place(change, found):
+    text = write_costs(model()).replace("bytes_per_s: 1000.0", "bytes_per_s: 1000")
+    text = text.replace("- [1, 0.01]", "- [1, 0.01]\n  - [2, 0.01]" if "rising" in found else "- [1, 0.01]")
+    wrong = text.replace("[2, 0.01]", "[1, 0.02]") if "rising" in found else text.replace(*change)
+    assert wrong != write_costs(model())
+    with pytest.raises(ConfigError, match=r"(?s)the cost model file.*do:") as raised:
+        read_costs(wrong, "file")
+    assert found in str(raised.value)
+
+
+def test_between_points_a_decode_step_follows_the_line():
+    generation = replace(model().generation, decode_step_s=((2, 1.0), (4, 2.0), (8, 2.4)))
+    assert [generation.step_s(n) for n in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1, 1, 1.5, 2, 2.2, 2.4, 2.8])
+
+
+@given(st.floats(0.001, 0.999), st.floats(0.001, 0.999))
+def test_lengths_grow_with_their_share(a, b):
+    for lengths in (LengthCosts(quantiles=(5, 10, 200)), LengthCosts(median=50.0, sigma=1.0)):
+        low, high = (lengths.tokens(share, 0.5, 100) for share in sorted((a, b)))
+        assert 1 <= low <= high <= 100
+    assert LengthCosts(median=50.0, sigma=1.0).tokens(0.5, 0.5, math.inf) == pytest.approx(50)
+
+
+def test_a_scenario_is_what_the_modes_of_a_recipe_resolve_to():
+    recipe = QUICKSTART
+    sync = Scenario.of(load_recipe(recipe, ["mode=sync", "staleness.pacing=just_in_time", "weights.rolling=true"]))
+    assert (sync.max_lag, sync.empties_queue, sync.interrupt) == (0, True, "drain")
+    assert (sync.pacing, sync.rolling_replicas) == ("eager", None)
+    words = ["staleness.pacing=just_in_time", "weights.rolling=true", "rollout.torch.num_slots=7"]
+    free = Scenario.of(load_recipe(recipe, words))
+    assert (free.max_lag, free.empties_queue, free.interrupt) == (2, False, "abort_resume")
+    assert (free.pacing, free.rolling_replicas, free.decodes_at_once) == ("just_in_time", 1, 7)
+    assert (free.samples_per_step, free.response_limit) == (256, 64)
+
+
+# -- verl's table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "error"), list(zip(ROWS, (0.03, 0.05, 0.13, 0.05, 0.05), strict=True)), ids=lambda v: getattr(v, "name", "")
+)
+def test_verls_published_steps(row, error):
+    """At a quarter of the size. docs/plan.md says which inputs are assumed, and how the rows move with them."""
+    assert prediction(row, costs(), scale=4).step_s == pytest.approx(row.step_s, rel=error)

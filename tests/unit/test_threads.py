@@ -1,0 +1,66 @@
+"""Threads of trainer ranks: the cores are used, none twice, and a resumed run has as many."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.load import load_recipe
+from asyncrl.config.threads import rank_threads, trainer_threads
+from asyncrl.driver.cores import local_cores
+from asyncrl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+MODES = st.sampled_from(["sync", "one_step_off", "fully_async"])
+COUNTS = {
+    "cores": st.integers(1, 256),
+    "num_ranks": st.integers(1, 16),
+    "num_replicas": st.integers(0, 32),
+    "replica_threads": st.integers(1, 8),
+}
+
+
+@given(MODES, st.fixed_dictionaries(COUNTS))
+def test_cores_are_used_and_none_twice(mode, counts):
+    found = rank_threads(mode, **counts)
+    busy = 0 if mode == "sync" else counts["num_replicas"] * counts["replica_threads"]
+    used = found * counts["num_ranks"] + busy
+    assert found >= 1
+    assert found == 1 or used <= counts["cores"]
+    assert used + counts["num_ranks"] > counts["cores"]  # one more for each rank would be too many
+    assert rank_threads("sync", **counts) >= found
+    assert rank_threads("one_step_off", **counts) == rank_threads("fully_async", **counts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "num_nodes", "threads"),
+    [
+        (["mode=sync", "rollout.num_replicas=2"], 2, 1, 2),
+        (["mode=fully_async", "rollout.num_replicas=2"], 2, 1, 1),
+        (["mode=fully_async", "rollout.num_replicas=2"], 8, 1, 6),
+        (["mode=fully_async", "rollout.num_replicas=2", "rollout.torch.num_threads=3"], 8, 1, 2),
+        (["mode=one_step_off", "rollout.num_replicas=3", "trainer.num_ranks=2"], 8, 1, 2),
+        (["mode=one_step_off", "rollout.num_replicas=3", "trainer.num_ranks=2"], 8, 2, 6),
+        (["mode=sync", "trainer.num_threads=5"], 2, 1, 5),
+    ],
+)
+def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threads):
+    recipe = load_recipe(QUICKSTART, overrides)
+    assert trainer_threads(recipe, cores=cores, num_nodes=num_nodes) == threads
+    resumed = replace(recipe, run=replace(recipe.run, max_steps=7), resume="auto")
+    assert trainer_threads(resumed, cores=cores, num_nodes=num_nodes) == threads
+
+
+@pytest.mark.parametrize("key", ["trainer.num_threads", "rollout.torch.num_threads"])
+def test_no_threads_are_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}=0"):
+        load_recipe(QUICKSTART, [f"{key}=0"])
+
+
+def test_cores_are_those_that_this_process_may_use():
+    assert 1 <= local_cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,159 @@
+"""What happens to tokens between an engine and a response: chunks that are merged in the outbox, the growing draft."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import time
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.inference.replica import CpuTime, Outbox
+from asyncrl.rollout.draft import FIRST_CAPACITY, Draft
+from asyncrl.rollout.garbage import PauselessCollector
+from asyncrl.rollout.generation import COLLECT_S, COLLECT_SHARE, collection_interval_s
+from asyncrl.types import TokenChunk
+
+pytestmark = pytest.mark.unit
+
+
+@st.composite
+def streams(draw):
+    """Chunks of a few requests as engines send them: versions grow, a request ends once, an error is alone; and after
+    how many chunks the client collects."""
+    open_requests, version, chunks = [f"r{i}" for i in range(draw(st.integers(1, 4)))], 0, []
+    while open_requests and len(chunks) < 60:
+        request = draw(st.sampled_from(open_requests))
+        version += draw(st.integers(0, 1))
+        kind = draw(st.sampled_from(["tokens"] * 6 + ["final", "error"]))
+        count = draw(st.integers(0 if kind == "final" else 1, 3)) if kind != "error" else 0
+        ids = np.array(draw(st.lists(st.integers(0, 99), min_size=count, max_size=count)), np.int32)
+        reason = draw(st.sampled_from(["stop", "length", "abort"])) if kind == "final" else None
+        error = "refused" if kind == "error" else None
+        cached = 7 if kind == "final" else 0
+        chunks.append(TokenChunk(request, ids, -ids.astype(np.float32), version, reason, error, cached))
+        if kind != "tokens":
+            open_requests.remove(request)
+    return chunks, draw(st.sets(st.integers(0, len(chunks))))
+
+
+def tokens_of(chunks, request):
+    """Every token of a request with its log-probability and version, and how it ended."""
+    own = [chunk for chunk in chunks if chunk.request_id == request]
+    tokens = [(int(i), float(p), c.version) for c in own for i, p in zip(c.token_ids, c.logprobs, strict=True)]
+    ends = [(c.finish_reason, c.error, c.cached_tokens, c.version) for c in own if c.finish_reason or c.error]
+    return tokens, ends
+
+
+@given(streams())
+async def test_merging_loses_and_reorders_nothing_of_a_request(stream):
+    chunks, collections = stream
+    outbox, taken, sizes = Outbox(), [], []
+    for place, chunk in enumerate(chunks):
+        outbox.add(chunk)
+        if place in collections:
+            sizes.append(await outbox.take(1.0))
+            taken += sizes[-1]
+    taken += await outbox.take(0.001)
+    for request in {chunk.request_id for chunk in chunks}:
+        assert tokens_of(taken, request) == tokens_of(chunks, request)
+    for together in sizes:
+        keys = [(c.request_id, c.version) for c in together if c.error is None]
+        assert len(keys) == len(set(keys)), "one chunk for each request and version"
+    assert await outbox.take(0.001) == []
+
+
+@given(streams(), st.integers(0, 2))
+def test_a_draft_is_its_chunks_one_behind_the_other(stream, replica):
+    chunks = [chunk for chunk in stream[0] if chunk.error is None]
+    draft, ids, sources = Draft(), [], []
+    for place, chunk in enumerate(chunks):
+        source = (chunk.version, replica + place % 2)
+        draft.add(chunk, source[1])
+        ids += chunk.token_ids.tolist()
+        sources += [source] * len(chunk.token_ids)
+        assert draft.token_ids.tolist() == ids
+        assert draft.logprobs.tolist() == [-float(i) for i in ids]
+        of_segments = [(s.version, s.replica_id) for s in draft.segments for _ in range(s.start, s.stop)]
+        assert of_segments == sources
+        assert all(a.stop == b.start for a, b in zip(draft.segments, draft.segments[1:], strict=False))
+    kept = draft.token_ids
+    draft.add(TokenChunk("r", np.array([1] * 100, np.int32), np.zeros(100, np.float32), 99), 0)
+    assert kept.tolist() == ids, "a copy"
+
+
+def test_a_token_in_flight_takes_at_most_sixteen_bytes():
+    draft = Draft()
+    for count in range(1, 5000):
+        draft.add(TokenChunk("r", np.array([count], np.int32), np.zeros(1, np.float32), 0), 0)
+        if count >= FIRST_CAPACITY:
+            held = draft._ids.nbytes + draft._logprobs.nbytes + sys.getsizeof(draft._ends)
+            assert held <= 16 * count + 400
+
+
+@given(st.integers(0, 5000), st.floats(0.001, 1.0))
+def test_collections_take_a_bounded_share_of_the_process(num_busy, shortest_s):
+    interval_s = collection_interval_s(shortest_s, num_busy)
+    assert interval_s >= shortest_s
+    assert num_busy * COLLECT_S <= COLLECT_SHARE * interval_s * 1.0001
+    if num_busy * COLLECT_S <= COLLECT_SHARE * shortest_s:
+        assert interval_s == shortest_s, "a few replicas are asked as often as the recipe says"
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+async def test_old_objects_are_not_visited_and_old_cycles_are_found_when_memory_has_grown():
+    memory, thresholds = 100, gc.get_threshold()
+    collector = PauselessCollector(lambda: memory)
+    running = asyncio.create_task(collector.run())
+    try:
+        await asyncio.sleep(0)
+        old = [Cycle() for _ in range(100)]
+        gone = weakref.ref(old[0])
+        collector.tick()
+        assert not any(isinstance(o, Cycle) for age in range(3) for o in gc.get_objects(age)), "set aside"
+        assert gc.get_threshold()[1:] == (1_000_000, 1_000_000), "no collection visits more than the youngest"
+        del old
+        memory = 129
+        collector.tick()
+        assert gone() is not None
+        memory = 131
+        collector.tick()
+        assert gone() is None
+        assert collector.full_collections == 2
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_cpu_time_of_an_engines_processes_is_counted_with_a_look_every_ten_seconds(monkeypatch):
+    now, looks = 0.0, []
+    children = psutil.Process.children
+    monkeypatch.setattr(psutil.Process, "children", lambda self, **how: looks.append(now) or children(self, **how))
+    cpu = CpuTime(lambda: now)
+    alone = cpu.total_s()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        now = 5.0
+        assert cpu.total_s() < alone + 5
+        assert looks == [0.0]
+        time.sleep(0.5)
+        now = 10.0
+        counted = cpu.total_s()
+        assert looks == [0.0, 10.0]
+        own = psutil.Process().cpu_times()
+        assert counted > own.user + own.system, "the other process, too"
+    finally:
+        busy.kill()
+        busy.wait(10)
+    assert cpu.total_s() > 0, "it has ended"
