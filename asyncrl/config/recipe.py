@@ -286,6 +286,11 @@ class Recipe:
         """True where a publish waits until no group is being generated or can be admitted."""
         return self.mode != "fully_async"
 
+    @property
+    def overlaps_publish(self) -> bool:
+        """True where a publish goes on beside the next step; where it empties the queue, that step waits for it."""
+        return self.weights.overlap and not self.empties_queue
+
     def publishes_after(self, step: int) -> bool:
         """True when the weights that `step` optimizer steps have made are published."""
         return step % self.staleness.publish_every_steps == 0 or step >= self.run.max_steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.off_policy import GuardLoop
-from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord, tokens_between
+from asyncrl.driver.publisher import Publisher
+from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
-from asyncrl.types import LeaseManifest, LedgerCounts, PublishReport, ReplicaStats
-from asyncrl.types.events import StepTrained, TrainingResumed, WeightsPublished
+from asyncrl.types import LeaseManifest
+from asyncrl.types.events import StepTrained, TrainingResumed
 from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, 
 
 
 class Coordinator:
-    """Runs the training loop and the tasks that guard it. Owns `global_steps`, the newest published version and the
-    checkpoint writer; lives until the run ends or its training side is lost."""
+    """Runs the training loop and the tasks that guard it. Owns `global_steps`, the publisher and the checkpoint
+    writer; lives until the run ends or its training side is lost."""
 
     def __init__(self, recipe: Recipe, parts: Parts, start_from: Path | None, *, elapsed_s: float = 0.0) -> None:
         """
@@ -49,7 +49,6 @@ class Coordinator:
         self._parts = parts
         self._start_from = start_from
         self._step = 0
-        self._published = -1
         self._clock = StepClock(elapsed_s)
         self._writer = CheckpointWriter(
             recipe.checkpoint,
@@ -63,13 +62,19 @@ class Coordinator:
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
-        self._evaluations = Evaluations(
-            recipe, parts, stop=self._stop, published=lambda: self._published, catch_up=self._catch_up_evaluation
-        )
         self._restored = asyncio.Event()
         self._finishing = False
         """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
         self._shares = ReplicaShares(recipe.rollout.num_replicas)
+        self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares)
+        self._evaluations = Evaluations(
+            recipe,
+            parts,
+            stop=self._stop,
+            published=lambda: self._publisher.version,
+            settle=self._publisher.settle,
+            catch_up=self._catch_up_evaluation,
+        )
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
 
@@ -136,6 +141,7 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
             await self._evaluations.close()
+            await self._publisher.close()
             await self._writer.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -156,7 +162,8 @@ class Coordinator:
         # The checkpoint is the truth now: what a later step of the same directory wrote is cut off or set aside.
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
-        await self._publish()
+        await self._publisher.publish(self._step)
+        self._publisher.take()  # it belongs to no step
         self._restored.set()
         initial = await self._evaluations.before_training() if self._step == 0 else {}
         self._clock.mark(await parts.replicas.stats())
@@ -171,8 +178,10 @@ class Coordinator:
             parts.metrics.write(record.values)
             parts.progress.stepped(record.values)
             if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
+                await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
+        await self._publisher.settle()
         self._finishing = True
         await self._writer.last(self._state())
         self._guard.raise_if_stopped()
@@ -197,6 +206,7 @@ class Coordinator:
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
+        await self._publisher.settle()
         parts.events.write(
             StepTrained(
                 step=self._step + 1,
@@ -211,20 +221,22 @@ class Coordinator:
         record.of_batch(manifest)
         record.of_training(metrics, train_s)
         last = self._step >= recipe.run.max_steps
-        # A catch-up of newcomers may have published this step already, in the lease or the drain.
-        report: PublishReport | None = None
         if not self._stop.is_set() and recipe.publishes_after(self._step):
             if recipe.empties_queue:
                 with self._clock.time.during(Metric.TRAINER_GROUPS):
                     waited_s += await self._drain()
                 stats = await parts.replicas.stats()
-            if not self._stop.is_set() and self._published != self._step:
-                report, counts, stats = await self._publish(stats)
-        record.of_publish(report)
+            if self._stop.is_set() or self._publisher.version == self._step:
+                pass  # a catch-up of newcomers has published this step already, in the drain
+            elif recipe.overlaps_publish and not last:
+                await self._publisher.begin(self._step, stats)
+            else:
+                counts, stats = await self._publisher.publish(self._step, stats)
+        record.of_publish(self._publisher.take())
         guarded, limited = await self._guard.after_step(self._step, record.values)
         counts = limited or counts
         slots = self._staleness.limited(self._guard.limit).admissible(
-            step=self._step, version=self._published, active=0
+            step=self._step, version=self._publisher.version, active=0
         )
         record.of_queue(counts, await parts.queue.window(), slots)
         with self._clock.time.during(Metric.TRAINER_EVALUATION):
@@ -245,8 +257,9 @@ class Coordinator:
             if isinstance(answer, LeaseManifest):
                 return answer
             self._parts.saw("queue", answer.counts)
+            self._publisher.check()
             if self._parts.replicas.newcomers:
-                await self._catch_up()
+                await self._publisher.catch_up(self._step)
             if time.monotonic() > deadline:
                 what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
                 raise DeadlineExceeded(
@@ -267,7 +280,7 @@ class Coordinator:
         started = time.monotonic()
         while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
             if self._parts.replicas.newcomers and not self._parts.replicas.serving:
-                await self._catch_up()
+                await self._publisher.catch_up(self._step)
                 break
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
                 raise DeadlineExceeded(
@@ -280,53 +293,10 @@ class Coordinator:
                 )
         return time.monotonic() - started
 
-    async def _publish(
-        self, before: Sequence[ReplicaStats] | None = None
-    ) -> tuple[PublishReport, LedgerCounts, Sequence[ReplicaStats]]:
-        """Publishes the newest weights. `before`: statistics of the replicas now. Returns those after it, too."""
-        with self._clock.time.during(Metric.TRAINER_PUBLISH):
-            parts = self._parts
-            if before is None:
-                before = await parts.replicas.stats()
-            report = await parts.weights.publish(self._step)
-            assert report is not None, "only a catch-up can be for nobody"
-            counts, stats = await asyncio.gather(parts.queue.published(self._step), parts.replicas.stats())
-            self._clock.publish_tokens += tokens_between(before, stats)
-            self._published = self._step
-            self._record(report)
-            return report, counts, stats
-
-    async def _catch_up(self) -> None:
-        """Publishes to the newcomers. The trainer has only its newest weights: when these are not published yet, all
-        replicas get them."""
-        if self._published != self._step:
-            await self._publish()
-            return
-        with self._clock.time.during(Metric.TRAINER_PUBLISH):
-            report = await self._parts.weights.publish(self._step, newcomers_only=True)
-        if report is not None:
-            self._record(report)
-
-    def _record(self, report: PublishReport) -> None:
-        self._parts.events.write(
-            WeightsPublished(
-                version=self._step,
-                publish_s=report.publish_s,
-                pause_s=report.pause_s,
-                transfer_s=report.transfer_s,
-                bytes=report.nbytes,
-                verified=report.verified,
-                attempts=report.attempts,
-                replicas=report.replicas,
-            )
-        )
-        self._shares.paused(report.pause_s * self._recipe.rollout.num_replicas)
-        self._parts.saw("publish", time.monotonic())
-
     async def _catch_up_evaluation(self) -> None:
         """Publishes to newcomers during an evaluation; a new version only when no replica could answer otherwise."""
-        if self._published == self._step or not self._parts.replicas.serving:
-            await self._catch_up()
+        if self._publisher.version == self._step or not self._parts.replicas.serving:
+            await self._publisher.catch_up(self._step)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 

@@ -51,18 +51,21 @@ class Evaluations:
         *,
         stop: asyncio.Event,
         published: Callable[[], int],
+        settle: Callable[[], Awaitable[None]],
         catch_up: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
             stop: set when the run is to end.
             published: returns the published version.
+            settle: returns when no publish is in progress beside training.
             catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
         """
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
         self._parts = parts
         self._stop = stop
         self._published = published
+        self._settle = settle
         self._catch_up = catch_up
         self._beside: _Beside | None = None
         self._due: int | None = None
@@ -105,6 +108,7 @@ class Evaluations:
     async def _by_all(self, step: int) -> dict[str, float]:
         """Evaluates every held-out set while training waits. Nothing is published during it, so one version answers all
         prompts. A set that fails or takes too long is counted as failed. Empty when a stop came first."""
+        await self._settle()
         started, results = time.monotonic(), list[EvalResult]()
         for name in self._sets:
             work = asyncio.create_task(self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s))
@@ -139,10 +143,9 @@ class Evaluations:
     # -- beside training -----------------------------------------------------------------------------------------
 
     async def _begin(self, step: int) -> None:
-        """Leases replicas and begins the evaluation; without a free replica it stays due. Must not run during a
-        publish.
-        """
+        """Leases replicas and begins the evaluation; without a free replica it stays due."""
         assert self._due is not None, "it is due"
+        await self._settle()
         leases = await self._parts.replicas.lease(self._config.leased_replicas)
         if not leases:
             logger.warning("the evaluation after step %d waits for a replica that can be spared", step)

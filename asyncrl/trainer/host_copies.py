@@ -1,9 +1,9 @@
-"""Copies of a rank's state in host memory, from which a checkpoint is written beside training."""
+"""Copies in host memory of what a rank trains, from which checkpoints are written and weights are sent meanwhile."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,12 +23,13 @@ class HostCopies:
         self._kept: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of the tensors in host memory, under their names. A shard stays a DTensor, which knows its place in
-        the whole; nothing is gathered. Tensors of another shape, dtype or placement than before get new memory."""
+    def copy(self, live: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Copies of the tensors in host memory, under their names; takes one at a time. A shard stays a DTensor, which
+        knows its place in the whole; nothing is gathered. Tensors of another shape, dtype or placement than before get
+        new memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
-        return {name: _copied(tensor, kept.pop(name, None)) for name, tensor in live.items()}
+        return {name: _copied(tensor, kept.pop(name, None)) for name, tensor in live}
 
     def give_back(self, copies: dict[str, torch.Tensor]) -> None:
         """Ends the use of what `copy` returned. The next `copy` overwrites its tensors and empties the dict."""

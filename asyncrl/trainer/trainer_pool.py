@@ -43,9 +43,9 @@ BLAME_S = 5.0
 """When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
 not answer a ping."""
 STOP_TIMEOUT_S = 3.0
-CONTROL, SAVING = "control", "saving"
-"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, and the
-writing of a checkpoint."""
+CONTROL, SAVING, SENDING = "control", "saving", "sending"
+"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, the
+writing of a checkpoint, and the sending of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,17 @@ class TrainerActor:
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         return self._worker.send_weights(manifest, timeout_s)
 
+    def snapshot_weights(self) -> None:
+        self._worker.snapshot_weights()
+
+    @in_group(SENDING)
+    def open_beside(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+        return self._worker.open_weights(config, num_receivers)
+
+    @in_group(SENDING)
+    def send_beside(self, manifest: Manifest, timeout_s: float) -> Digest | None:
+        return self._worker.send_weights(manifest, timeout_s)
+
     def capture(self) -> None:
         self._worker.capture()
 
@@ -123,7 +134,7 @@ class TrainerActor:
 
 class TrainerPool:
     """Owns the rank actors; built by `start`. One call at a time; `ping`, `interrupt_weights` and `save` may run beside
-    any other.
+    any other. Where snapshots are sent, so may `open_weights` and `send_weights`, except beside `snapshot_weights`.
 
     The error of a failed call names the rank to blame in `.process`: the rank that died, else a rank that does not
     answer a ping (its process is stopped, or its machine is lost). When all ranks answer, the error is the one that a
@@ -158,7 +169,7 @@ class TrainerPool:
         options: dict[str, Any] = {
             "num_cpus": 0,  # placed by the run, not by Ray's count of cores
             "num_gpus": num_gpus_per_rank,
-            "concurrency_groups": {CONTROL: 1, SAVING: 1},
+            "concurrency_groups": {CONTROL: 1, SAVING: 1, SENDING: 1},
         }
         if num_gpus_per_rank == 0:
             # A rank sets its number of threads itself (`TrainerSpec.num_threads`). Those that wait must not spin: other
@@ -198,11 +209,10 @@ class TrainerPool:
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
         """Opens the sending end of every rank that sends."""
-        self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
-        calls = [
-            self._actors[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
-            for sender in self._senders
-        ]
+        if not self._senders:  # a step may be in progress when another group of receivers is opened
+            self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+        method = TrainerActor.open_beside if self._spec.sends_snapshots else TrainerActor.open_weights
+        calls = [self._actors[s.rank].call(timeout_s, method, config, num_receivers) for s in self._senders]
         sources = await asyncio.gather(*calls)
         if len(sources) == 1:
             return sources[0]
@@ -227,21 +237,26 @@ class TrainerPool:
         """
         # the sender's own deadline comes first: its error names the receiver
         limit_s, failed = timeout_s + BLAME_S, False
+        method = TrainerActor.send_beside if self._spec.sends_snapshots else TrainerActor.send_weights
 
         async def send(actor: ActorClient) -> Digest | None:
             nonlocal failed
             try:
-                return await actor.call(limit_s, TrainerActor.send_weights, manifest, timeout_s)
+                return await actor.call(limit_s, method, manifest, timeout_s)
             except AsyncRLError:
                 if len(self._senders) > 1 and not failed:
                     failed = True
                     await self.interrupt_weights(BLAME_S)
                 raise
 
-        found = await self._together([send(actor) for actor in self._actors], TrainerActor.send_weights.__name__)
+        found = await self._together([send(actor) for actor in self._actors], method.__name__)
         if not manifest.verify:
             return None
         return tuple(number for sender in self._senders for number in found[sender.rank] or ())
+
+    async def snapshot_weights(self) -> None:
+        """The ranks that send copy their part of the current weights; `send_weights` sends this copy until the next."""
+        await self._on_all(self._spec.trainer.step_timeout_s, TrainerActor.snapshot_weights)
 
     async def capture(self, timeout_s: float | None = None) -> None:
         """Every rank copies its state into host memory. `timeout_s` None: that of a step."""

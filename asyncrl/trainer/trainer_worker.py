@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend, require_written_by
+from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -44,7 +46,8 @@ class TrainerWorker:
     """Owns the backend, the process group and the sending end of a transport.
 
     All methods except `ping`, `close_weights` and `save` must be called from one thread: torch's thread count and the
-    order of collectives depend on it. `save` may run beside them, in one thread of its own.
+    order of collectives depend on it. `save` may run beside them, in one thread of its own. So may `open_weights` and
+    `send_weights`, in another one, where snapshots are sent.
 
     Consumes: one plan per step; the groups that it names.
     Produces: optimizer steps; the tensors of a publish (the backend's sending ranks send their parts, the others help
@@ -60,6 +63,10 @@ class TrainerWorker:
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
         self._bucket_bytes = 0
+        self._copies = HostCopies()
+        self._snapshot: dict[str, torch.Tensor] | None = None
+        self._is_sending = threading.Lock()
+        """Held while the snapshot is read."""
         self._host = "127.0.0.1"
         self._device: torch.device
         self._backend: TrainBackend
@@ -126,6 +133,8 @@ class TrainerWorker:
 
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         """Opens the sending end, and closes an earlier one; sending ranks only. Returns what receivers need to join."""
+        if self._spec.sends_snapshots:
+            self._use_thread()
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
@@ -139,14 +148,34 @@ class TrainerWorker:
         self._sender, self._bucket_bytes = sender, config.bucket_bytes
         return sender.open()
 
+    def snapshot_weights(self) -> None:
+        """Copies the current weights of a sending rank into host memory, for `send_weights`; collective. The memory of
+        the copy before is used again, unless it is still being sent."""
+        before, self._snapshot = self._snapshot, None
+        if before is not None and self._is_sending.acquire(blocking=False):
+            self._copies.give_back(before)
+            self._is_sending.release()
+        weights = self._backend.named_weights()
+        try:
+            if any(sender.rank == self._rank for sender in self._backend.sending_ranks()):
+                self._snapshot = self._copies.copy(weights)
+        finally:
+            _exhaust(weights)
+
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
-        return None.
+        return None. Where snapshots are sent, the weights are those of the last one, and nothing is gathered.
 
         Raises:
             WeightTransferError, DeadlineExceeded: on a sending rank; the ranks that do not send end normally.
         """
-        weights = self._backend.named_weights()
+        if not self._spec.sends_snapshots:
+            return self._send(manifest, self._backend.named_weights(), timeout_s)
+        self._use_thread()
+        with self._is_sending:
+            return self._send(manifest, self._copied_weights(), timeout_s)
+
+    def _send(self, manifest: Manifest, weights: Iterator[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         senders = self._backend.sending_ranks()
         places = [place for place, sender in enumerate(senders) if sender.rank == self._rank]
         try:
@@ -158,8 +187,18 @@ class TrainerWorker:
                 manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
             return self._sender.send(manifest, weights, timeout_s)
         finally:
-            for _ in weights:  # gathering is collective: every rank must iterate to the end, also when sending failed
-                pass
+            _exhaust(weights)
+
+    def _copied_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in list((self._snapshot or {}).items()):
+            yield name, tensor.to(self._device)
+
+    def _use_thread(self) -> None:
+        """Readies a thread that works beside the one that trains."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(1)  # of the calling thread: a step may run beside it
 
     def close_weights(self) -> None:
         """Closes the sending end, which ends a send in progress. May be called from another thread. Idempotent."""
@@ -175,8 +214,7 @@ class TrainerWorker:
         Raises:
             StorageError: a rank could not write.
         """
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)  # of the calling thread: a step may run beside it
+        self._use_thread()
         self._backend.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -195,6 +233,12 @@ class TrainerWorker:
         self._sender = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Gathering is collective: every rank must iterate to the end, also when copying or sending has failed."""
+    for _ in weights:
+        pass
 
 
 def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:

@@ -136,10 +136,13 @@ class Queue(Part):
 
 
 class Trainers(Part):
-    """`on_step[i]`: awaited within step i."""
+    """`on_step[i]`: awaited within step i. `snapshots`: number of them."""
 
     def __init__(self):
-        self.on_step = {}
+        self.on_step, self.snapshots = {}, 0
+
+    async def snapshot_weights(self):
+        self.snapshots += 1
 
     async def train_step(self, plans):
         if hook := self.on_step.get(plans[0].step):
@@ -322,6 +325,106 @@ async def test_a_drain_that_the_others_can_end_waits_for_them(tmp_path):
     rig.queue.idle.set()
     await running
     assert rig.fleet.versions() == {0: [1], 1: [0, 1]}
+
+
+class _Held:
+    """Publishes of `version` that wait for `go`."""
+
+    def __init__(self, rig, version, error=None):
+        self.begun, self.go = _events(2)
+        self._send, self._version, self._error = rig.trainer.send_weights, version, error
+        rig.trainer.send_weights = self
+
+    async def __call__(self, manifest, timeout_s):
+        if manifest.version == self._version:
+            self.begun.set()
+            await self.go.wait()
+            if self._error is not None:
+                raise self._error
+        return await self._send(manifest, timeout_s)
+
+
+def _events(count):
+    return (asyncio.Event() for _ in range(count))
+
+
+async def test_a_publish_goes_on_beside_the_next_step_and_ends_before_its_commit(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=4)
+    held = _Held(rig, 1)
+
+    trained, after = _events(2)
+
+    async def two():
+        trained.set()
+
+    async def three():
+        after.set()
+
+    rig.trainers.on_step = {1: two, 2: three}
+    running = rig.run()
+    await asyncio.gather(held.begun.wait(), trained.wait())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (rig.queue.committed, rig.queue.published_versions) == ([0], [0]), "step 2 is trained, not committed"
+    assert not after.is_set()
+    held.go.set()
+    await running
+    assert rig.sent() == rig.queue.published_versions == [0, 1, 2, 3, 4]
+    assert rig.trainers.snapshots == 5
+    told = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [(e["event"], e.get("version", e.get("step"))) for e in told if e["event"] in ("publish", "step")]
+    assert told == [("publish", 0), *((kind, n) for n in (1, 2, 3, 4) for kind in ("step", "publish"))]
+    metrics = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weights/replicas"] for line in metrics] == [0, 2, 2, 2], "each line has the publish that ended in it"
+
+
+async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_for_groups(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=4)
+    held = _Held(rig, 1, ProcessDied("the sending rank is gone"))
+    rig.queue.hold(1)
+    running = rig.run()
+    await held.begun.wait()
+    held.go.set()
+    with pytest.raises(ProcessDied, match="sending rank"):
+        await running
+    assert (rig.queue.committed, rig.queue.published_versions) == ([0], [0])
+
+
+async def test_a_newcomer_that_comes_during_a_publish_beside_training_gets_that_version(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=2)
+    held = _Held(rig, 1)
+    rig.queue.hold(1)
+    running = rig.run()
+    await held.begun.wait()
+    rig.fleet.kill(0)
+    await rig.fleet.looked(1)
+    held.go.set()
+    await until(lambda: rig.fleet.versions()[0] == [1])
+    rig.queue.ready[1].set()
+    await running
+    assert rig.fleet.versions() == {0: [1, 2], 1: [0, 1, 2]}
+    assert rig.queue.published_versions == [0, 1, 2]
+
+
+@pytest.mark.parametrize("every", ["checkpoint.every_steps=1", "eval.every_steps=1"])
+async def test_a_checkpoint_and_an_evaluation_wait_for_the_publish_beside_training(tmp_path, every):
+    rig = Rig(tmp_path, "weights.overlap=true", every, max_steps=2)
+    held = _Held(rig, 1)
+    running = rig.run()
+    await held.begun.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (rig.saved(), rig.rollouter.evaluations) == ([], int(every.startswith("eval")))
+    held.go.set()
+    await running
+    assert rig.saved() == (["step_1", "step_2"] if every.startswith("checkpoint") else ["step_2"])
+    assert [(e["step"], e["version"]) for e in rig.events("evaluation")] in ([], [(0, 0), (1, 1), (2, 2)])
+
+
+async def test_a_mode_that_empties_the_queue_publishes_while_training_waits(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", "mode=one_step_off", max_steps=2)
+    await rig.run()
+    assert (rig.sent(), rig.trainers.snapshots) == ([0, 1, 2], 0)
 
 
 EVALUATED = ("eval.every_steps=1", "staleness.publish_every_steps=2")

@@ -2,12 +2,14 @@
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,12 +52,20 @@ class Queue:
     def __init__(self, groups):
         self._groups = {g.ordinal: g for g in groups}
         self._delay_s = 0.0
+        self._awaited = None
 
     def delay(self, seconds):
         self._delay_s = seconds
 
+    def wait_for(self, path):
+        """Fetches wait until there is such a file, at most two minutes."""
+        self._awaited = path
+
     def fetch(self, ordinals):
         time.sleep(self._delay_s)
+        deadline = time.monotonic() + 120
+        while self._awaited is not None and not self._awaited.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         missing = [o for o in ordinals if o not in self._groups]
         if missing:
             raise LedgerError(f"fetch of group {missing[0]} refused")
@@ -117,6 +127,15 @@ def pool(queue, model_path):
 def stages(queue, model_path):
     """Two pipeline stages."""
     found = spec(model_path, backend="megatron", megatron=MegatronConfig(pipeline_parallel=2))
+    pool = asyncio.run(TrainerPool.start(found, queue, 0, START_S))
+    yield pool
+    pool.kill()
+
+
+@pytest.fixture
+def sending(queue, model_path):
+    """Ranks that send snapshots."""
+    found = replace(spec(model_path), sends_snapshots=True)
     pool = asyncio.run(TrainerPool.start(found, queue, 0, START_S))
     yield pool
     pool.kill()
@@ -250,6 +269,44 @@ async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(sta
         assert sent == digest
         assert len(sent) == len(specs)
         assert sink.received == {s.name: s.nbytes for s in specs}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, transport, tmp_path):
+    """Also to receivers that come during the step, and again with the same bytes."""
+    from asyncrl.weights.transports import build_receiver
+
+    specs = await sending.weight_specs(START_S)
+    config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=transport)
+    numbers = itertools.count(1)
+
+    async def publish():
+        source = await sending.open_weights(config, 1, START_S)
+        manifest = make_manifest(next(numbers), 4, specs, BUCKET_BYTES, verify=True)
+        receiver = build_receiver(source)
+        try:
+            sent, digest = await asyncio.gather(
+                sending.send_weights(manifest, 60.0),
+                asyncio.to_thread(receiver.receive, manifest, RefusingSink(), 60.0),
+            )
+        finally:
+            receiver.close()
+        assert sent == digest
+        return digest
+
+    await sending.snapshot_weights()
+    first = await publish()
+    ray.get(queue.wait_for.remote(tmp_path / "go"))
+    step = asyncio.ensure_future(sending.train_step(lease.plans(num_plans=2)))
+    try:
+        assert [await publish(), await publish()] == [first, first]
+        assert not step.done(), "the step waits for its groups"
+    finally:
+        (tmp_path / "go").touch()
+        await step
+    assert await publish() == first, "the copy is not changed by the step"
+    await sending.snapshot_weights()
+    assert await publish() != first
 
 
 async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks_in_step(pool, lease):

@@ -247,6 +247,17 @@ def test_a_rolling_publish_keeps_the_fleet_generating(start):
     assert any(r["weights/publish_tokens_fraction"] > 0 for r in run.metrics)
 
 
+def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start):
+    run = start(*SMALL, "run.max_steps=12", "weights.overlap=true", "weights.bucket_bytes=4096")
+    run.wait_for_step(3)
+    os.kill(run.actor_pids("Replica")[0], signal.SIGKILL)
+    assert run.wait() == 0, run.log
+    assert_audited(run, max_lag=2, steps=12)
+    assert any(e["event"] == "replica_failed" for e in run.events)
+    versions = [e["version"] for e in run.events if e["event"] == "publish"]
+    assert sorted(set(versions)) == list(range(13))
+
+
 def test_partial_trajectories_and_sinks_survive_a_signal(start, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     slow = (*SMALL, "rollout.environment=tests.e2e.faulty:Straggles", "observability.sinks=[wandb,tensorboard]")

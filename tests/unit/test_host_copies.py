@@ -28,7 +28,7 @@ def test_a_copy_in_use_keeps_its_values(acts):
     for value, (act, shapes) in enumerate(acts):
         if act == "copy":
             live = state(shapes, value)
-            copied = host.copy(live)
+            copied = host.copy(live.items())
             assert list(copied) == list(live)
             for tensor in live.values():
                 tensor.fill_(-1)  # training goes on
@@ -44,18 +44,18 @@ def test_a_copy_in_use_keeps_its_values(acts):
 
 def test_memory_is_used_again_where_shape_and_dtype_agree():
     host = HostCopies()
-    first = host.copy(state(SHAPES[0], 1))
-    second = host.copy(state(SHAPES[0], 2))  # the first is still being written
+    first = host.copy(state(SHAPES[0], 1).items())
+    second = host.copy(state(SHAPES[0], 2).items())  # the first is still being written
     was = memory(first)
     host.give_back(first)
-    third = host.copy(state(SHAPES[0], 3))
+    third = host.copy(state(SHAPES[0], 3).items())
     assert memory(third) == was
     assert not memory(third) & memory(second)
     step = third["step"].data_ptr()
     host.give_back(third)
-    other = host.copy({"weight": torch.zeros(3, 4, dtype=torch.float64), "step": torch.tensor(4.0)})
+    other = host.copy({"weight": torch.zeros(3, 4, dtype=torch.float64), "step": torch.tensor(4.0)}.items())
     assert other["weight"].dtype == torch.float64
     assert other["step"].data_ptr() == step
     host.give_back(other)
-    transposed = host.copy({"weight": torch.zeros(4, 3, dtype=torch.float64)})
+    transposed = host.copy({"weight": torch.zeros(4, 3, dtype=torch.float64)}.items())
     assert transposed["weight"].shape == (4, 3)

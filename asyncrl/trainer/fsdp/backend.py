@@ -74,7 +74,9 @@ class FsdpBackend:
         if unwritten is not None:
             self._copies.give_back(unwritten)
         live = self._live_state() | self._facts()
-        self._captured = self._copies.copy(sharded_state.with_random_state(live, rank=self._rank, device=self._device))
+        self._captured = self._copies.copy(
+            sharded_state.with_random_state(live, rank=self._rank, device=self._device).items()
+        )
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""

@@ -94,7 +94,7 @@ class MegatronBackend:
                 parameters[key] = (list(parameter.shape), share.start, share.stop, contents)
                 live.update((f"{key}.{kind}", tensor.detach()) for kind, tensor in share.state.items())
         header = stored_state.header(self._rank, self._world_size, numbers, parameters)
-        self._captured = Captured(header, self._copies.copy(stored_state.with_random_state(live)))
+        self._captured = Captured(header, self._copies.copy(stored_state.with_random_state(live).items()))
 
     def save(self, directory: Path) -> None:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""

@@ -1,0 +1,127 @@
+"""Publishes what the trainer has made: while training waits, or from a snapshot beside the next step.
+
+A publish beside training ends before its next step is committed. Every version is therefore published while it is the
+newest, and the lag of a token is counted as if training had waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
+from asyncrl.types import LedgerCounts, PublishReport, ReplicaStats
+from asyncrl.types.events import WeightsPublished
+from asyncrl.types.metrics import Metric
+
+Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
+"""Counts of the ledger and statistics of the replicas after a publish."""
+
+
+class Publisher:
+    """Owns the published version and the publish in progress beside training, of which there is at most one."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, *, clock: Callable[[], StepClock], shares: ReplicaShares) -> None:
+        """
+        Args:
+            clock: returns the clock of the run; the time that training waits is booked there.
+            shares: is told how long replicas were held up.
+        """
+        self._recipe, self._parts = recipe, parts
+        self._clock, self._shares = clock, shares
+        self._version = -1
+        self._beside: asyncio.Task[Published] | None = None
+        self._report: PublishReport | None = None
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published; -1: none."""
+        return self._version
+
+    async def publish(self, step: int, before: Sequence[ReplicaStats] | None = None) -> Published:
+        """Publishes the weights of `step`, the newest, as that version. `before`: statistics of the replicas now.
+
+        Raises what `CheckpointEngine.publish` raises.
+        """
+        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+            await self._end()
+            if self._recipe.overlaps_publish:
+                await self._parts.trainers.snapshot_weights()
+            return await self._send(step, before)
+
+    async def begin(self, step: int, before: Sequence[ReplicaStats]) -> None:
+        """Copies the weights of `step` and begins to publish the copy. `settle` must be called before that step's
+        successor is committed."""
+        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+            await self._end()
+            await self._parts.trainers.snapshot_weights()
+        self._beside = asyncio.create_task(self._send(step, before), name=f"publish of version {step}")
+
+    async def settle(self) -> None:
+        """Returns when no publish is in progress beside training. Raises what it raised."""
+        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+            await self._end()
+
+    def check(self) -> None:
+        """Raises the error of a publish beside training that has failed."""
+        if self._beside is not None and self._beside.done():
+            self._beside.result()
+
+    async def catch_up(self, step: int) -> None:
+        """Publishes to the newcomers. When the weights of `step` are not published yet, all replicas get them: the
+        trainer has no others."""
+        await self.settle()
+        if self._version != step:
+            await self.publish(step)
+            return
+        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+            report = await self._parts.weights.publish(step, newcomers_only=True)
+        if report is not None:
+            self._record(step, report)
+
+    def take(self) -> PublishReport | None:
+        """The report of the last publish to all replicas that has ended since the last call."""
+        report, self._report = self._report, None
+        return report
+
+    async def close(self) -> None:
+        """Cancels the publish in progress. The replicas' gates stay closed; the run is at its end."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def _end(self) -> None:
+        if self._beside is not None:
+            await self._beside
+            self._beside = None
+
+    async def _send(self, step: int, before: Sequence[ReplicaStats] | None) -> Published:
+        parts = self._parts
+        if before is None:
+            before = await parts.replicas.stats()
+        report = await parts.weights.publish(step)
+        assert report is not None, "only a catch-up can be for nobody"
+        counts, stats = await asyncio.gather(parts.queue.published(step), parts.replicas.stats())
+        self._clock().publish_tokens += tokens_between(before, stats)
+        self._version, self._report = step, report
+        self._record(step, report)
+        return counts, stats
+
+    def _record(self, version: int, report: PublishReport) -> None:
+        self._parts.events.write(
+            WeightsPublished(
+                version=version,
+                publish_s=report.publish_s,
+                pause_s=report.pause_s,
+                transfer_s=report.transfer_s,
+                bytes=report.nbytes,
+                verified=report.verified,
+                attempts=report.attempts,
+                replicas=report.replicas,
+            )
+        )
+        self._shares.paused(report.pause_s * self._recipe.rollout.num_replicas)
+        self._parts.saw("publish", time.monotonic())
