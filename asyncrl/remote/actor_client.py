@@ -22,9 +22,11 @@ CALL_TIMEOUT_S = 60.0
 class ActorClient:
     """Owns the handle of an actor. Raises as `remote.reply.reply`."""
 
-    def __init__(self, handle: ActorHandle, process: Process) -> None:
+    def __init__(self, handle: ActorHandle, process: Process, *, group: str | None = None) -> None:
+        """`group`: the actor's concurrency group in which the calls run; None: that of each method."""
         self.handle = handle
         self.process = process
+        self._group = group
 
     @overload
     async def call(
@@ -42,8 +44,10 @@ class ActorClient:
     async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
         name = method.__name__
-        ref = getattr(self.handle, name).remote(*args, **kwargs)
-        return await reply(ref, timeout_s=timeout_s, call=name, process=self.process)
+        remote = getattr(self.handle, name)
+        if self._group is not None:
+            remote = remote.options(concurrency_group=self._group)
+        return await reply(remote.remote(*args, **kwargs), timeout_s=timeout_s, call=name, process=self.process)
 
     def kill(self) -> None:
         """Ends the process, also a stopped one; its children go with it. Idempotent."""

@@ -102,14 +102,6 @@ class TrainerActor:
     def snapshot_weights(self) -> None:
         self._worker.snapshot_weights()
 
-    @in_group(SENDING)
-    def open_beside(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        return self._worker.open_weights(config, num_receivers)
-
-    @in_group(SENDING)
-    def send_beside(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        return self._worker.send_weights(manifest, timeout_s)
-
     def capture(self) -> None:
         self._worker.capture()
 
@@ -148,6 +140,8 @@ class TrainerPool:
     def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
         self._spec = spec
         self._actors = [ActorClient(actor, trainer_rank(rank)) for rank, actor in enumerate(actors)]
+        group = SENDING if spec.sends_snapshots else None
+        self._sending = [ActorClient(a.handle, a.process, group=group) for a in self._actors]
         self._killed: list[ActorClient] = []
         self._senders: tuple[SendingRank, ...] = ()
 
@@ -211,8 +205,10 @@ class TrainerPool:
         """Opens the sending end of every rank that sends."""
         if not self._senders:  # a step may be in progress when another group of receivers is opened
             self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
-        method = TrainerActor.open_beside if self._spec.sends_snapshots else TrainerActor.open_weights
-        calls = [self._actors[s.rank].call(timeout_s, method, config, num_receivers) for s in self._senders]
+        calls = [
+            self._sending[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
+            for sender in self._senders
+        ]
         sources = await asyncio.gather(*calls)
         if len(sources) == 1:
             return sources[0]
@@ -237,19 +233,18 @@ class TrainerPool:
         """
         # the sender's own deadline comes first: its error names the receiver
         limit_s, failed = timeout_s + BLAME_S, False
-        method = TrainerActor.send_beside if self._spec.sends_snapshots else TrainerActor.send_weights
 
         async def send(actor: ActorClient) -> Digest | None:
             nonlocal failed
             try:
-                return await actor.call(limit_s, method, manifest, timeout_s)
+                return await actor.call(limit_s, TrainerActor.send_weights, manifest, timeout_s)
             except AsyncRLError:
                 if len(self._senders) > 1 and not failed:
                     failed = True
                     await self.interrupt_weights(BLAME_S)
                 raise
 
-        found = await self._together([send(actor) for actor in self._actors], method.__name__)
+        found = await self._together([send(actor) for actor in self._sending], TrainerActor.send_weights.__name__)
         if not manifest.verify:
             return None
         return tuple(number for sender in self._senders for number in found[sender.rank] or ())
@@ -294,7 +289,7 @@ class TrainerPool:
         for actor in self._actors:
             actor.kill()
         self._killed += self._actors
-        self._actors = []
+        self._actors = self._sending = []
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when the killed ranks have exited and their memory is free. Raises DeadlineExceeded."""

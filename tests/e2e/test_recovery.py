@@ -250,7 +250,7 @@ def test_a_rolling_publish_keeps_the_fleet_generating(start):
 def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start):
     run = start(*SMALL, "run.max_steps=12", "weights.overlap=true", "weights.bucket_bytes=4096")
     run.wait_for_step(3)
-    os.kill(run.actor_pids("Replica")[0], signal.SIGKILL)
+    psutil.Process(run.actor_pids("Replica")[0]).kill()
     assert run.wait() == 0, run.log
     assert_audited(run, max_lag=2, steps=12)
     assert any(e["event"] == "replica_failed" for e in run.events)
