@@ -3,6 +3,7 @@
 #   make quickstart-vllm    the same with vLLM as the inference engine (a 4 GB environment)
 #   make quickstart-sglang  the same with SGLang, in an environment of its own (.venv-sglang, 4 GB)
 #   make quickstart-megatron  the same with Megatron-core as the training backend, on two ranks
+#   make quickstart-gsm8k   the same on files with the columns of GSM8K
 #   make test               set up (with vLLM), lint, type-check, test
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
 #   make docs               the documentation as a site, in site/
@@ -27,10 +28,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron test test-sglang lint types fast fuzz docs lock clean
+.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k test test-sglang lint types fast fuzz docs lock clean
 
 help:
-	@sed -n '2,8p' Makefile
+	@sed -n '2,9p' Makefile
 
 install: $(STAMP)
 
@@ -65,6 +66,9 @@ $(MODEL)/config.json: | $(STAMP)
 $(DATA): | $(STAMP)
 	$(BIN)/python tools/make_arithmetic_dataset.py --out data
 
+data/gsm8k_train.jsonl: | $(STAMP)
+	$(BIN)/python tools/make_arithmetic_dataset.py --schema gsm8k --out data
+
 quickstart: $(STAMP) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart.yaml $(ARGS)
 
@@ -76,6 +80,9 @@ ON_SGLANG := PYTHONPATH=$(CURDIR)/tests/sglang_cpu:$(CURDIR) SGLANG_EXTERNAL_MOD
 
 quickstart-megatron: $(STAMP) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_megatron.yaml $(ARGS)
+
+quickstart-gsm8k: $(STAMP) $(MODEL)/config.json data/gsm8k_train.jsonl
+	$(BIN)/asyncrl-train recipes/quickstart_gsm8k.yaml $(ARGS)
 
 quickstart-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)

@@ -1,7 +1,7 @@
-"""Writes the built-in arithmetic task as dataset files, in the schema of DAPO-Math-17k.
+"""Writes the built-in arithmetic task as dataset files, in the schema of DAPO-Math-17k or of GSM8K.
 
-`arithmetic_train.*` and `arithmetic_test.*` share no problem, whatever their sizes and seeds. The same options write
-the same bytes again.
+The two files, `arithmetic_train.*` and `arithmetic_test.*` or `gsm8k_train.*` and `gsm8k_test.*`, share no problem,
+whatever their sizes and seeds. The same options write the same bytes again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.data.arithmetic import LEVELS, Problem, make_problems
@@ -28,18 +28,29 @@ def to_row(problem: Problem, index: int, split: str) -> PromptRow:
     )
 
 
-def write_jsonl(rows: Sequence[PromptRow], path: Path) -> None:
-    path.write_text("".join(json.dumps(to_record(row)) + "\n" for row in rows), encoding="utf-8")
+def verl_record(problem: Problem, index: int, split: str) -> dict[str, object]:
+    return dict(to_record(to_row(problem, index, split)))
 
 
-def write_parquet(rows: Sequence[PromptRow], path: Path) -> None:
+def gsm8k_record(problem: Problem, index: int, split: str) -> dict[str, object]:
+    """The two columns of GSM8K: its answers are a solution and, after `####`, the number."""
+    return {"question": problem.question, "answer": "\n".join((*problem.equations, f"#### {problem.answer}"))}
+
+
+def write_jsonl(records: Sequence[Mapping[str, object]], path: Path) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def write_parquet(records: Sequence[Mapping[str, object]], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([to_record(row) for row in rows]), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path)
 
 
 WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+SCHEMAS = {"verl": ("arithmetic", verl_record), "gsm8k": ("gsm8k", gsm8k_record)}
+"""Schema -> what its files are called, and the record of a problem."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,13 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formats = list(WRITERS) if options.format == "both" else [options.format]
     for split, num in (("train", options.num_train), ("test", options.num_test)):
         problems = make_problems(num, options.levels, options.seed, held_out=split == "test")
-        rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
+        called, record_of = SCHEMAS[options.schema]
+        records = [record_of(problem, index, split) for index, problem in enumerate(problems)]
         for name in formats:
-            path = options.out / f"arithmetic_{split}.{name}"
+            path = options.out / f"{called}_{split}.{name}"
             partial = path.with_name(f".{path.name}.{os.getpid()}")
-            WRITERS[name](rows, partial)
+            WRITERS[name](records, partial)
             partial.replace(path)
-            print(f"wrote {path}: {len(rows)} problems of levels {','.join(map(str, options.levels))}")
+            print(f"wrote {path}: {len(records)} problems of levels {','.join(map(str, options.levels))}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,6 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("data"), help="directory to write into")
+    parser.add_argument("--schema", choices=sorted(SCHEMAS), default="verl", help="columns of the rows")
     parser.add_argument("--format", choices=(*WRITERS, "both"), default="jsonl")
     parser.add_argument("--num-train", type=_count, default=4096, help="problems to train on")
     parser.add_argument("--num-test", type=_count, default=256, help="held-out problems")

@@ -10,12 +10,15 @@ from asyncrl.errors import ConfigError, explain
 
 _TINY = "python tools/make_tiny_model.py --out runs/tiny-qwen3"
 _SUMS = "python tools/make_arithmetic_dataset.py --out data"
+_GSM8K = "python tools/make_arithmetic_dataset.py --schema gsm8k --out data"
 _TOOL = "python tools/make_tool_task.py"
 _CODE = "python tools/make_tool_task.py --task code"
 MADE_BY = {
     "runs/tiny-qwen3": _TINY,
     "data/arithmetic_train.jsonl": _SUMS,
     "data/arithmetic_test.jsonl": _SUMS,
+    "data/gsm8k_train.jsonl": _GSM8K,
+    "data/gsm8k_test.jsonl": _GSM8K,
     "runs/tiny-tool-qwen3": _TOOL,
     "data/tool_train.jsonl": _TOOL,
     "data/tool_test.jsonl": _TOOL,

@@ -116,9 +116,10 @@ def run_tool(out: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_the_tool_writes_what_the_loader_reads_the_same_again(tmp_path: Path) -> None:
-    printed = run_tool(tmp_path, "--format", "both", "--levels", "2,3", "--seed", "3")
-    names = [f"arithmetic_{split}.{suffix}" for split in ("train", "test") for suffix in ("jsonl", "parquet")]
+@pytest.mark.parametrize(("schema", "called"), [("verl", "arithmetic"), ("gsm8k", "gsm8k")])
+def test_the_tool_writes_what_the_loader_reads_the_same_again(tmp_path: Path, schema: str, called: str) -> None:
+    printed = run_tool(tmp_path, "--schema", schema, "--format", "both", "--levels", "2,3", "--seed", "3")
+    names = [f"{called}_{split}.{suffix}" for split in ("train", "test") for suffix in ("jsonl", "parquet")]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
     assert all(f"wrote {tmp_path / name}" in printed for name in names)
     train, test = load_rows(str(tmp_path / names[0])), load_rows(str(tmp_path / names[2]))
@@ -127,6 +128,8 @@ def test_the_tool_writes_what_the_loader_reads_the_same_again(tmp_path: Path) ->
     assert [(r.messages, r.ground_truth, r.extra) for r in load_rows(str(tmp_path / names[1]))] == [
         (r.messages, r.ground_truth, r.extra) for r in train
     ]
+    asked = {problem.question: str(problem.answer) for problem in make_problems(40, (2, 3), 3, held_out=False)}
+    assert {row.messages[-1].content: row.ground_truth for row in train} == asked
     before = {name: (tmp_path / name).read_bytes() for name in names}
     run_tool(tmp_path, "--format", "both", "--levels", "2,3", "--seed", "3")
     assert {name: (tmp_path / name).read_bytes() for name in names} == before

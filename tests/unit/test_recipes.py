@@ -387,7 +387,7 @@ def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, caps
     assert "40, the attention heads" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen"])
+@pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen", "gsm8k_qwen"])
 def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
     """Without a GPU, the packages of one, or the hub."""
     monkeypatch.chdir(ROOT)
