@@ -5,6 +5,7 @@
 #   make quickstart-megatron  the same with Megatron-core as the training backend, on two ranks
 #   make quickstart-gsm8k   the same on files with the columns of GSM8K
 #   make test               set up (with vLLM), lint, type-check, test
+#   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
 #   make docs               the documentation as a site, in site/
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every
@@ -28,10 +29,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k test test-sglang lint types fast fuzz docs lock clean
+.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k test test-gpu test-sglang lint types fast fuzz docs lock clean
 
 help:
-	@sed -n '2,9p' Makefile
+	@sed -n '2,10p' Makefile
 
 install: $(STAMP)
 
@@ -91,6 +92,10 @@ quickstart-sglang: $(STAMP_SGLANG)
 test-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
+
+# On a machine that is lent: the figures stay in runs/gpu, and a second call goes on where the first stopped.
+test-gpu:
+	PYTHONPATH=$(CURDIR) $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,194 @@
+"""What one GPU can show in half an hour, in the order of its value: each step with its mark, in a process of its own.
+
+    python benchmarks/gpu.py                     # on a machine with one GPU and torch
+    python benchmarks/gpu.py --size tiny         # every step on small inputs, also without a GPU
+    python benchmarks/gpu.py --only pair_ipc fault_kill --again
+
+Figures go to OUT/figures.jsonl, a JSON object a line. A step that has ended is not done again (`--again` does), so a
+machine that is lent for a while can go on where another stopped. Steps that need Ray are left out, with the reason,
+where it is absent. `--write` writes benchmarks/results/gpu.md. Exit code 1: a mark was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_lane import steps  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.md"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`mark`: what passes. `needs`: packages without which it is left out."""
+
+    name: str
+    mark: str
+    do: Callable[..., None]
+    limit_s: float = 240.0
+    needs: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step("probe", "none: it describes the machine", steps.probe),
+    Step(
+        "pair_ipc",
+        "digests equal, stamps exact, mismatch < 0.01 nats and alike, >= 20 GB/s",
+        partial(steps.pair, "ipc"),
+    ),
+    Step("fault_kill", "the sender ends in time, lives and opens again", partial(steps.fault, "kill")),
+    Step("fault_stop", "the sender ends in time, lives and opens again", partial(steps.fault, "stop")),
+    Step("communicator", "abort ends the creation of a communicator", steps.lonely_communicator),
+    Step("step_4b_1", "a fused attention kernel; memory as in --dry-run", partial(steps.step, "4b", 1)),
+    Step("step_4b_8", "the same with 8 sequences a micro-batch", partial(steps.step, "4b", 8)),
+    Step("step_4b_offload", "the same with the optimizer in host memory", partial(steps.step, "4b", 1, offload=True)),
+    Step("step_compiled", "none: beside step_0.6b", partial(steps.step, "0.6b", 8, compiles=True)),
+    Step("step_0.6b", "a fused attention kernel", partial(steps.step, "0.6b", 8)),
+    Step("pair_collective", "as pair_ipc, over NCCL, without the speed", partial(steps.pair, "collective")),
+    Step(
+        "tests_gpu",
+        "all pass",
+        partial(
+            steps.own_tests, "tests/contract/test_transports.py", "tests/numerics/test_training_state.py", marked="gpu"
+        ),
+    ),
+    Step("step_moe", "grouped experts under FSDP2", partial(steps.step, "moe", 8)),
+    Step("publish_moe", "microseconds per expert tensor", partial(steps.publishes, "moe", (512 * MIB,))),
+    Step("publish_buckets", "GB/s by bucket", partial(steps.publishes, "1.7b", (4 * MIB, 64 * MIB, 512 * MIB))),
+    Step("publish_host", "GB/s through host memory", partial(steps.publishes, "1.7b", (64 * MIB,), hide_gpu=True)),
+    Step(
+        "tests_engine",
+        "all pass",
+        partial(steps.own_tests, "tests/contract/test_engines.py", "tests/numerics/test_torch_engine_numerics.py"),
+        limit_s=400.0,
+    ),
+    Step("quickstart", "ends well, with a replica killed in the middle", steps.run_of_the_quickstart, 560.0, ("ray",)),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--size", choices=("full", "tiny"), default="full")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
+    parser.add_argument("--only", nargs="+", metavar="STEP", choices=[s.name for s in STEPS], help="these steps alone")
+    parser.add_argument("--again", action="store_true", help="also steps that have ended")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    tiny = options.size == "tiny"
+    if options.step:
+        next(s for s in STEPS if s.name == options.step).do(tiny=tiny)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "figures.jsonl"
+    for one in STEPS:
+        if options.only and one.name not in options.only:
+            continue
+        if not options.again and one.name in _ended(file, options.size):
+            print(f"{one.name}: done before")
+            continue
+        outcome = _outcome(one, options.size, file)
+        print(f"{one.name}: {outcome}", flush=True)
+    found = _ended(file, options.size)
+    text = _table(found, file, options.size)
+    print(text)
+    if options.write:
+        RESULTS.write_text(text)
+    return int(any(outcome.startswith("missed") for outcome in found.values()))
+
+
+def _outcome(one: Step, size: str, file: Path) -> str:
+    """Does a step in a process of its own, and appends its figures to the file."""
+    absent = [package for package in one.needs if importlib.util.find_spec(package) is None]
+    if absent:
+        outcome = f"left out: {', '.join(absent)} is not installed"
+        _append(file, {"step": one.name, "size": size, "outcome": outcome})
+        return outcome
+    command = [sys.executable, __file__, "--size", size, "--step", one.name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=one.limit_s)
+        outcome = "passed" if process.returncode == 0 else f"missed: exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        said, _ = process.communicate()
+        outcome = f"missed: it took over {one.limit_s:g} s"
+    figures = [json.loads(line.removeprefix("figure ")) for line in said.splitlines() if line.startswith("figure ")]
+    for figure in figures:
+        _append(file, {"step": one.name, "size": size, **figure})
+    if outcome != "passed":
+        tail = said.strip().splitlines()
+        outcome += f": {tail[-1][:300]}" if tail else ""
+        (file.parent / f"{one.name}.log").write_text(said)
+    elif figures and "skipped" in figures[-1]:
+        outcome = f"left out: {figures[-1]['skipped']}"
+    _append(file, {"step": one.name, "size": size, "outcome": outcome, "took_s": round(time.monotonic() - began, 1)})
+    return outcome
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def _lines(file: Path, size: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in lines if line["size"] == size]
+
+
+def _ended(file: Path, size: str) -> dict[str, str]:
+    """Step -> its newest outcome."""
+    return {line["step"]: line["outcome"] for line in _lines(file, size) if "outcome" in line}
+
+
+def _table(found: dict[str, str], file: Path, size: str) -> str:
+    from asyncrl.checkpoint.run_directory import git_commit
+
+    lines = _lines(file, size)
+    machine = next((line for line in reversed(lines) if "gpus" in line), {})
+    versions = ", ".join(f"{key} {machine[key]}" for key in ("torch", "cuda", "nccl") if machine.get(key))
+    gpus = ", ".join(machine.get("gpus", ())) or "no GPU"
+    head = [
+        "# On a GPU",
+        "",
+        f"`python benchmarks/gpu.py{'' if size == 'full' else f' --size {size}'}`, {datetime.date.today()}: {gpus}; "
+        f"{versions}; commit {git_commit()}.",
+        "",
+        "| step | passes when | outcome |",
+        "|---|---|---|",
+    ]
+    rows = [f"| {s.name} | {s.mark} | {found[s.name]} |" for s in STEPS if s.name in found]
+    told = ["", "## Figures", ""]
+    for one in STEPS:
+        figures = [line for line in lines if line["step"] == one.name and "outcome" not in line]
+        told += [f"* **{one.name}** {_told(figure)}" for figure in figures]
+    return "\n".join([*head, *rows, *told]) + "\n"
+
+
+def _told(figure: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in figure.items() if key not in ("step", "size"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The steps of `benchmarks/gpu.py`, each in a process of its own."""

@@ -1,0 +1,269 @@
+"""What the lane looks at, one function for each step. It prints figures, and raises AssertionError where a mark is
+missed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_lane.job import Link, Replica, Trainer, figure, peak_gib, trainer, write_model
+
+MIB = 1 << 20
+OTHER_HOST = {"NCCL_HOSTID": "replica", "NCCL_SOCKET_IFNAME": "lo"}
+"""NCCL then takes one GPU for two."""
+
+
+@contextmanager
+def made(size: str, *, tiny: bool) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(size, Path(directory), tiny=tiny)
+        yield Path(directory)
+
+
+def _random_responses(tokens: int, count: int) -> list[Any]:
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    each = tokens // count
+    prompt = min(64, each // 2)
+    return [
+        (
+            draw.integers(0, 256, prompt).tolist(),
+            draw.integers(0, 256, each - prompt).tolist(),
+            [-5.0] * (each - prompt),
+            [0],
+        )
+        for _ in range(count)
+    ]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# -- 1, 4: a trainer and an engine on one GPU ------------------------------------------------------------------------
+
+
+def pair(transport: str, *, tiny: bool) -> None:
+    """Three times publish, generate, compare, train. Digests and stamps are exact; the log-probabilities differ as much
+    with every version: a stale or a partial publish differs by more than 0.1."""
+    if transport == "collective":
+        os.environ |= {"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"}
+    count, tokens, budget = (8, 16, 2048) if tiny else (64, 256 if transport == "ipc" else 64, 16384)
+    with made("0.6b", tiny=tiny) as path, trainer(path) as own:
+        replica = Replica(path, environment=OTHER_HOST if transport == "collective" else None)
+        link, means, speeds = Link(own, replica, transport, 256 * MIB), [], []
+        for version in range(3):
+            speeds.append(link.publish(version, verify=version == 0))
+            responses = replica.generate(count, tokens)
+            assert all(r[3] == [version] for r in responses), f"stamps of version {version}"
+            plan = own.plan(responses, budget)
+            found = own.mismatch(plan, responses)
+            figure(version=version, **found)
+            means.append(found["mean"])
+            own.step(plan, sum(len(r[0]) + len(r[1]) for r in responses))
+        replica.stop()
+    assert max(means) < 1e-2, f"log-probabilities differ by {means} nats"
+    assert max(means) < 5 * min(means) + 1e-4, f"one version differs more than the others: {means}"
+    if _has_cuda() and transport == "ipc" and not tiny:
+        assert max(speeds) >= 20, f"a publish runs at {max(speeds):.1f} GB/s; 20 are expected"
+
+
+# -- 2: a receiver that is lost --------------------------------------------------------------------------------------
+
+
+def fault(how: str, *, tiny: bool) -> None:
+    """The receiver is killed or stopped in the middle of a publish by `collective`. The sender ends within its
+    deadline, lives on, and can open again."""
+    os.environ |= {"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"}
+    with made("0.6b", tiny=tiny) as path, trainer(path) as own:
+        replica = Replica(path, slots=8, length=256, environment=OTHER_HOST)
+        link = Link(own, replica, "collective", 256 * MIB)
+        link.publish(0, verify=False)
+        manifest = link.begin(1, verify=False, timeout_s=30.0)
+        os.kill(replica.process.pid or 0, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            own.worker.send_weights(manifest, 30.0)
+            ended = "sent before the receiver was lost"
+        except Exception as error:  # noqa: BLE001 - the kind is the figure
+            ended = f"{type(error).__name__}: {error}"
+        took_s = time.monotonic() - began
+        time.sleep(5)  # torch's watchdog of NCCL looks every 0.1 s and may end this process
+        figure(how=how, ended=ended[:200], ended_s=took_s, sender_lives=True)
+        os.kill(replica.process.pid or 0, signal.SIGKILL)
+        again = Replica(path, slots=8, length=256, environment=OTHER_HOST)
+        Link(own, again, "collective", 256 * MIB).publish(2, verify=True)
+        again.stop()
+        assert took_s < 40, f"the sender took {took_s:.0f} s of its 30"
+
+
+def lonely_communicator(*, tiny: bool) -> None:
+    """The first broadcast of a group whose other member never comes: `abort` from another thread ends it."""
+    import torch
+    import torch.distributed as dist
+
+    if not _has_cuda():
+        figure(skipped="NCCL needs a GPU")
+        return
+    store = dist.HashStore()
+    group = dist.ProcessGroupNCCL(store, 0, 2)  # type: ignore[attr-defined]
+    ended = threading.Event()
+
+    def first() -> None:
+        try:
+            group.broadcast([torch.ones(1, device="cuda")], dist.BroadcastOptions()).wait()
+        except Exception as error:  # noqa: BLE001 - however it ends
+            figure(ended=f"{type(error).__name__}: {error}"[:200])
+        ended.set()
+
+    threading.Thread(target=first, daemon=True).start()
+    time.sleep(3)
+    began = time.monotonic()
+    group.abort()
+    assert ended.wait(20), "abort does not end the creation of a communicator"
+    figure(abort_s=time.monotonic() - began)
+
+
+# -- 3, 6: a step ----------------------------------------------------------------------------------------------------
+
+
+def step(size: str, sequences: int, *, tiny: bool, offload: bool = False, compiles: bool = False) -> None:
+    """Time, tokens per second and peak memory of a step of 16384 tokens in two micro-batches; capture, save, load."""
+    tokens = 512 if tiny else 16384
+    with made(size, tiny=tiny) as path, trainer(path, compiles=compiles, offload_optimizer=offload) as own:
+        plan = own.plan(_random_responses(2 * tokens, 2 * sequences), tokens)
+        for _ in range(3):
+            own.step(plan, 2 * tokens)
+        if compiles:
+            return
+        if _has_cuda():
+            _kernels(own, plan)
+        own_s: dict[str, float] = {}
+        saved = path / "saved"
+        for name, call in (
+            ("capture_s", own.worker.capture),
+            ("save_s", lambda: own.worker.save(saved)),
+            ("load_s", lambda: own.worker.load(saved)),
+        ):
+            began = time.monotonic()
+            call()
+            own_s[name] = time.monotonic() - began
+        figure(**own_s)
+
+
+def _kernels(own: Trainer, plan: Any) -> None:
+    """The kernels that take most of a step; attention must not run in SDPA's fallback."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        own.worker.train_step(plan)
+    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in found) or 1
+    figure(kernels=[(e.key[:60], round(e.self_device_time_total / total, 3)) for e in found[:12]])
+    names = " ".join(e.key.lower() for e in found)
+    assert "flash" in names or "fmha" in names or "cudnn" in names, "attention runs without a fused kernel"
+
+
+def publishes(size: str, buckets: tuple[int, ...], *, tiny: bool, hide_gpu: bool = False) -> None:
+    """Publishes by `ipc`, with digests and without. `hide_gpu`: the receiver sees no GPU, so that the bytes go through
+    host memory."""
+    with made(size, tiny=tiny) as path, trainer(path) as own:
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if hide_gpu else None
+        replica = Replica(path, slots=8, length=256, environment=hidden)
+        version = 0
+        for bucket in buckets:
+            link = Link(own, replica, "ipc", bucket)
+            for verify in (True, False, False):
+                link.publish(version, verify=verify)
+                version += 1
+        replica.stop()
+
+
+# -- 5, 8, 9: what else there is -------------------------------------------------------------------------------------
+
+
+def probe(*, tiny: bool) -> None:
+    """Versions, memory of the machine, and how fast host memory is read."""
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if _has_cuda() else ""
+    figure(
+        torch=torch.__version__, cuda=str(torch.version.cuda), nccl=nccl, cores=os.cpu_count(),
+        shm_gb=shutil.disk_usage("/dev/shm").total / 1e9,
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    )  # fmt: skip
+    if not _has_cuda():
+        return
+    size = 64 * MIB if tiny else 1 << 30
+    pageable = torch.empty(size, dtype=torch.uint8)
+    for name, host in (("pageable", pageable), ("pinned", pageable.pin_memory())):
+        there = host.cuda()
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        host.copy_(there)
+        torch.cuda.synchronize()
+        figure(memory=name, read_gb_per_s=size / 1e9 / (time.monotonic() - began), peak_gib=peak_gib())
+
+
+def own_tests(*paths: str, tiny: bool, marked: str = "") -> None:
+    """The project's own tests, on this machine's devices."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *paths,
+        *(("-m", marked) if marked else ()),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    figure(tests=list(paths), rc=done.returncode, summary=done.stdout.strip().splitlines()[-1:])
+    if done.returncode not in (0, 5):  # 5: all of them are for another machine
+        print(done.stdout[-6000:])
+        raise AssertionError(f"pytest ended with {done.returncode}")
+
+
+def run_of_the_quickstart(*, tiny: bool) -> None:
+    """The quickstart with Ray, a replica killed in the middle; on a GPU both sides compute in bfloat16."""
+    root = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory() as directory:
+        overrides = [f"run.dir={directory}/run", "rollout.num_replicas=1", f"run.max_steps={4 if tiny else 40}"]
+        if _has_cuda():
+            overrides += ["model.inference_dtype=bfloat16", "trainer.fsdp.param_dtype=bfloat16"]
+        for tool in ("make_tiny_model.py", "make_arithmetic_dataset.py"):
+            subprocess.run([sys.executable, f"tools/{tool}"], cwd=root, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *overrides]
+        run = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        metrics = Path(directory) / "run" / "metrics.jsonl"
+        while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            time.sleep(0.5)
+        _kill_replica(run.pid)
+        said, _ = run.communicate(timeout=500)
+        figure(rc=run.returncode, steps=len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+        if run.returncode != 0:
+            print(said[-4000:])
+        assert run.returncode == 0, "the run failed"
+
+
+def _kill_replica(pid: int) -> None:
+    import psutil
+
+    for process in psutil.Process(pid).children(recursive=True):
+        if "ray::Replica" in " ".join(process.cmdline()):
+            process.kill()
+            figure(killed=process.pid)
+            return
