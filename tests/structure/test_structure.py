@@ -152,7 +152,7 @@ for module in {modules!r}:
     if found := [name for name in {list(heavy)!r} if name in sys.modules]:
         sys.exit(f"{{module}} loads {{found}}")
 """
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT)
         wrong += [done.stderr[-500:]] if done.returncode else []
     assert not wrong
 
