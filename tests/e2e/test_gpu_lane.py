@@ -1,4 +1,4 @@
-"""The GPU lane on small inputs and whatever device is here: its steps run, and a second call goes on where it stopped."""
+"""The GPU lane on small inputs and whatever device is here: its steps run, and a second call goes on."""
 
 import json
 import subprocess
