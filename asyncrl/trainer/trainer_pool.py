@@ -21,6 +21,7 @@ from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
+    EncodedWeights,
     Manifest,
     PartsSource,
     RankPlan,
@@ -95,6 +96,9 @@ class TrainerActor:
 
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         return self._worker.open_weights(config, num_receivers)
+
+    def encode_weights(self) -> EncodedWeights | None:
+        return self._worker.encode_weights()
 
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         return self._worker.send_weights(manifest, timeout_s)
@@ -217,6 +221,15 @@ class TrainerPool:
                 logger.warning("a send in progress was not ended: %s", outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
+
+    async def encode_weights(self, timeout_s: float) -> EncodedWeights:
+        """Every sending rank encodes its part of the current weights as differences to those before. Raises as
+        `send_weights`."""
+        senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+        calls = [actor.call(timeout_s, TrainerActor.encode_weights) for actor in self._actors]
+        found = await self._together(calls, TrainerActor.encode_weights.__name__)
+        parts = [found[sender.rank] for sender in senders]
+        return EncodedWeights.joined([part for part in parts if part is not None])
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """The digest of all parts. After an error of one of several senders all of them are closed: the others wait for

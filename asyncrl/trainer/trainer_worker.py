@@ -19,6 +19,7 @@ from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
+    EncodedWeights,
     Manifest,
     RankPlan,
     SendingRank,
@@ -29,6 +30,7 @@ from asyncrl.types import (
     TrajectoryKey,
     TransferSource,
 )
+from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
@@ -59,6 +61,7 @@ class TrainerWorker:
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
+        self._encoder = DeltaEncoder()
         self._bucket_bytes = 0
         self._host = "127.0.0.1"
         self._device: torch.device
@@ -139,14 +142,27 @@ class TrainerWorker:
         self._sender, self._bucket_bytes = sender, config.bucket_bytes
         return sender.open()
 
+    def encode_weights(self) -> EncodedWeights | None:
+        """A sending rank encodes its part of the current weights as differences to those that it encoded before; the
+        others gather with it and return None."""
+        weights = self._backend.named_weights()
+        try:
+            sends = any(sender.rank == self._rank for sender in self._backend.sending_ranks())
+            return self._encoder.encode(weights) if sends else None
+        finally:
+            for _ in weights:  # as in `send_weights`
+                pass
+
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
-        return None.
+        return None. With encoding delta nothing is gathered: what `encode_weights` made is sent, and the digest is of
+        the weights that it encoded.
 
         Raises:
             WeightTransferError, DeadlineExceeded: on a sending rank; the ranks that do not send end normally.
         """
-        weights = self._backend.named_weights()
+        is_delta = manifest.encoding == "delta"
+        weights = self._encoder.differences() if is_delta else self._backend.named_weights()
         senders = self._backend.sending_ranks()
         places = [place for place, sender in enumerate(senders) if sender.rank == self._rank]
         try:
@@ -156,7 +172,8 @@ class TrainerWorker:
                 raise WeightTransferError("send_weights was called before open_weights")
             if len(senders) > 1:
                 manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
-            return self._sender.send(manifest, weights, timeout_s)
+            sent = self._sender.send(manifest, weights, timeout_s)
+            return self._encoder.digest if is_delta and manifest.verify else sent
         finally:
             for _ in weights:  # gathering is collective: every rank must iterate to the end, also when sending failed
                 pass
