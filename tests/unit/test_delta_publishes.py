@@ -1,15 +1,21 @@
 """When the checkpoint engine sends differences and when all weights, over a scripted trainer and replicas."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from asyncrl.config.load import load_recipe
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import GenerationError, WeightTransferError
+from asyncrl.driver.trainer_plan import trainer_plan
+from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.types import ModelFacts
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.unit
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 
 def engine(*replicas, trainer=None, fleet=None, respawn=None, rolling=False, **config):
@@ -166,3 +172,32 @@ async def test_without_the_encoding_nothing_is_encoded_or_kept():
     reports = [await made.publish(version) for version in (1, 2)]
     assert (trainer.encoded, [m.is_kept for m in trainer.sent]) == ([], [False, False])
     assert [r.sent_bytes for r in reports] == [80, 80]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["weights.verify=off"], r"weights\.verify=off(?s:.)*digest"),
+        (["trainer.lora.rank=8"], r"trainer\.lora\.rank=8(?s:.)*adapters"),
+        (
+            ["weights.transport=vllm_nccl", "rollout.engine=vllm"],
+            r"weights\.transport=vllm_nccl(?s:.)*nothing applies",
+        ),
+    ],
+)
+def test_what_differences_cannot_go_with_is_refused_when_the_recipe_is_read(overrides, found):
+    with pytest.raises(ConfigError, match=rf"weights\.encoding=delta with {found}"):
+        load_recipe(QUICKSTART, ["weights.encoding=delta", *overrides])
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective", "disk"])
+def test_a_dry_run_says_what_memory_the_copies_take(transport):
+    overrides = ["weights.encoding=delta", f"weights.transport={transport}", "model.inference_dtype=bfloat16"]
+    config = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 1000}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 2048}
+    facts = ModelFacts.of_config("some/model", config | {"tie_word_embeddings": True})
+    lines = [text for _, text in trainer_plan(load_recipe(QUICKSTART, overrides), facts)]
+    (size,) = [text.split(", ")[1].split(" in ")[0] for text in lines if "bucket(s)" in text]
+    (copies,) = [text for text in lines if "delta" in text]
+    assert copies.endswith(f"{size} in the trainer rank that sends, {size} in each worker of a replica")
+    assert not any("delta" in text for _, text in trainer_plan(load_recipe(QUICKSTART, []), facts))
