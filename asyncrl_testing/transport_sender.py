@@ -65,8 +65,8 @@ class Send:
 
     @property
     def manifest(self) -> Manifest:
-        number, (encoder, encoded) = self.publish_id, self.encoded()
-        if encoder is not None:
+        number, (_, encoded) = self.publish_id, self.encoded()
+        if encoded is not None:
             base = encoded.base_digest
             return make_manifest(number, number, encoded.tensors, BUCKET_BYTES, encoding="delta", base_digest=base)
         specs = [spec_of(*w) for w in weights_of(self.seed, small=self.small)]

@@ -61,7 +61,7 @@ def apply(base: Elements, data: np.ndarray) -> None:
     to a tensor of another size; `base` is undefined then."""
     if not data.size:
         return
-    rest = memoryview(np.ascontiguousarray(data))
+    rest = np.ascontiguousarray(data).data
     for start in range(0, base.size, _BLOCK):
         rest = _apply_block(base[start : start + _BLOCK], rest)
     if rest:
@@ -78,7 +78,7 @@ def _encode_block(old: Elements, new: Elements) -> bytes:
         form, streams = _SPARSE, [*_escaped(gaps.astype(_GAP)), *_escaped(moved)]
     else:
         form, streams = _PLANES, list(_planes(_zigzag(new - old)).T)
-    packed = [zlib.compress(np.ascontiguousarray(stream), _LEVEL) for stream in streams]
+    packed = [zlib.compress(np.ascontiguousarray(stream).data, _LEVEL) for stream in streams]
     if sum(map(len, packed)) + _LENGTH.itemsize * len(packed) >= new.nbytes:
         return _HEADER.pack(_RAW, 0, changed.size) + new.tobytes()
     lengths = np.array([len(stream) for stream in packed], _LENGTH)
