@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.types import Digest, Manifest, PauseMode, TensorSpec, TransferSource
+from asyncrl.types import Digest, EncodedWeights, Manifest, PauseMode, TensorSpec, TransferSource
 from asyncrl_testing.local import NO_SOURCE
 
 SPECS = (TensorSpec("embed.weight", (4, 4), "float32", 64), TensorSpec("norm.weight", (4,), "float32", 16))
@@ -27,6 +27,17 @@ class FakeTrainer:
         self.sent: list[Manifest] = []
         self.opened: list[int] = []
         self.timeouts: list[tuple[str, float]] = []
+        self.encoded: list[EncodedWeights] = []
+        self.difference_bytes = 3
+        """Of each tensor, in the next encodings."""
+
+    async def encode_weights(self, timeout_s: float) -> EncodedWeights:
+        """Weights that are new every time: digests (1,), (2,) and so on."""
+        specs = [TensorSpec(f"{s.name}.delta", (n := self.difference_bytes,), "uint8", n) for s in SPECS]
+        number = len(self.encoded)
+        base = (number,) if number else None
+        self.encoded.append(EncodedWeights((number + 1,), base, tuple(specs) if base else ()))
+        return self.encoded[-1]
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         self.timeouts.append(("weight_specs", timeout_s))
@@ -119,6 +130,10 @@ class FakeFleet:
         del self._replicas[replica_id]
         if self._respawn is not None:
             self._replicas[replica_id] = self._respawn(replica_id)
+
+    def suspend(self, replica_id: int) -> None:
+        """It is up as the same process, and its weights count as undefined."""
+        del self._serving[replica_id]
 
     async def wait_member(self, timeout_s: float) -> None:
         if not self._replicas:

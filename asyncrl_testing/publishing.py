@@ -6,12 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Digest, Manifest, PauseMode, TransferSource
+from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.encodings.lora import is_adapter
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
@@ -37,6 +39,7 @@ class Publisher:
         self.replica = Replica(0, lambda: engine, gate_timeout_s=_TIMEOUT_S)
         self._sender = build_sender(transport, _BUCKET_BYTES, 1)
         self._thread = ThreadPoolExecutor(1, "test sender")
+        self._encoder = DeltaEncoder()
         self._source: TransferSource | None = None
         self._publish_ids = itertools.count(1)
         self._clients = itertools.count()
@@ -56,6 +59,22 @@ class Publisher:
                 raise outcome
         assert not isinstance(sent, BaseException)  # for the type checker
         await within(self.replica.commit(manifest.publish_id, version, sent))
+
+    async def publish_encoded(self, model: Any, version: int, *, delta: bool) -> None:
+        """As `publish`: by differences to the weights of the last call, or by all weights, which the engine keeps."""
+        encoded, weights = self._encoder.encode(model.named_parameters()), model.named_parameters()
+        manifest = replace(self._manifest(model, version), is_kept=True)
+        if delta:
+            number, base = manifest.publish_id, encoded.base_digest
+            specs, weights = encoded.tensors, self._encoder.differences()
+            manifest = make_manifest(number, version, specs, _BUCKET_BYTES, encoding="delta", base_digest=base)
+        await within(self.replica.pause("abort"))
+        sent, received = await self._both(manifest, weights)
+        for outcome in (sent, received):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        assert not isinstance(sent, BaseException)  # for the type checker
+        await within(self.replica.commit(manifest.publish_id, version, self._encoder.digest if delta else sent))
 
     async def publish_broken(self, model: Any, version: int, mode: PauseMode) -> tuple[BaseException, BaseException]:
         """A publish whose trainer fails halfway; returns what the sender and the replica raised."""

@@ -25,9 +25,11 @@ from asyncrl.errors import AsyncRLError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.weights.encodings.decoder import Decoder
+from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transport import WeightReceiver, WeightSender
+from asyncrl.weights.transport import WeightReceiver, WeightSender, WeightSink
 
 BUCKET_BYTES = 8192
 TIMEOUT_S = 30.0
@@ -134,8 +136,10 @@ class TroubledDirectSink(TroubledSink):
 
 
 def serve(commands: Connection, build_receiver: Callable[[TransferSource], WeightReceiver]) -> None:
-    """A worker's loop: a TransferSource joins a sender, a Receive takes one publish, None ends."""
+    """A worker's loop: a TransferSource joins a sender, a Receive takes one publish, None ends. As in an engine, the
+    decoder outlives the receiver."""
     receiver: WeightReceiver | None = None
+    decoder = Decoder("no model", None, torch.float32)
     while (command := commands.recv()) is not None:
         if isinstance(command, TransferSource):
             if receiver is not None:
@@ -144,17 +148,21 @@ def serve(commands: Connection, build_receiver: Callable[[TransferSource], Weigh
             commands.send(True)
         else:
             assert receiver is not None, "a worker joins a source before it receives"
-            commands.send(_receive(receiver, command))
+            commands.send(_receive(receiver, decoder, command))
     if receiver is not None:
         receiver.close()
 
 
-def _receive(receiver: WeightReceiver, command: Receive) -> Outcome:
+def _receive(receiver: WeightReceiver, decoder: Decoder, command: Receive) -> Outcome:
     tensors: list[tuple[str, str, tuple[int, ...], bytes]] = []
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         spec = spec_of(name, tensor)
         tensors.append((name, spec.dtype, spec.shape, tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()))
+
+    def receive(sink: WeightSink) -> Digest | None:
+        plan = decoder.plan(command.manifest)
+        return decoder.receive(receiver, command.manifest, plan, sink, command.timeout_s)
 
     started = time.monotonic()
     digest, failure = None, None
@@ -162,11 +170,11 @@ def _receive(receiver: WeightReceiver, command: Receive) -> Outcome:
         if command.model is None:
             flips = command.trouble is not None and command.trouble.flip_next_byte
             sink = (TroubledSink if flips else TroubledDirectSink)(keep, command.trouble)
-            digest = receiver.receive(command.manifest, sink, command.timeout_s)
+            digest = receive(sink)
         else:
             parameters = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in command.model}
             sink = ParameterSink(parameters)
-            digest = receiver.receive(command.manifest, sink, command.timeout_s)
+            digest = receive(sink)
             sink.finish()
             for name, parameter in parameters.items():
                 keep(name, parameter)
@@ -305,6 +313,30 @@ class Transfer:
             assert outcome.tensors == contents(weights)
             assert outcome.digest == digest
         return digest, outcomes
+
+    def encoded(self, encoder: DeltaEncoder, weights: Weights, *, delta: bool) -> tuple[Manifest, Weights]:
+        """The manifest and the tensors of a publish of `weights`: the differences to those that were encoded before,
+        or all weights, which receivers keep."""
+        encoded = encoder.encode(weights)
+        if not delta:
+            return replace(self.manifest(weights), is_kept=True), weights
+        self._publishes += 1
+        number, base = self._publishes, encoded.base_digest
+        manifest = make_manifest(number, number, encoded.tensors, BUCKET_BYTES, encoding="delta", base_digest=base)
+        return manifest, list(encoder.differences())
+
+    def publish_encoded(self, encoder: DeltaEncoder, weights: Weights, *, delta: bool) -> Manifest:
+        """One publish of `encoded` that must succeed, checked bit by bit at every receiver."""
+        manifest, tensors = self.encoded(encoder, weights, delta=delta)
+        for worker in self.workers:
+            worker.begin(Receive(manifest, TIMEOUT_S))
+        sent = self.sender.send(manifest, iter(tensors), TIMEOUT_S)
+        for worker in self.workers:
+            outcome = worker.outcome()
+            assert outcome.error is None, outcome.error
+            assert outcome.tensors == contents(weights)
+            assert outcome.digest == (encoder.digest if delta else sent)
+        return manifest
 
     def publish_failing(
         self,

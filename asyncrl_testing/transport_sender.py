@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.types import Digest, Manifest, TransferSource
+from asyncrl.types import Digest, EncodedWeights, Manifest, TransferSource
+from asyncrl.weights.encodings.delta import weight_of
+from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest, part_manifests
 from asyncrl.weights.transports import build_sender
@@ -46,7 +48,8 @@ class Open:
 @dataclass(frozen=True, slots=True)
 class Send:
     """Sends `weights_of(seed, small=small)`, with a hold before the tensor `hold_at`. `max_file_bytes`: what the
-    process may write into one file meanwhile."""
+    process may write into one file meanwhile. `base`: sends the differences to the weights of this seed; None sends all
+    weights, and receivers keep them if `is_kept`."""
 
     publish_id: int
     seed: int
@@ -57,11 +60,25 @@ class Send:
     max_file_bytes: int | None = None
     part: tuple[int, tuple[int, ...]] | None = None
     """Which part, of those that begin with these tensors; None sends all."""
+    base: int | None = None
+    is_kept: bool = False
 
     @property
     def manifest(self) -> Manifest:
+        number, (_, encoded) = self.publish_id, self.encoded()
+        if encoded is not None:
+            base = encoded.base_digest
+            return make_manifest(number, number, encoded.tensors, BUCKET_BYTES, encoding="delta", base_digest=base)
         specs = [spec_of(*w) for w in weights_of(self.seed, small=self.small)]
-        return make_manifest(self.publish_id, self.publish_id, specs, BUCKET_BYTES)
+        return replace(make_manifest(number, number, specs, BUCKET_BYTES), is_kept=self.is_kept)
+
+    def encoded(self) -> tuple[DeltaEncoder, EncodedWeights] | tuple[None, None]:
+        """Of a publish of differences."""
+        if self.base is None:
+            return None, None
+        encoder = DeltaEncoder()
+        encoder.encode(weights_of(self.base, small=self.small))
+        return encoder, encoder.encode(weights_of(self.seed, small=self.small))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +181,18 @@ def _serve(commands: Connection) -> None:
 
 
 def _send(sender: GuardedSender, command: Send) -> Digest | None:
-    manifest, chosen = command.manifest, weights_of(command.seed, small=command.small)
+    manifest, (encoder, _) = command.manifest, command.encoded()
+    chosen = weights_of(command.seed, small=command.small) if encoder is None else list(encoder.differences())
+    digest = None if encoder is None else encoder.digest
     if command.part is not None:
         number, firsts = command.part
         manifest = part_manifests(manifest, firsts, BUCKET_BYTES)[number]
         chosen = chosen[firsts[number] :][: len(manifest.tensors)]
+        digest = digest and digest[firsts[number] :][: len(manifest.tensors)]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in chosen:
-            if name == command.hold_at and command.hold is not None:
+            if weight_of(name) == command.hold_at and command.hold is not None:
                 command.hold.wait()
             yield name, tensor
 
@@ -180,6 +200,7 @@ def _send(sender: GuardedSender, command: Send) -> Digest | None:
     limit = resource.RLIM_INFINITY if command.max_file_bytes is None else command.max_file_bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        return sender.send(manifest, weights(), command.timeout_s)
+        sent = sender.send(manifest, weights(), command.timeout_s)
+        return sent if digest is None else digest
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

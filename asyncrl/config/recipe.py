@@ -213,6 +213,8 @@ class Recipe:
             found="a rank of a later pipeline stage waits in a collective while the stages before it send",
             do=f"set trainer.collective_timeout_s above {transfer_s:g}",
         )
+        if self.weights.encoding == "delta":
+            self._check_delta()
         if self.weights.transport != "vllm_nccl":
             return
         require(
@@ -239,6 +241,28 @@ class Recipe:
             asked=f"weights.transport=vllm_nccl with trainer.megatron.pipeline_parallel={stages}",
             found="each pipeline stage sends its own tensors, and vLLM's own backend receives from one sender",
             do="set weights.transport to collective, or trainer.megatron.pipeline_parallel=1",
+        )
+
+    def _check_delta(self) -> None:
+        """Checks what differences require of the other parts."""
+        weights, rank = self.weights, self.trainer.lora.rank
+        require(
+            weights.transport != "vllm_nccl",
+            asked="weights.encoding=delta with weights.transport=vllm_nccl",
+            found="vLLM's own backend loads what it receives: nothing applies differences",
+            do="set weights.transport to collective or disk, or weights.encoding=full",
+        )
+        require(
+            weights.verify != "off",
+            asked="weights.encoding=delta with weights.verify=off",
+            found="differences are sent only to replicas whose weights have the trainer's digest",
+            do="set weights.verify to first or always, or weights.encoding=full",
+        )
+        require(
+            rank == 0,
+            asked=f"weights.encoding=delta with trainer.lora.rank={rank}",
+            found="a publish of adapters sends only them, whole: they are small",
+            do="set weights.encoding=full, or trainer.lora.rank=0",
         )
 
     @property

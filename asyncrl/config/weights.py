@@ -18,6 +18,10 @@ class WeightsConfig:
     disk_directory: str = ""
     """With transport=disk: the directory for publishes, with the same path on every machine. Empty: the system's
     directory for temporary files, which works on one machine only."""
+    encoding: Literal["full", "delta"] = "full"
+    """full: every publish sends all weights. delta: it sends what has changed since the last one, lossless and
+    deflated, and all weights where a replica does not have the last one. Takes host memory for one more copy of the
+    weights in the trainer rank that sends and in each worker of a replica. Every publish is verified then."""
     bucket_bytes: Annotated[int, Ge(4096)] = 4 << 20
     """Size of one unit of transfer. Small buckets stay in the CPU's caches; use 256 MiB and more over NCCL."""
     verify: Literal["off", "first", "always"] = "first"

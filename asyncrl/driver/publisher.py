@@ -117,7 +117,7 @@ class Publisher:
                 publish_s=report.publish_s,
                 pause_s=report.pause_s,
                 transfer_s=report.transfer_s,
-                bytes=report.nbytes,
+                bytes=report.sent_bytes,
                 verified=report.verified,
                 attempts=report.attempts,
                 replicas=report.replicas,

@@ -225,7 +225,7 @@ class _Run:
                 actors.trainers,
                 actors.replicas,
                 interrupt=recipe.interrupt,
-                encoding="lora" if recipe.trainer.lora.rank else "full",
+                encoding="lora" if recipe.trainer.lora.rank else recipe.weights.encoding,
                 receivers_per_replica=recipe.rollout.settings.num_workers,
                 rolling=recipe.weights.rolling and recipe.mode == "fully_async",
             ),

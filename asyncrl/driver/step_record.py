@@ -189,7 +189,8 @@ class StepRecord:
             Metric.PUBLISH_PAUSE: report.pause_s if report else 0.0,
             Metric.PUBLISH_TRANSFER: report.transfer_s if report else 0.0,
             Metric.PUBLISH_REST: max(0.0, report.publish_s - report.transfer_s) if report else 0.0,
-            Metric.PUBLISH_BYTES: report.nbytes if report else 0,
+            Metric.PUBLISH_BYTES: report.sent_bytes if report else 0,
+            Metric.PUBLISH_SHARE: report.sent_bytes / max(1, report.nbytes) if report else 0.0,
             Metric.PUBLISH_ATTEMPTS: report.attempts if report else 0,
             Metric.PUBLISH_REPLICAS: report.replicas if report else 0,
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.trainer.backends import memory_of, stages_of
 from asyncrl.trainer.model_tensors import RankMemory, model_tensors
-from asyncrl.types import ModelFacts
+from asyncrl.types import ModelFacts, TensorSpec
 from asyncrl.weights.plan import make_spec, plan_buckets
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -37,9 +37,19 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
     )
     text += f"{_bytes(min(sizes))} to {_bytes(max(sizes))}; largest tensor {_bytes(largest.nbytes)} ({largest.name})"
     yield "publish", text
+    if recipe.weights.encoding == "delta":
+        yield "", _copies(of_stages)
     if len(of_stages) > 1:
         parts = enumerate((len(own), sum(spec.nbytes for spec in own)) for own in of_stages)
         yield "", "from " + ", ".join(f"stage {s}: {count} tensors, {_bytes(size)}" for s, (count, size) in parts)
+
+
+def _copies(of_stages: Sequence[Sequence[TensorSpec]]) -> str:
+    """The copies that differences are made of and applied to."""
+    own = [sum(spec.nbytes for spec in specs) for specs in of_stages]
+    most = "" if len(own) == 1 else " the most"
+    text = f"encoding delta keeps a copy in host memory: {_bytes(max(own))} in the trainer rank that sends{most}, "
+    return f"{text}{_bytes(sum(own))} in each worker of a replica"
 
 
 def _memory(memory: RankMemory) -> str:

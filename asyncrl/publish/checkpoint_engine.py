@@ -12,6 +12,11 @@ replica's: the run stops with the tensor's name.
 A rolling publish reaches the replicas in waves of `rolling_replicas`. Newcomers serve no requests, so they are in the
 first wave. The replicas of a wave get no new requests, while the others generate. Each wave is a transfer of its own:
 the trainer sends its weights once per wave. The version is published when all waves are done.
+
+With encoding delta the trainer encodes its weights once per publish, before any replica pauses. A transfer sends the
+differences if every replica of it has committed the weights that they apply to, and all weights otherwise: also after a
+transfer that failed, and where the differences are not smaller. Wrong weights after a transfer of differences are no
+strike against the replica, because the next transfer to it is full.
 """
 
 from __future__ import annotations
@@ -34,7 +39,16 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.publish.participants import PublishingTrainer, PublishTargets
-from asyncrl.types import Digest, Encoding, Manifest, PauseMode, PublishReport, ReplicaHandle, TransferSource
+from asyncrl.types import (
+    Digest,
+    EncodedWeights,
+    Encoding,
+    Manifest,
+    PauseMode,
+    PublishReport,
+    ReplicaHandle,
+    TransferSource,
+)
 from asyncrl.weights.plan import make_manifest
 
 logger = logging.getLogger(__name__)
@@ -65,6 +79,10 @@ class _Publish:
     one."""
     late: int = 0
     """Transfers that missed their deadline although every process answered."""
+    encoded: EncodedWeights | None = None
+    """With encoding delta, from the first wave on."""
+    sent_bytes: int = 0
+    """Of all transfers."""
     strikes: dict[int, int] = field(default_factory=dict)
     """Number of wrong transfers per replica in this publish."""
 
@@ -73,8 +91,8 @@ class _Publish:
 
 
 class CheckpointEngine:
-    """Runs one publish at a time. Owns the bucket plan, the connection between the trainer and the replicas, and the
-    memory of replicas that got wrong weights."""
+    """Runs one publish at a time. Owns the bucket plan, the connection between the trainer and the replicas, the
+    knowledge of the weights that each replica has committed, and the memory of replicas that got wrong weights."""
 
     def __init__(
         self,
@@ -91,7 +109,7 @@ class CheckpointEngine:
         """
         Args:
             interrupt: how a publish treats generations in flight.
-            encoding: what the trainer's tensors are.
+            encoding: what the trainer's tensors are; delta: what it sends where it can.
             receivers_per_replica: processes of one replica that each receive the weights (tensor-parallel workers).
             rolling: publish to `rolling_replicas` of the config at a time, whatever the config's `rolling` says.
             blame_s: see BLAME_S.
@@ -110,6 +128,8 @@ class CheckpointEngine:
         self._template: Manifest | None = None
         self._group: Replicas = {}
         self._sources: dict[int, TransferSource] = {}
+        self._has: dict[int, tuple[ReplicaHandle, Digest]] = {}
+        """With encoding delta: the digest of the weights that each replica has committed."""
         self._distrusted: set[int] = set()
         """Replicas that were replaced because of wrong weights, until their replacement has committed correct ones."""
 
@@ -168,6 +188,7 @@ class CheckpointEngine:
             pause_s=publish.pause_s,
             transfer_s=publish.transfer_s,
             nbytes=self._template.nbytes,
+            sent_bytes=publish.sent_bytes // publish.attempts,
             verified=publish.verify,
             attempts=publish.attempts,
             replicas=replicas,
@@ -189,6 +210,8 @@ class CheckpointEngine:
 
     async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """Pauses these replicas, sends to them and commits; returns those that serve the version."""
+        if self._encoding == "delta" and publish.encoded is None:
+            publish.encoded = await self._trainer.encode_weights(publish.left())
         if self._rolling:
             await self._fleet.hold(replicas)
         num_members = len(self._fleet.members)
@@ -207,9 +230,11 @@ class CheckpointEngine:
 
     def _is_verified(self, *, scheduled: bool) -> bool:
         """True when this publish carries digests: on the schedule of the recipe and, unless verify is off, whenever it
-        reaches a replica that has no weights yet."""
+        reaches a replica that has no weights yet. Always with encoding delta: an error would stay in the base."""
         config, number = self._config, self._publishes
         self._publishes += scheduled
+        if self._encoding == "delta":
+            return True
         if config.verify != "first":
             return config.verify == "always"
         return bool(self._fleet.newcomers) or (scheduled and number % config.verify_every == 0)
@@ -229,20 +254,41 @@ class CheckpointEngine:
         """One transfer, and its commit on the replicas that received it; returns these replicas."""
         publish.attempts += 1
         await self._form_group(replicas, publish)
-        assert self._template is not None, "a group has a plan"
+        planned = self._manifest(publish, replicas)
         self._transfers += 1
-        manifest = replace(self._template, publish_id=self._transfers, version=publish.version, verify=publish.verify)
+        manifest = replace(planned, publish_id=self._transfers, version=publish.version, verify=publish.verify)
+        publish.sent_bytes += manifest.nbytes
+        for replica_id in replicas:
+            self._has.pop(replica_id, None)  # until it has committed
         started = time.monotonic()
         sent, received = await self._transfer(manifest, min(publish.left(), self._config.transfer_timeout_s))
         publish.transfer_s += time.monotonic() - started
         if isinstance(sent, BaseException):
             self._group = {}  # one of several senders failed, and the others were closed
-        good = await self._judge(publish, sent, received, replicas)
+        good = await self._judge(publish, sent, received, replicas, is_delta=manifest.encoding == "delta")
         limit_s = min(publish.left(), self._config.transfer_timeout_s)
         outcomes = await _on_each(
             good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), limit_s)
         )
-        return await self._without_failed(publish, good, outcomes)
+        done = await self._without_failed(publish, good, outcomes)
+        if publish.encoded is not None:
+            self._has |= {i: (r, publish.encoded.digest) for i, r in done.items()}
+        return done
+
+    def _manifest(self, publish: _Publish, replicas: Replicas) -> Manifest:
+        """Of the next transfer to these replicas, all of which get the same."""
+        assert self._template is not None, "a group has a plan"
+        encoded, full = publish.encoded, self._template
+        if encoded is None:
+            return full
+        full, base, newcomers = replace(full, is_kept=True), encoded.base_digest, self._fleet.newcomers
+        for replica_id, control in replicas.items():
+            holder, digest = self._has.get(replica_id, (None, None))
+            if base is None or replica_id in newcomers or holder is not control or digest != base:
+                return full
+        limit = self._config.bucket_bytes
+        delta = make_manifest(0, None, encoded.tensors, limit, encoding="delta", base_digest=base)
+        return delta if delta.nbytes < full.nbytes else full
 
     async def _form_group(self, replicas: Replicas, publish: _Publish) -> None:
         """Opens the sending end for exactly these replicas, unless it is open for them already."""
@@ -251,7 +297,8 @@ class CheckpointEngine:
         config, per_replica = self._config, self._receivers_per_replica
         if self._template is None:
             specs = await self._trainer.weight_specs(publish.left())
-            self._template = make_manifest(0, None, specs, config.bucket_bytes, encoding=self._encoding)
+            encoding: Encoding = "full" if self._encoding == "delta" else self._encoding
+            self._template = make_manifest(0, None, specs, config.bucket_bytes, encoding=encoding)
         self._group = {}
         source = await self._trainer.open_weights(config, len(replicas) * per_replica, publish.left())
         self._sources = {r: replace(source, receiver=i * per_replica) for i, r in enumerate(replicas)}
@@ -287,7 +334,9 @@ class CheckpointEngine:
                 task.cancel()
         return sent, dict(zip(receiving.values(), received, strict=True))
 
-    async def _judge(self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas) -> Replicas:
+    async def _judge(
+        self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas, *, is_delta: bool
+    ) -> Replicas:
         """Returns the replicas that have the weights that were sent. Raises the trainer's own failure."""
         if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
             raise sent
@@ -299,7 +348,10 @@ class CheckpointEngine:
             alive = {i: r for i, r in alive.items() if self._fleet.members.get(i) is r}
         wrong = {i: why for i in alive if (why := self._fault(sent, received[i])) is not None}
         for replica_id, why in wrong.items():
-            self._strike(publish, replica_id, replicas[replica_id], why)
+            if is_delta:
+                logger.warning("publish of version %s, all weights to replica %d: %s", publish.version, replica_id, why)
+            else:
+                self._strike(publish, replica_id, replicas[replica_id], why)
         if isinstance(sent, BaseException):
             logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
             if not wrong and len(alive) == len(before):

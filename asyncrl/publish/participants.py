@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.types import Digest, Manifest, ReplicaHandle, TensorSpec, TransferSource
+from asyncrl.types import Digest, EncodedWeights, Manifest, ReplicaHandle, TensorSpec, TransferSource
 
 
 class PublishingTrainer(Protocol):
@@ -15,6 +15,11 @@ class PublishingTrainer(Protocol):
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]: ...
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource: ...
+
+    async def encode_weights(self, timeout_s: float) -> EncodedWeights:
+        """Encodes the current weights as differences to those that were encoded before, for sends with encoding delta
+        until the next call. Raises as `send_weights`."""
+        ...
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None: ...
 

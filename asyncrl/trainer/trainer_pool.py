@@ -21,6 +21,7 @@ from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
+    EncodedWeights,
     Manifest,
     PartsSource,
     RankPlan,
@@ -95,6 +96,9 @@ class TrainerActor:
 
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         return self._worker.open_weights(config, num_receivers)
+
+    def encode_weights(self) -> EncodedWeights | None:
+        return self._worker.encode_weights()
 
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         return self._worker.send_weights(manifest, timeout_s)
@@ -203,8 +207,7 @@ class TrainerPool:
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
         """Opens the sending end of every rank that sends."""
-        if not self._senders:  # a step may be in progress when another group of receivers is opened
-            self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+        await self._sending_ranks(timeout_s)
         calls = [
             self._sending[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
             for sender in self._senders
@@ -213,6 +216,11 @@ class TrainerPool:
         if len(sources) == 1:
             return sources[0]
         return PartsSource.of(sources, [sender.first_tensor for sender in self._senders])
+
+    async def _sending_ranks(self, timeout_s: float) -> tuple[SendingRank, ...]:
+        if not self._senders:  # asked once: later a step may be in progress
+            self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+        return self._senders
 
     async def interrupt_weights(self, timeout_s: float) -> None:
         """Closes the sending ends, which ends a send in progress; `open_weights` opens them again. Does not raise."""
@@ -223,6 +231,15 @@ class TrainerPool:
                 logger.warning("a send in progress was not ended: %s", outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
+
+    async def encode_weights(self, timeout_s: float) -> EncodedWeights:
+        """Every sending rank encodes its part of the current weights as differences to those before. Raises as
+        `send_weights`."""
+        senders = await self._sending_ranks(timeout_s)
+        calls = [actor.call(timeout_s, TrainerActor.encode_weights) for actor in self._sending]
+        found = await self._together(calls, TrainerActor.encode_weights.__name__)
+        parts = [found[sender.rank] for sender in senders]
+        return EncodedWeights.joined([part for part in parts if part is not None])
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """The digest of all parts. After an error of one of several senders all of them are closed: the others wait for

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
+    EncodedWeights,
     Manifest,
     RankPlan,
     SendingRank,
@@ -31,6 +33,7 @@ from asyncrl.types import (
     TrajectoryKey,
     TransferSource,
 )
+from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
@@ -62,6 +65,7 @@ class TrainerWorker:
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
+        self._encoder = DeltaEncoder()
         self._bucket_bytes = 0
         self._copies = HostCopies()
         self._snapshot: dict[str, torch.Tensor] | None = None
@@ -149,49 +153,71 @@ class TrainerWorker:
         return sender.open()
 
     def snapshot_weights(self) -> None:
-        """Copies the current weights of a sending rank into host memory, for `send_weights`; collective. The memory of
-        the copy before is used again, unless it is still being sent."""
+        """Copies the current weights of a sending rank into host memory, for `encode_weights` and `send_weights`;
+        collective. The memory of the copy before is used again, unless it is still being sent."""
         before, self._snapshot = self._snapshot, None
         if before is not None and self._is_sending.acquire(blocking=False):
             self._copies.give_back(before)
             self._is_sending.release()
         weights = self._backend.named_weights()
         try:
-            if any(sender.rank == self._rank for sender in self._backend.sending_ranks()):
+            if self._sends():
                 self._snapshot = self._copies.copy(weights)
         finally:
             _exhaust(weights)
 
+    def encode_weights(self) -> EncodedWeights | None:
+        """A sending rank encodes its part of the weights to send as differences to those that it encoded before; the
+        others gather with it and return None."""
+        with self._weights(torch.device("cpu")) as weights:
+            return self._encoder.encode(weights) if self._sends() else None
+
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
-        return None. Where snapshots are sent, the weights are those of the last one, and nothing is gathered.
+        return None. Where snapshots are sent, the weights are those of the last one, and nothing is gathered. Nor is it
+        with encoding delta: what `encode_weights` made is sent, and the digest is of the weights that it encoded.
 
         Raises:
             WeightTransferError, DeadlineExceeded: on a sending rank; the ranks that do not send end normally.
         """
-        if not self._spec.sends_snapshots:
-            return self._send(manifest, self._backend.named_weights(), timeout_s)
-        self._use_thread()
-        with self._is_sending:
-            return self._send(manifest, self._copied_weights(), timeout_s)
+        if manifest.encoding == "delta":
+            sent = self._send(manifest, self._encoder.differences(), timeout_s)
+            return None if sent is None else self._encoder.digest
+        with self._weights(self._device) as weights:
+            return self._send(manifest, weights, timeout_s)
 
     def _send(self, manifest: Manifest, weights: Iterator[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         senders = self._backend.sending_ranks()
         places = [place for place, sender in enumerate(senders) if sender.rank == self._rank]
+        if not places:
+            return None
+        if self._sender is None:
+            raise WeightTransferError("send_weights was called before open_weights")
+        if len(senders) > 1:
+            manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
+        return self._sender.send(manifest, weights, timeout_s)
+
+    def _sends(self) -> bool:
+        return any(sender.rank == self._rank for sender in self._backend.sending_ranks())
+
+    @contextmanager
+    def _weights(self, device: torch.device) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """Those to send: of the last snapshot, on `device`, where snapshots are sent; else the current ones, which all
+        ranks gather together."""
+        if self._spec.sends_snapshots:
+            self._use_thread()
+            with self._is_sending:
+                yield self._copied_weights(device)
+            return
+        weights = self._backend.named_weights()
         try:
-            if not places:
-                return None
-            if self._sender is None:
-                raise WeightTransferError("send_weights was called before open_weights")
-            if len(senders) > 1:
-                manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
-            return self._sender.send(manifest, weights, timeout_s)
+            yield weights
         finally:
             _exhaust(weights)
 
-    def _copied_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _copied_weights(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in list((self._snapshot or {}).items()):
-            yield name, tensor.to(self._device)
+            yield name, tensor.to(device)
 
     def _use_thread(self) -> None:
         """Readies a thread that works beside the one that trains."""

@@ -132,6 +132,7 @@ class Metric(StrEnum):
     PUBLISH_TRANSFER = "weights/transfer_s", "s", LOWER, "transfer of the publish"
     PUBLISH_REST = "weights/rest_s", "s", LOWER, "the publish without its transfer: requests that end or are aborted, preparation, commit"
     PUBLISH_BYTES = "weights/bytes", "bytes", LOWER, "sent to each replica"
+    PUBLISH_SHARE = "weights/sent_fraction", "share", LOWER, "bytes sent to each replica, of the bytes of all weights; below 1 with weights.encoding=delta; 0 when no publish followed"
     PUBLISH_ATTEMPTS = "weights/attempts", "transfers", LOWER, "times that the weights were sent"
     PUBLISH_REPLICAS = "weights/replicas", "replicas", NONE, "replicas that took this publish"
     PUBLISH_TOKENS = "weights/publish_tokens_fraction", "share", HIGHER, "sampled tokens of the step that were sampled during its publishes"

@@ -36,8 +36,12 @@ class Bucket:
     slices: tuple[TensorSlice, ...]
 
 
-Encoding = Literal["full", "lora"]
-"""What the tensors of a publish are (`weights/encodings`): the weights, or adapters to add to the model's own."""
+Encoding = Literal["full", "lora", "delta"]
+"""What the tensors of a publish are (`weights/encodings`): the weights, adapters to add to the model's own, or the
+differences to the weights that were published before."""
+
+Digest = tuple[int, ...]
+"""One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,11 @@ class Manifest:
     Attributes:
         version: None leaves the replicas' version as it is.
         verify: both sides compute the digest.
-        base_version: the version whose weights the tensors are added to; 0 are the model's own files. None with
-            encoding full.
+        base_version: the version whose weights the tensors are added to; 0 are the model's own files. None with the
+            encodings full and delta.
+        is_kept: receivers keep a copy of these weights, as the base of later publishes with encoding delta.
+        base_digest: with encoding delta, of the weights that the tensors are differences to, each tensor digested
+            whole; else None.
     """
 
     publish_id: int
@@ -58,14 +65,39 @@ class Manifest:
     verify: bool = True
     encoding: Encoding = "full"
     base_version: int | None = None
+    is_kept: bool = False
+    base_digest: Digest | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
 
-Digest = tuple[int, ...]
-"""One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
+@dataclass(frozen=True, slots=True)
+class EncodedWeights:
+    """The trainer's weights as differences to those that it encoded before.
+
+    Attributes:
+        digest: of the weights, each tensor digested whole (`xxh3`).
+        base_digest: the same of the weights before; None: there are none, and `tensors` is empty.
+        tensors: specs of the differences, one for each weight, in the same order.
+    """
+
+    digest: Digest
+    base_digest: Digest | None
+    tensors: tuple[TensorSpec, ...]
+
+    @staticmethod
+    def joined(parts: Sequence[EncodedWeights]) -> EncodedWeights:
+        """Of all weights, from the parts of the ranks that send, in their order."""
+        bases = [part.base_digest for part in parts if part.base_digest is not None]
+        has_base = len(bases) == len(parts)
+        return EncodedWeights(
+            digest=tuple(number for part in parts for number in part.digest),
+            base_digest=tuple(number for base in bases for number in base) if has_base else None,
+            tensors=tuple(spec for part in parts for spec in part.tensors) if has_base else (),
+        )
+
 
 DigestKind = Literal["xxh3", "words"]
 """The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
@@ -175,7 +207,8 @@ class PublishReport:
     `pause_s` is the time that the fleet did not generate: of each transfer the time from pause to commit, times the
     share of the replicas that it held up. A publish to all at once counts in full; a rolling one adds up to what one
     replica was paused for, on average. `attempts`: transfers; above 1, or the number of waves, weights were sent again.
-    `replicas` serve the version; `nbytes` are those of the model.
+    `replicas` serve the version; `nbytes` are those of the model, `sent_bytes` those that one transfer carried, on
+    average.
     """
 
     version: int | None
@@ -183,6 +216,7 @@ class PublishReport:
     pause_s: float
     transfer_s: float
     nbytes: int
+    sent_bytes: int
     verified: bool
     attempts: int
     replicas: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
-from asyncrl.types import Bucket, Encoding, Manifest, TensorSlice, TensorSpec
+from asyncrl.types import Bucket, Digest, Encoding, Manifest, TensorSlice, TensorSpec
 from asyncrl.weights.encodings import BASE_VERSIONS, CHECKS
 
 ALIGNMENT = 16
@@ -122,8 +122,9 @@ def make_manifest(
     *,
     verify: bool = True,
     encoding: Encoding = "full",
+    base_digest: Digest | None = None,
 ) -> Manifest:
-    """The manifest of one publish of `tensors`, cut into buckets of `bucket_bytes`.
+    """The manifest of one publish of `tensors`, cut into buckets of `bucket_bytes`. `base_digest`: of encoding delta.
 
     Raises:
         WeightTransferError: two tensors have one name, a size contradicts shape and dtype, or a tensor does not belong
@@ -147,4 +148,4 @@ def make_manifest(
             )
     CHECKS[encoding](tensors)
     buckets, base = plan_buckets(tensors, bucket_bytes), BASE_VERSIONS[encoding]
-    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base)
+    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base, base_digest=base_digest)

@@ -1,4 +1,5 @@
-"""Adapters published to every engine: what it samples then is of the weights with the adapters merged."""
+"""Encoded publishes to every engine: what it samples then is of the weights with the adapters merged, or of those that
+the differences make."""
 
 from types import SimpleNamespace
 
@@ -105,6 +106,43 @@ async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, mak
             await client.done()
             parts = [Part(with_adapters(sent.tensors), 0, 24)]
             check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, parts)
+    finally:
+        await publisher.close()
+        await within(engine.stop(), 60.0)
+
+
+def trained(seed):
+    """`random_qwen3` after a step in which some elements of each tensor moved."""
+    model, draw = random_qwen3(), torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        moved = torch.rand(parameter.shape, generator=draw) < 0.2
+        parameter.data += moved * torch.randn(parameter.shape, generator=draw) * 0.1
+    return model
+
+
+@pytest.mark.parametrize(
+    "make_engine", [torch_engine, vllm_engine, pytest.param(sglang_engine, marks=pytest.mark.sglang)]
+)
+async def test_an_engine_serves_what_differences_make(path, make_engine):
+    engine = make_engine(path)
+    await within(engine.start(), 240.0)
+    publisher = Publisher(engine)
+
+    async def serves(seed):
+        client = Client(engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
+        await client.done()
+        check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, [Part(trained(seed), 0, 24)])
+
+    try:
+        for seed, delta in ((1, False), (2, True), (3, True), (3, True)):
+            await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
+            await serves(seed)
+        await publisher.publish_broken(trained(4), publisher.next_version(), "abort")
+        with pytest.raises((WeightTransferError, ExceptionGroup), match="no whole copy"):
+            await publisher.publish_encoded(trained(5), publisher.next_version(), delta=True)
+        for seed, delta in ((6, False), (7, True)):
+            await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
+            await serves(seed)
     finally:
         await publisher.close()
         await within(engine.stop(), 60.0)

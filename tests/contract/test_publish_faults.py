@@ -153,7 +153,10 @@ class Publishing:
             **weights,
         }
         config = WeightsConfig(**settings)
-        self.engine = CheckpointEngine(config, self, pool, interrupt="abort_resume", rolling=config.rolling)
+        self.encodings = []
+        self.engine = CheckpointEngine(
+            config, self, pool, interrupt="abort_resume", rolling=config.rolling, encoding=config.encoding
+        )
 
     async def weight_specs(self, timeout_s):
         return await self._trainer.weight_specs(timeout_s)
@@ -167,7 +170,11 @@ class Publishing:
     async def interrupt_weights(self, timeout_s):
         await self._trainer.interrupt_weights(timeout_s)
 
+    async def encode_weights(self, timeout_s):
+        return await self._trainer.encode_weights(timeout_s)
+
     async def send_weights(self, manifest, timeout_s):
+        self.encodings.append(manifest.encoding)
         self.under_way.set()
         started = time.monotonic()
         try:
@@ -265,6 +272,24 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
 
 async def generated(fleet, replica_id):
     return (await fleet.controls[replica_id].stats(10)).health.generated_tokens
+
+
+async def test_differences_reach_who_has_their_base_and_all_weights_a_replacement(fleet, trainer, expected):
+    publishing = Publishing(trainer, fleet, transport="collective", encoding="delta")
+    for version in (0, 1):
+        assert (await publishing.engine.publish(version)).verified
+        assert await publishing.answers() == {0: expected, 1: expected}
+    os.kill(await publishing.pid(1), signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while len(fleet.members) == 2:
+            await asyncio.sleep(0.05)
+    assert (await publishing.engine.publish(2)).replicas == 1
+    await whole(fleet)
+    reports = [await publishing.engine.publish(version) for version in (3, 4)]
+    assert await publishing.answers() == {0: expected, 1: expected}
+    assert publishing.encodings == ["full", "delta", "delta", "full", "delta"]
+    assert reports[0].sent_bytes == reports[0].nbytes
+    assert reports[1].sent_bytes == 0, "the trainer took no step"
 
 
 @pytest.mark.parametrize("when", ["in the middle", "before"])

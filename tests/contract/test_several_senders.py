@@ -46,8 +46,9 @@ class Pair:
     """Two senders and the receivers that have joined both."""
 
     def __init__(self, transport: str, senders: list[SenderProcess], receivers: list[Worker], directory: Path) -> None:
-        self._transport, self.senders, self.receivers, self._directory = transport, senders, receivers, directory
-        self._publishes = 0
+        self._transport, _, delta = transport.partition(" ")
+        self.senders, self.receivers, self._directory = senders, receivers, directory
+        self._publishes, self._delta, self._base = 0, delta == "delta", None
 
     def open(self) -> None:
         for sender in self.senders:
@@ -59,7 +60,8 @@ class Pair:
 
     def begin(self, send: Send, troubles: dict[int, Trouble] | None = None) -> None:
         self._publishes += 1
-        send = replace(send, publish_id=self._publishes)
+        send = replace(send, publish_id=self._publishes, base=self._base, is_kept=self._delta)
+        self._base = None
         for number, worker in enumerate(self.receivers):
             worker.begin(Receive(send.manifest, TIMEOUT_S, (troubles or {}).get(number)))
         for number, sender in enumerate(self.senders):
@@ -75,12 +77,13 @@ class Pair:
             assert outcome.error is None, outcome.error
             assert outcome.tensors == contents(weights_of(seed, small=False))
             assert outcome.digest == tuple(number for one in sent for number in one.digest or ())
+        self._base = seed if self._delta else None
 
     def files(self) -> set[Path]:
         return files_in((SHARED_MEMORY, self._directory), {pid for sender in self.senders for pid in sender.pids})
 
 
-@pytest.fixture(params=["ipc", "collective", "disk"])
+@pytest.fixture(params=["ipc", "collective", "disk", "ipc delta", "collective delta", "disk delta"])
 def pair(request, senders, receivers, tmp_path) -> Iterator[Pair]:
     (tmp_path / "weights").mkdir()
     made = Pair(request.param, senders, receivers, tmp_path / "weights")
@@ -94,6 +97,7 @@ def pair(request, senders, receivers, tmp_path) -> Iterator[Pair]:
 def test_parts_make_the_whole_publish_after_publish(pair: Pair) -> None:
     pair.publish(1)
     pair.publish(2)
+    pair.publish(3)
 
 
 def test_a_sender_that_is_killed_in_its_part_ends_the_publish(pair: Pair, tmp_path: Path) -> None:

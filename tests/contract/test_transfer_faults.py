@@ -38,6 +38,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TRANSPORTS = ("ipc", "collective", "disk")
+KINDS = [*TRANSPORTS, *(f"{transport} delta" for transport in TRANSPORTS)]
+"""`delta`: all weights until a publish has succeeded, differences to it after that, and all weights after a fault."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,10 @@ class Group:
     sender: SenderProcess
     receivers: list[Worker]
     directory: Path
+    delta: bool = False
     publishes: int = 0
+    base: int | None = None
+    """What all receivers have, if they can be sent the differences to it."""
 
     def open(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         command = Open(self.transport, len(self.receivers), str(self.directory), bucket_bytes)
@@ -74,7 +79,8 @@ class Group:
     def begin(self, send: Send, troubles: dict[int, Trouble] | None = None, timeout_s: float = TIMEOUT_S) -> Send:
         """Begins to receive and to send."""
         self.publishes += 1
-        send = replace(send, publish_id=self.publishes)
+        send = replace(send, publish_id=self.publishes, base=self.base, is_kept=self.delta)
+        self.base = None
         for number, worker in enumerate(self.receivers):
             worker.begin(Receive(send.manifest, timeout_s, (troubles or {}).get(number)))
         self.sender.begin(send)
@@ -92,6 +98,7 @@ class Group:
             assert outcome.error is None, outcome.error
             assert outcome.tensors == contents(weights_of(seed, small=False))
             assert outcome.digest == sent.digest
+        self.base = seed if self.delta else None
         return sent
 
     def files(self) -> set[Path]:
@@ -106,14 +113,17 @@ class Group:
             assert outcome.elapsed_s < PROMPT_S
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=KINDS)
 def group(
     request: pytest.FixtureRequest, sender: SenderProcess, receivers: list[Worker], tmp_path: Path
 ) -> Iterator[Group]:
     directory = tmp_path / "weights"
     directory.mkdir()
-    group = Group(request.param, sender, receivers, directory)
+    transport, _, delta = request.param.partition(" ")
+    group = Group(transport, sender, receivers, directory, delta == "delta")
     group.open()
+    if group.delta:
+        group.publish(9)
     yield group
     sender.close()
     assert group.files() == set()
@@ -128,7 +138,7 @@ def hold(tmp_path: Path) -> Hold:
 
 def test_a_sender_that_is_killed_in_the_middle_of_a_bucket(group: Group, hold: Hold) -> None:
     group.publish(1)
-    group.begin(Send(0, 2, small=True, hold_at="layer.7", hold=hold))
+    group.begin(Send(0, 2, small=not group.delta, hold_at="layer.7", hold=hold))
     hold.reached()
     group.sender.kill()
     group.require_dropped(group.outcomes())
@@ -154,8 +164,8 @@ def test_a_sender_that_is_terminated(group: Group, hold: Hold) -> None:
 def test_a_receiver_that_is_killed_between_publishes(group: Group) -> None:
     group.publish(1)
     group.receivers[1].kill()
-    send = replace(Send(0, 2, timeout_s=1.0), publish_id=2)
-    group.publishes = 2
+    group.publishes, group.base = group.publishes + 1, None
+    send = replace(Send(0, 2, timeout_s=1.0), publish_id=group.publishes)
     group.receivers[0].begin(Receive(send.manifest, TIMEOUT_S))
     group.sender.begin(send)
     sent = group.sender.outcome()
@@ -188,6 +198,7 @@ def test_a_receiver_that_stops_and_goes_on(group: Group, hold: Hold) -> None:
     group.publish(2)
 
 
+@pytest.mark.parametrize("group", TRANSPORTS, indirect=True)
 def test_a_bit_that_flips_on_the_way(group: Group, hold: Hold) -> None:
     """At the sender's slot, in the file, or in the buffer of a receiver: the digest of that tensor differs, and sending
     again mends it."""
@@ -227,11 +238,11 @@ def flip_a_bit_of_layer_8(group: Group) -> None:
         opened.write(bytes([content[position + 100] ^ 1]))
 
 
-@pytest.mark.parametrize("group", ["disk"], indirect=True)
+@pytest.mark.parametrize("group", ["disk", "disk delta"], indirect=True)
 def test_a_file_that_is_cut_short_is_named(group: Group, hold: Hold) -> None:
     group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
     hold.reached()
-    (file,) = Path(group.source.directory).glob("publish-1/*.safetensors")
+    (file,) = Path(group.source.directory).glob(f"publish-{group.publishes}/*.safetensors")
     os.truncate(file, file.stat().st_size // 2)
     hold.release()
     sent = group.sender.outcome()
@@ -241,7 +252,7 @@ def test_a_file_that_is_cut_short_is_named(group: Group, hold: Hold) -> None:
     group.publish(2)
 
 
-@pytest.mark.parametrize("group", ["disk"], indirect=True)
+@pytest.mark.parametrize("group", ["disk", "disk delta"], indirect=True)
 def test_a_receiver_reads_no_further_when_the_sender_is_gone(group: Group, hold: Hold) -> None:
     group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
     hold.reached()
@@ -269,7 +280,7 @@ def test_shared_memory_that_is_full(group: Group) -> None:
     group.publish(1)
 
 
-@pytest.mark.parametrize("group", ["disk"], indirect=True)
+@pytest.mark.parametrize("group", ["disk", "disk delta"], indirect=True)
 def test_a_disk_that_is_full(group: Group) -> None:
     group.publish(1)
     group.begin(Send(0, 2, max_file_bytes=3 * BUCKET_BYTES))
@@ -280,9 +291,11 @@ def test_a_disk_that_is_full(group: Group) -> None:
     assert "free space" in sent.error[1]
     group.require_dropped(group.outcomes())
     directory = Path(group.source.directory)
-    assert [path.name for path in directory.iterdir()] == ["publish-1"], "the last complete one stays"
+    assert [path.name for path in directory.iterdir()] == [f"publish-{group.publishes - 1}"], (
+        "the last complete one stays"
+    )
     group.publish(3)
-    assert [path.name for path in directory.iterdir()] == ["publish-3"]
+    assert [path.name for path in directory.iterdir()] == [f"publish-{group.publishes}"]
 
 
 @pytest.mark.parametrize("group", ["disk"], indirect=True)

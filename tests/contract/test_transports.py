@@ -15,6 +15,7 @@ from asyncrl.weights.transports import build_receiver, build_sender
 from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
+from asyncrl_testing.delta_suite import DeltaSuite
 from asyncrl_testing.fake_transport import FakeNetwork
 from asyncrl_testing.second_memory import SecondMemory, build_second_memory_receiver
 from asyncrl_testing.split_sender import guarded
@@ -39,13 +40,13 @@ def processes() -> Iterator[list[Worker]]:
         worker.stop()
 
 
-class TestIpc(TransportSuite, TransportLifecycleSuite, StrangerSuite):
+class TestIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(lambda size, receivers: build_sender("ipc", size, receivers), processes, workers_can_die=True)
 
 
-class TestCollective(TransportSuite, TransportLifecycleSuite, StrangerSuite):
+class TestCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         def build(bucket_bytes: int, num_receivers: int):
@@ -54,7 +55,7 @@ class TestCollective(TransportSuite, TransportLifecycleSuite, StrangerSuite):
         return Rig(build, processes, workers_can_die=True)
 
 
-class TestDisk(TransportSuite, TransportLifecycleSuite, StrangerSuite):
+class TestDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
         def build(bucket_bytes: int, num_receivers: int):
@@ -73,26 +74,26 @@ def two_senders(transport: str, **settings: str):
     return build
 
 
-class TestTwoSendersOverIpc(TransportSuite, TransportLifecycleSuite):
+class TestTwoSendersOverIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(two_senders("ipc"), processes, workers_can_die=True)
 
 
-class TestTwoSendersOverCollective(TransportSuite, TransportLifecycleSuite):
+class TestTwoSendersOverCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(two_senders("collective"), processes, workers_can_die=True)
 
 
-class TestTwoSendersOverDisk(TransportSuite, TransportLifecycleSuite):
+class TestTwoSendersOverDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
         build = two_senders("disk", directory=str(tmp_path))
         return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 
-class TestFake(TransportSuite, TransportLifecycleSuite):
+class TestFake(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self) -> Iterator[Rig]:
         network = FakeNetwork()

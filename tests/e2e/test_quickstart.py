@@ -12,7 +12,7 @@ import pytest
 from asyncrl.commands import train as cli
 from asyncrl.errors import ConfigError
 from asyncrl.types.metrics import REQUIRED
-from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound
+from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound, finish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -96,6 +96,24 @@ def test_modes_and_their_lag(start, overrides, max_lag):
         assert lags == [(0, 0)] * 5
     if "mode=one_step_off" in overrides:
         assert lags == [(0, 0)] + [(1, 1)] * 4, "every token has lag exactly 1 after the first step"
+
+
+def test_differences_are_published_where_replicas_have_their_base(start):
+    """At a learning rate of RL and in bfloat16. A replica is killed, and its replacement gets all weights."""
+    keys = "weights.encoding=delta", "weights.transport=collective", "model.inference_dtype=bfloat16", "trainer.lr=1e-6"
+    run = start(*SMALL, *keys, "trainer.warmup_steps=0", "run.max_steps=2000", "ray.health_interval_s=0.5")
+    run.wait_for_step(3)
+    psutil.Process(run.actor_pids("Replica")[0]).kill()
+    run.wait_for_event("replica_serving", count=3)  # both of them did at the start
+    finish(run)
+    publishes = [e for e in run.events if e["event"] == "publish"]
+    assert all(p["verified"] for p in publishes)
+    full, whole = publishes[0]["bytes"], [p for p in publishes if p["attempts"] == 1]
+    assert sum(p["bytes"] == full for p in whole) >= 2, "the first one, and the one that reached the replacement"
+    assert all(p["bytes"] <= 0.03 * full for p in whole if p["bytes"] != full)
+    shares = [record["weights/sent_fraction"] for record in run.metrics]
+    assert all(0 < share <= 0.03 for share in shares[:2]), shares
+    assert any(0 < share <= 0.03 for share in shares[-4:]), "differences again after the replacement"
 
 
 def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):

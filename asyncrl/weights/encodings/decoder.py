@@ -10,6 +10,8 @@ import torch
 from asyncrl.types import Digest, Manifest, TensorSpec
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.encodings.base import BaseWeights, Merge
+from asyncrl.weights.encodings.delta import weight_of
+from asyncrl.weights.encodings.kept_weights import KeptWeights
 from asyncrl.weights.encodings.lora import adapted
 from asyncrl.weights.packing import byte_view, dtype_name
 from asyncrl.weights.plan import make_spec
@@ -34,7 +36,8 @@ class Plan:
 
 class Decoder:
     """Decodes publishes for one receiving process. Owns the base weights of adapters, mapped from the model's files at
-    the first publish that needs them, and knows which weights of the model have adapters merged.
+    the first publish that needs them, and knows which weights of the model have adapters merged. Owns the copy of the
+    weights that differences apply to, from the first publish that says that it is kept.
 
     Each publish calls `plan`, `receive`, and `applied` once the engine has loaded everything. Without the last call the
     next publish writes every tensor.
@@ -43,17 +46,18 @@ class Decoder:
     def __init__(
         self, path: str, revision: str | None, dtype: torch.dtype, *, loaded_together: LoadedTogether = _alone
     ) -> None:
-        """`dtype`: of the weights that the engine serves; a full publish sends them so."""
+        """`dtype`: of the weights that the engine serves; full publishes and differences to them have it too."""
         self._path, self._revision, self._dtype = path, revision, dtype
         self._loaded_together = loaded_together
         self._base: BaseWeights | None = None
+        self._kept: KeptWeights | None = None
         self._adapted: frozenset[str] | None = None
         """The weights that have an adapter merged; all others are the model's own. None: unknown."""
 
     def plan(self, manifest: Manifest) -> Plan:
         """What `receive` will write. Raises WeightTransferError: the model has no safetensors files."""
-        if manifest.encoding == "full":
-            return Plan(tuple(spec.name for spec in manifest.tensors), whole=True)
+        if manifest.encoding != "lora":
+            return Plan(tuple(weight_of(spec.name) for spec in manifest.tensors), whole=True)
         base = self._base = self._base or BaseWeights(self._path, self._revision)
         names = adapted(spec.name for spec in manifest.tensors)
         if names != self._adapted:
@@ -64,9 +68,16 @@ class Decoder:
     def receive(
         self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest is of what was sent. Raises
-        WeightTransferError too: adapters of a tensor that the model does not have."""
+        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest is of what was sent; of
+        differences, of the weights that they make. Raises
+        WeightTransferError too: adapters of a tensor that the model does not have, differences to other weights than
+        these."""
         self.forget()
+        if manifest.encoding == "delta" or manifest.is_kept:
+            kept = self._kept = self._kept or KeptWeights()
+            receive = kept.patch if manifest.encoding == "delta" else kept.keep
+            return receive(receiver, manifest, sink, timeout_s)
+        self._kept = None
         if manifest.encoding == "full":
             return receiver.receive(manifest, sink, timeout_s)
         assert self._base is not None, "the publish was planned"

@@ -2,7 +2,7 @@
 
 This is the slowest transport and needs the least: files, and a TCP connection for the control messages. The newest
 complete publish stays until the next one or the end of the sender. Together with the model's config, `from_pretrained`
-can load it.
+can load it, if it holds all weights (encoding full).
 """
 
 from __future__ import annotations

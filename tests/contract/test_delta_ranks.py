@@ -1,0 +1,149 @@
+"""Trainer ranks that publish differences after optimizer steps: one that sends with the help of another (FSDP2), and
+two pipeline stages that send a part each (Megatron-core)."""
+
+import importlib.util
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.config.weights import WeightsConfig
+from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.trainer.trainer_worker import TrainerWorker
+from asyncrl.types import EncodedWeights, PartsSource
+from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.weights.encodings.decoder import Decoder
+from asyncrl.weights.packing import byte_view
+from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transports import build_receiver
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
+from asyncrl_testing.rank_processes import run_ranks
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+RANKS, START_S, BUCKET_BYTES = 2, 240.0, 1 << 16
+
+
+def started(root, rank, path, backend):
+    """This rank, as an actor would hold it."""
+    lease = random_lease(0)
+    groups = {g.ordinal: g for g in lease.groups}
+    settings = {"lr": 1e-6, "warmup_steps": 0, "backend": backend, "collective_timeout_s": 120}
+    if backend == "megatron":
+        settings["megatron"] = MegatronConfig(pipeline_parallel=RANKS)
+    trainer = TrainerConfig(num_ranks=RANKS, **settings)
+    model = ModelConfig(path=str(path), inference_dtype="bfloat16")
+    spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1)
+    worker = TrainerWorker(spec, rank, RANKS, lambda ordinals: [groups[o] for o in ordinals])
+    dist.destroy_process_group()  # the worker forms its own
+    place = root / "address"
+    if rank == 0:
+        host, port = worker.address("127.0.0.1")
+        (root / "half").write_text(f"{host}:{port}")
+        (root / "half").rename(place)
+    deadline = time.monotonic() + START_S
+    while not place.exists():
+        assert time.monotonic() < deadline, "rank 0 did not come"
+        time.sleep(0.05)
+    host, port = place.read_text().split(":")
+    worker.start(host, int(port), START_S)
+    plans = lease.plans(num_plans=trainer.layout.num_plans)
+    return worker, trainer.layout.by_rank(plans)[rank]
+
+
+def gathered(value):
+    found = [None] * RANKS
+    dist.all_gather_object(found, value)
+    return found
+
+
+def publish_on_a_rank(root, rank, world_size, path, backend):
+    """A full publish and three of differences. Rank 0 receives too. Returns
+    bytes of the differences and of all weights."""
+    worker, plan = started(root, rank, path, backend)
+    senders = worker.sending_ranks()
+    places = [s.rank for s in senders]
+    sends = rank in places
+    source = worker.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1) if sends else None
+    sources = [s for s in gathered(source) if s is not None]
+    source = sources[0] if len(sources) == 1 else PartsSource.of(sources, [s.first_tensor for s in senders])
+    specs, decoder, receiver = worker.weight_specs(), Decoder(str(path), None, torch.bfloat16), None
+    sizes = []
+    for number in range(1, 5):
+        if number > 1:
+            worker.train_step(plan)
+        encoded = EncodedWeights.joined([part for part in gathered(worker.encode_weights()) if part is not None])
+        if number == 1:
+            assert encoded.base_digest is None
+            manifest = replace(make_manifest(1, 1, specs, BUCKET_BYTES), is_kept=True)
+        else:
+            manifest = make_manifest(
+                number, number, encoded.tensors, BUCKET_BYTES, encoding="delta", base_digest=encoded.base_digest
+            )
+            sizes.append(manifest.nbytes)
+        tensors, found = {}, []
+
+        def receive(manifest=manifest, tensors=tensors, found=found):
+            nonlocal receiver
+            receiver = receiver or build_receiver(source)
+            sink = AssemblingSink(tensors.__setitem__)
+            found.append(decoder.receive(receiver, manifest, decoder.plan(manifest), sink, 120.0))
+
+        receiving = threading.Thread(target=receive)
+        if rank == 0:
+            receiving.start()
+        digests = gathered(worker.send_weights(manifest, 120.0))
+        if rank == 0:
+            receiving.join(130)
+            sent = tuple(d for place in places for d in digests[place])
+            assert found == [sent]
+            assert number == 1 or sent == encoded.digest
+        own = dict(worker._backend.named_weights())
+        whole = {name: tensor for part in gathered(own) for name, tensor in part.items()}
+        if rank == 0:
+            assert list(tensors) == [spec.name for spec in specs]
+            for name, tensor in tensors.items():
+                assert torch.equal(byte_view(tensor), byte_view(whole[name])), name
+        dist.barrier()
+    worker.close_weights()
+    return sizes, sum(spec.nbytes for spec in specs)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "fsdp",
+        pytest.param(
+            "megatron",
+            marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+        ),
+    ],
+)
+def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    preload = ["asyncrl.trainer.trainer_worker", "asyncrl_testing.backend_suite"]
+    ranks = run_ranks(
+        publish_on_a_rank, tmp_path / "ranks", RANKS, tmp_path / "model", backend, preload=preload, deadline_s=500
+    )
+    for sizes, nbytes in ranks:
+        assert len(sizes) == 3
+        assert all(0 < size <= 0.05 * nbytes for size in sizes), (sizes, nbytes)
