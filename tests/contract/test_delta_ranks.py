@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 RANKS, START_S, BUCKET_BYTES = 2, 240.0, 1 << 16
 
 
-def started(root, rank, path, backend):
+def started(root, rank, path, backend, beside):
     """This rank, as an actor would hold it."""
     lease = random_lease(0)
     groups = {g.ordinal: g for g in lease.groups}
@@ -39,7 +39,7 @@ def started(root, rank, path, backend):
         settings["megatron"] = MegatronConfig(pipeline_parallel=RANKS)
     trainer = TrainerConfig(num_ranks=RANKS, **settings)
     model = ModelConfig(path=str(path), inference_dtype="bfloat16")
-    spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1)
+    spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1, sends_snapshots=beside)
     worker = TrainerWorker(spec, rank, RANKS, lambda ordinals: [groups[o] for o in ordinals])
     dist.destroy_process_group()  # the worker forms its own
     place = root / "address"
@@ -63,10 +63,10 @@ def gathered(value):
     return found
 
 
-def publish_on_a_rank(root, rank, world_size, path, backend):
-    """A full publish and three of differences. Rank 0 receives too. Returns
-    bytes of the differences and of all weights."""
-    worker, plan = started(root, rank, path, backend)
+def publish_on_a_rank(root, rank, world_size, path, backend, beside):
+    """A full publish and three of differences. Rank 0 receives too. With `beside` snapshots are sent, after one step
+    more. Returns bytes of the differences and of all weights."""
+    worker, plan = started(root, rank, path, backend, beside)
     senders = worker.sending_ranks()
     places = [s.rank for s in senders]
     sends = rank in places
@@ -77,6 +77,10 @@ def publish_on_a_rank(root, rank, world_size, path, backend):
     sizes = []
     for number in range(1, 5):
         if number > 1:
+            worker.train_step(plan)
+        own = {name: tensor.clone() for name, tensor in worker._backend.named_weights()}
+        if beside:
+            worker.snapshot_weights()
             worker.train_step(plan)
         encoded = EncodedWeights.joined([part for part in gathered(worker.encode_weights()) if part is not None])
         if number == 1:
@@ -104,7 +108,6 @@ def publish_on_a_rank(root, rank, world_size, path, backend):
             sent = tuple(d for place in places for d in digests[place])
             assert found == [sent]
             assert number == 1 or sent == encoded.digest
-        own = dict(worker._backend.named_weights())
         whole = {name: tensor for part in gathered(own) for name, tensor in part.items()}
         if rank == 0:
             assert list(tensors) == [spec.name for spec in specs]
@@ -116,16 +119,18 @@ def publish_on_a_rank(root, rank, world_size, path, backend):
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "beside"),
     [
-        "fsdp",
+        ("fsdp", False),
+        ("fsdp", True),
         pytest.param(
             "megatron",
+            False,
             marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
         ),
     ],
 )
-def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend):
+def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend, beside):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -142,7 +147,14 @@ def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     preload = ["asyncrl.trainer.trainer_worker", "asyncrl_testing.backend_suite"]
     ranks = run_ranks(
-        publish_on_a_rank, tmp_path / "ranks", RANKS, tmp_path / "model", backend, preload=preload, deadline_s=500
+        publish_on_a_rank,
+        tmp_path / "ranks",
+        RANKS,
+        tmp_path / "model",
+        backend,
+        beside,
+        preload=preload,
+        deadline_s=500,
     )
     for sizes, nbytes in ranks:
         assert len(sizes) == 3
