@@ -23,10 +23,19 @@ class SamplingConfig:
     max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
-    """Texts, each a single token of the vocabulary, that end a response besides the end-of-sequence tokens."""
+    """Texts of any length that end a response besides the end-of-sequence tokens. The token that completes one is the
+    last of the response; what was sampled after it is dropped. A special token, such as `<|eot_id|>`, ends it as a
+    token only."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.sampling.", self)
+        for text in self.stop:
+            require(
+                bool(text) and "\ufffd" not in text and text.encode(errors="replace").decode() == text,
+                asked=f"rollout.sampling.stop={text!r}",
+                found="no text of a response contains it" if text else "an empty text, which every response contains",
+                do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
+            )
         require_temperature("rollout.sampling.temperature", self.temperature)
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.data.stop_strings import StopTable
 from asyncrl.errors import AsyncRLError
 from asyncrl.serving.choice import Choice, Delta, Finished
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
-from asyncrl.serving.text import StopTable
 from asyncrl.types import SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.data.incremental_decoder import IncrementalDecoder
+from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
-from asyncrl.serving.text import StopStrings, StopTable
 from asyncrl.types import TokenChunk
 
 
