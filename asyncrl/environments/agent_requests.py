@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from asyncrl.environments.tool_calls import Call, ToolCall, ToolSignature
+from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
 from asyncrl.serving.bodies import head, usage
 from asyncrl.serving.errors import unsupported
 from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.data.tool_calls import PARSERS, ParserName, described
 from asyncrl.data.tool_prompt import ToolPrompt
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session
 from asyncrl.environments.limits import TrajectoryLimits
-from asyncrl.environments.tool_calls import PARSERS, ParserName, described
 from asyncrl.errors import DataError, GenerationError
 from asyncrl.serving.errors import ApiError
 from asyncrl.types import Generation

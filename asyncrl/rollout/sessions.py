@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
-from asyncrl.environments.chat import Chat
 from asyncrl.errors import GenerationError
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.draft import Draft, Span

@@ -10,8 +10,8 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tool_calls import template_text
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
-from asyncrl.environments.tool_calls import template_text
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
