@@ -97,6 +97,8 @@ class VllmEngineConfig:
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU."""
+    structured_outputs: bool = False
+    """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
@@ -240,6 +242,11 @@ class RolloutConfig:
     def settings(self) -> EngineConfig:
         """The section of the chosen engine."""
         return getattr(self, self.engine)
+
+    @property
+    def guided_decoding(self) -> bool:
+        """The chosen engine takes requests with a JSON schema."""
+        return self.engine == "vllm" and self.vllm.structured_outputs
 
     @property
     def max_model_len(self) -> int:

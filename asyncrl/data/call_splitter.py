@@ -55,7 +55,7 @@ class CallSplitter:
         """The reply has ended with its only call: what follows is dropped."""
         return self._form.single and self.num_calls > 0
 
-    def feed(self, piece: str) -> list[Part]:
+    def feed(self, piece: str) -> tuple[Part, ...]:
         """The parts that have become certain."""
         parts: list[Part] = []
         if self._begins or self._is_json:
@@ -74,13 +74,13 @@ class CallSplitter:
                     break
                 piece = self._text.rest
                 self._body, self._call = [found], StopStrings(StopTable([self._tags[found]]))
-        return _joined(parts)
+        return joined_parts(parts)
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> tuple[Part, ...]:
         """The rest, when no more text comes. A call that is not closed is text."""
         parts: list[Part] = []
         if self.done:
-            return parts
+            return ()
         if self._begins or self._is_json:
             self._end_json(parts)
         elif self._call is not None:
@@ -89,7 +89,7 @@ class CallSplitter:
             self._say(self._text.finish(), parts)
         if self.num_calls == 0 and self._blanks:
             parts.append(self._blanks)
-        return _joined(parts)
+        return joined_parts(parts)
 
     def _say(self, text: str, parts: list[Part]) -> None:
         text = self._blanks + text
@@ -137,13 +137,13 @@ class CallSplitter:
         parts.extend(kept)
 
 
-def split_calls(text: str, form: CallFormat) -> list[Part]:
+def split_calls(text: str, form: CallFormat) -> tuple[Part, ...]:
     """The parts of a whole reply."""
     splitter = CallSplitter(form)
-    return _joined([*splitter.feed(text), *splitter.finish()])
+    return joined_parts([*splitter.feed(text), *splitter.finish()])
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """With neighbouring pieces of text as one."""
     made: list[Part] = []
     for part in parts:
@@ -151,4 +151,4 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
             made[-1] += part
         elif part != "":
             made.append(part)
-    return made
+    return tuple(made)

@@ -135,7 +135,7 @@ class Rollouter:
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
         )
-        chat = Chat(tokenizer, recipe.model)
+        chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
         self._renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         self._environment = build_environment(recipe, chat)
         await self._rewards.start()

@@ -10,40 +10,42 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.data.tool_calls import ToolSignature
-from asyncrl.serving.fields import Fields, Text
+from asyncrl.serving.fields import Fields
 
 MAX_TOOLS = 1024
 
 
 def _loaded(arguments: Any) -> Any:
     """The arguments of a call as an object; clients send them as text."""
+    if arguments is None or arguments == "":
+        return {}
     try:
-        return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise PydanticCustomError("json", "send the arguments of a call as valid JSON") from None
 
 
 Name = Annotated[
-    str | None, BeforeValidator(lambda value: str(value) if value else None, json_schema_input_type=str | None)
+    str | None, BeforeValidator(lambda value: None if value == "" else value, json_schema_input_type=str | None)
 ]
 
 
 class Function(Fields):
     name: str
     arguments: Annotated[
-        dict[str, Any] | None, BeforeValidator(_loaded, json_schema_input_type=str | dict[str, Any] | None)
+        dict[str, Any], BeforeValidator(_loaded, json_schema_input_type=str | dict[str, Any] | None)
     ] = Field(default_factory=dict)
 
 
 class CallOfMessage(Fields):
-    id: Name = ""
+    id: str | None = ""
     type: Literal["function"] | None = "function"
     function: Function
 
 
 Calls = Annotated[
     list[CallOfMessage] | None,
-    BeforeValidator(lambda calls: calls or None, json_schema_input_type=list[CallOfMessage] | None),
+    BeforeValidator(lambda calls: None if calls == [] else calls, json_schema_input_type=list[CallOfMessage] | None),
 ]
 
 
@@ -85,16 +87,3 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         named = message.get("role") != "tool" or "name" in message or message.get("tool_call_id") not in names
         made.append(dict(message) if named else {**message, "name": names[message["tool_call_id"]]})
     return made
-
-
-__all__ = [
-    "MAX_TOOLS",
-    "CallOfMessage",
-    "Calls",
-    "Name",
-    "Text",
-    "Tool",
-    "for_template",
-    "signatures",
-    "with_names",
-]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.call_splitter import CallFormat, CallSplitter, _joined, split_calls
+from asyncrl.data.call_splitter import CallFormat, CallSplitter, joined_parts, split_calls
 from asyncrl.data.tool_calls import PARSERS, ToolCall, ToolSignature, written
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def test_the_parts_do_not_depend_on_the_pieces(text, form, places):
     splitter, parts = CallSplitter(form), []
     for a, b in pairwise(edges):
         parts += splitter.feed(text[a:b])
-    parts = _joined([*parts, *splitter.finish()])
+    parts = joined_parts([*parts, *splitter.finish()])
     assert parts == split_calls(text, form)
     if form.single:
         assert sum(isinstance(part, ToolCall) for part in parts) <= 1
