@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids
-from asyncrl.data.tool_calls import parser_for, template_text, written
+from asyncrl.data.tool_calls import ParserName, parser_for, template_text, written
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import DataError, explain
 
@@ -34,7 +34,7 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, parser: str = "auto") -> None:
         self._tokenizer = tokenizer
-        self._parser = parser_for(parser, template_text(tokenizer))
+        self._parser: ParserName = parser_for(parser, template_text(tokenizer))
         self._knows_calls = "tool_calls" in template_text(tokenizer)
         self._options: dict[str, Any] = (
             {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}

@@ -118,10 +118,9 @@ def texts_joined(content: Any, kinds: Sequence[str]) -> Any:
     """The text of a content that comes in parts of these types; other content as it is, for the check to refuse."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in kinds]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-        return content
-    return "".join(texts)
+    found = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in kinds]
+    texts = [text for text in found if isinstance(text, str)]
+    return content if len(texts) < len(content) else "".join(texts)
 
 
 def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

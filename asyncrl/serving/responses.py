@@ -123,11 +123,11 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _add_to_turn(made: list[dict[str, Any]], message: dict[str, Any]) -> None:
     last = made[-1] if made else {}
-    contents = last.get("content"), message["content"]
-    if last.get("role") != "assistant" or not all(isinstance(content, str) for content in contents):
+    before, content = last.get("content"), message["content"]
+    if last.get("role") != "assistant" or not isinstance(before, str) or not isinstance(content, str):
         made.append(message)
         return
-    last["content"] = "".join(contents)
+    last["content"] = before + content
     if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
         last["tool_calls"] = calls
 
