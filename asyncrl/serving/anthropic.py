@@ -30,7 +30,7 @@ class AnthropicTool(Fields):
 class AnthropicChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = False
 
 
 class AnthropicMessage(Fields):
