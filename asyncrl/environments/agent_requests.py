@@ -20,7 +20,7 @@ from asyncrl.serving.bodies import DONE, head, usage, written_parts
 from asyncrl.serving.errors import unsupported
 from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short
 from asyncrl.serving.http import frame
-from asyncrl.serving.messages import Calls, Name, Tool, for_template, signatures
+from asyncrl.serving.messages import Calls, Name, OfferedTool, for_template, signatures
 from asyncrl.serving.reply import End, MadeCall, Reply, made_call
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -85,7 +85,7 @@ class _Body(Fields):
     """The fields that an agent can set; others are taken and unused."""
 
     messages: list[_Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
-    tools: list[Tool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
+    tools: list[OfferedTool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     stream: _Flag = False

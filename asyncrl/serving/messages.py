@@ -59,13 +59,13 @@ class ToolFunction(Fields):
     parameters: Parameters | None = Parameters()
 
 
-class Tool(Fields):
+class OfferedTool(Fields):
     type: Literal["function"] | None = "function"
     function: ToolFunction
 
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
-    """What a parser needs to know of tools in OpenAI's form, which were checked as `Tool`s."""
+    """What a parser needs to know of tools in OpenAI's form, which were checked as `OfferedTool`s."""
     found = []
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}

@@ -25,7 +25,7 @@ from asyncrl.serving.fields import (
     short,
     whole,
 )
-from asyncrl.serving.messages import MAX_TOOLS, Calls, Name, Tool
+from asyncrl.serving.messages import MAX_TOOLS, Calls, Name, OfferedTool
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -218,7 +218,7 @@ class ChatRequest(Options):
     messages: list[Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
     max_completion_tokens: Length | None = None
     logprobs: Annotated[bool, BeforeValidator(_no_number, json_schema_input_type=bool)] = False
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True, examples=[[_TOOL_EXAMPLE]])
+    tools: list[OfferedTool] = Field([], max_length=MAX_TOOLS, fail_fast=True, examples=[[_TOOL_EXAMPLE]])
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
