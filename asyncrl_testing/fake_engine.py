@@ -44,6 +44,8 @@ class FakeScript:
     start_version: int | None = 0
     response_tokens: ResponseLength | None = None
     load_hook: LoadHook = _load_nothing
+    guided: bool = False
+    """Takes requests with a JSON schema, and ignores it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +250,14 @@ class FakeEngine:
             raise GenerationError(explain("the fake engine", self._dead, "start a new one"))
 
     def _check(self, request: GenerationRequest) -> None:
-        found = misfit(request, engine="fake", max_model_len=self.script.max_model_len, vocab_size=_VOCAB_SIZE)
+        script = self.script
+        found = misfit(
+            request,
+            engine="fake",
+            max_model_len=script.max_model_len,
+            vocab_size=_VOCAB_SIZE,
+            guided=script.guided,
+        )
         if self._refusals:
             self._refusals -= 1
             found = "told to refuse", "send it again"

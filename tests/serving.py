@@ -82,11 +82,12 @@ class GatedTokenizer(PreTrainedTokenizerFast):
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers `reply`'s bytes and an end token; finds in its prefix cache what it was asked before."""
+    """Answers `reply`'s bytes and an end token; finds in its prefix cache what it was asked before. Of several replies
+    it says the one of this turn: as many as there are replies in the prompt come before it."""
 
     def __init__(self, script, reply=REPLY):
         super().__init__(script)
-        self.reply = [*reply.encode(), 256]
+        self.replies = [[*text.encode(), 256] for text in ([reply] if isinstance(reply, str) else reply)]
         self.requests = []
         self._cache = set()
 
@@ -102,7 +103,10 @@ class ScriptedEngine(FakeEngine):
 
     def _sample(self, stream):
         request = stream.request
-        token = self.reply[(request.first_position + stream.produced) % len(self.reply)]
+        prompt = request.prompt_ids[: len(request.prompt_ids) - request.first_position].tolist()
+        turn = prompt.count(258) or bytes(i for i in prompt if i < 256).count(b"<|im_start|>assistant")
+        reply = self.replies[min(max(turn, 1), len(self.replies)) - 1]
+        token = reply[(request.first_position + stream.produced) % len(reply)]
         stream.ids.append(token)
         stream.produced += 1
         if token in request.sampling.stop_token_ids and stream.produced > request.sampling.min_tokens:
@@ -167,9 +171,12 @@ async def serving(
     local_only=False,
     send_buffer_bytes=None,
     max_restarts=0,
+    guided=False,
+    parser="auto",
+    max_model_len=512,
     **script,
 ):
-    script = {"tick_s": 0.0, "chunk_tokens": 3, "max_model_len": 512, **script}
+    script = {"tick_s": 0.0, "chunk_tokens": 3, "max_model_len": max_model_len, "guided": guided, **script}
     engines = [ScriptedEngine(FakeScript(start_version=0 if at_once else None, **script), reply) for _ in range(count)]
 
     def made(i, engine):
@@ -203,10 +210,14 @@ async def serving(
     fleet = Fleet(client, pool, refresh_s=0.05)
     metrics = ServingMetrics()
     text = ModelText(
-        tokenizer or byte_tokenizer(), ModelConfig(path=str(Path(__file__).parent)), None, max_model_len=512
+        tokenizer or byte_tokenizer(),
+        ModelConfig(path=str(Path(__file__).parent)),
+        None,
+        max_model_len=max_model_len,
+        parser=parser,
     )
     api = Api(
-        ServedModel(name, text, 0.0),
+        ServedModel(name, text, 0.0, guided),
         fleet,
         metrics,
         api_key=api_key,

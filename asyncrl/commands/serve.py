@@ -141,7 +141,9 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     tokenizer = load_tokenizer(model)
     facts = facts if facts.is_local else hub_facts(model)
     require_runs(rollout, facts, section="")
-    text = ModelText(tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len)
+    text = ModelText(
+        tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len, parser=rollout.tool_use.parser
+    )
     listener = _bind(config.host, config.port)
     return Service(config, model, rollout, recipe.recovery, text, listener, (config.log_file or _log_file()).absolute())
 
@@ -232,7 +234,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     )
     metrics = ServingMetrics()
     api = Api(
-        ServedModel(service.name, service.text, address.started_at),
+        ServedModel(service.name, service.text, address.started_at, guided=rollout.guided_decoding),
         fleet,
         metrics,
         api_key=config.api_key,

@@ -23,10 +23,19 @@ class SamplingConfig:
     max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
-    """Texts, each a single token of the vocabulary, that end a response besides the end-of-sequence tokens."""
+    """Texts of any length that end a response besides the end-of-sequence tokens. The token that completes one is the
+    last of the response; what was sampled after it is dropped. A special token, such as `<|eot_id|>`, ends it as a
+    token only."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.sampling.", self)
+        for text in self.stop:
+            require(
+                bool(text) and "\ufffd" not in text and text.encode(errors="replace").decode() == text,
+                asked=f"rollout.sampling.stop={text!r}",
+                found="no text of a response contains it" if text else "an empty text, which every response contains",
+                do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
+            )
         require_temperature("rollout.sampling.temperature", self.temperature)
 
 
@@ -88,6 +97,8 @@ class VllmEngineConfig:
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU."""
+    structured_outputs: bool = False
+    """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
@@ -231,6 +242,11 @@ class RolloutConfig:
     def settings(self) -> EngineConfig:
         """The section of the chosen engine."""
         return getattr(self, self.engine)
+
+    @property
+    def guided_decoding(self) -> bool:
+        """The chosen engine takes requests with a JSON schema."""
+        return self.engine == "vllm" and self.vllm.structured_outputs
 
     @property
     def max_model_len(self) -> int:

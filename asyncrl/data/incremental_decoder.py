@@ -11,6 +11,8 @@ _UNSTABLE_CHARACTERS = 3
 """A character has at most four bytes, so that an unfinished one shows as at most three replacement characters."""
 
 _CONTEXT_TOKENS = 6
+_BROKEN_CONTEXT_TOKENS = 16
+"""Tokens that are kept where the text ends inside a character: its bytes, and enough before them to read them alike."""
 _WINDOW_TOKENS = 64
 
 
@@ -32,6 +34,14 @@ class IncrementalDecoder:
             tail, before = [], ""
         self._window = tail
         self._emitted = len(before)
+        self.held = 0
+        """Characters at the end of the text that more bytes may change."""
+
+    def fork(self) -> IncrementalDecoder:
+        """A copy that continues independently from here."""
+        made = IncrementalDecoder(self._decode)
+        made._window, made._emitted, made.held = [*self._window], self._emitted, self.held
+        return made
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that has become certain with these tokens."""
@@ -41,11 +51,17 @@ class IncrementalDecoder:
         while stable > len(text) - _UNSTABLE_CHARACTERS and text[:stable].endswith(_REPLACEMENT):
             stable -= 1
         piece = text[self._emitted : stable]
-        self._emitted = max(self._emitted, stable)
-        if stable == len(text) and len(self._window) > _WINDOW_TOKENS:
-            self._window = self._window[-_CONTEXT_TOKENS:]
-            self._emitted = len(self._decode(self._window))
+        self._emitted, self.held = max(self._emitted, stable), len(text) - stable
+        if len(self._window) > _WINDOW_TOKENS:
+            self._shorten(text[stable:])
         return piece
+
+    def _shorten(self, held: str) -> None:
+        """Keeps the last tokens only, provided that what is `held` reads the same from them."""
+        tail = self._window[-_BROKEN_CONTEXT_TOKENS if held else -_CONTEXT_TOKENS :]
+        text = self._decode(tail)
+        if not held or (text.endswith(held) and len(text) > len(held)):
+            self._window, self._emitted = tail, len(text) - len(held)
 
     def finish(self) -> str:
         """What was held back: nothing more will complete it."""

@@ -14,6 +14,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
+from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import ConfigError, DataError, explain
 
@@ -159,24 +160,34 @@ def none_short(number: int, limit: int) -> DataError:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, stop: Sequence[str]) -> tuple[int, ...]:
-    """The ids that end a response, ascending: the tokenizer's end of sequence, those of the model's
-    generation_config.json, and the `stop` texts.
+    """The ids at which an engine ends a response, ascending: the tokenizer's end of sequence, those of the model's
+    generation_config.json, and the `stop` texts that are one token.
 
-    Raises ConfigError: a stop text is not one token, or nothing at all would end a response.
+    Raises ConfigError: nothing at all would end a response.
     """
     ids = set(_generation_eos(model))
     if isinstance(tokenizer.eos_token_id, int):
         ids.add(tokenizer.eos_token_id)
     for text in stop:
         encoded = tokenizer.encode(text, add_special_tokens=False)
-        if len(encoded) != 1:
-            found = f"{len(encoded)} tokens {tokenizer.convert_ids_to_tokens(encoded)}"
-            raise ConfigError(explain(f"rollout.sampling.stop={text!r}", found, "choose texts that are one token each"))
-        ids.add(encoded[0])
-    if not ids:
+        if len(encoded) == 1 and text in str(tokenizer.decode(encoded)):  # not the token of unknown texts
+            ids.add(encoded[0])
+    if not ids and not stop:
         found = "neither its tokenizer nor its generation_config.json names one"
         raise ConfigError(explain(f"a token that ends a response of {model.path}", found, "set rollout.sampling.stop"))
     return tuple(sorted(ids))
+
+
+def stop_texts(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopTexts | None:
+    """The `stop` texts that are to be found in the text of a response. A special token is not one of them: it ends a
+    response as a token, by `stop_token_ids`; a text that only spells it does not. None: there is nothing to find."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = [text for text in dict.fromkeys(stop) if text not in special]
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return StopTexts(texts, decode) if texts else None
 
 
 def _generation_eos(model: ModelConfig) -> tuple[int, ...]:

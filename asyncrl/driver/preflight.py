@@ -24,12 +24,12 @@ from asyncrl.data.tokenizer import (
     stop_token_ids,
     vocabulary,
 )
+from asyncrl.data.tool_calls import format_of, template_text
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.environments.tool_calls import format_of, template_text
 from asyncrl.inference.engines import require_package, require_runs, require_transport
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from asyncrl.config.recipe import Recipe
+    from asyncrl.data.chat import Chat
     from asyncrl.data.tool_prompt import ToolPrompt
-    from asyncrl.environments.chat import Chat
     from asyncrl.environments.environment import Environment, Managed, Session, Task
 
 
@@ -85,22 +85,21 @@ def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolProm
     """The tools that every prompt of the recipe names; None without any. Raises ConfigError."""
     if recipe.rollout.environment != "tool_use":
         return None
-    from asyncrl.environments.tool_calls import template_text
+    from asyncrl.data.tool_calls import template_text
     from asyncrl.environments.tool_use import tool_prompt
 
     return tool_prompt(recipe.rollout.tool_use, template_text(tokenizer))
 
 
-_HOMES = {"Chat": "chat", "Environment": "environment", "Managed": "environment"} | {
-    "Session": "environment",
-    "Task": "environment",
-}
+_HOMES = {"Chat": "asyncrl.data.chat"} | dict.fromkeys(
+    ("Environment", "Managed", "Session", "Task"), f"{__name__}.environment"
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 __all__ = [

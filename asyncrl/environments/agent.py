@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe
+from asyncrl.data.chat import Chat
+from asyncrl.data.tool_calls import ParserName, parser_for
 from asyncrl.environments.agent_session import AgentSession
-from asyncrl.environments.chat import Chat
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import limits_of
-from asyncrl.environments.tool_calls import ParserName, parser_for
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.types import Trajectory

@@ -1,4 +1,5 @@
-"""The requests of an agent at `/v1/chat/completions` and the answers to them, in OpenAI's JSON. Pure.
+"""The requests of an agent at `/v1/chat/completions` and the answers to them, in OpenAI's JSON; those in a dialect are
+made into them and from them. Pure.
 
 The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
 seed and the like are accepted and ignored. Fields that would change the answer in other ways (n, stop, a forced tool, a
@@ -10,15 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from asyncrl.environments.tool_calls import Call, ToolCall, ToolSignature
-from asyncrl.serving.bodies import head, usage
+from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
+from asyncrl.serving.bodies import DONE, head, usage, written_parts
 from asyncrl.serving.errors import unsupported
 from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short
+from asyncrl.serving.http import frame
+from asyncrl.serving.messages import Calls, Name, OfferedTool, for_template, signatures
+from asyncrl.serving.reply import End, MadeCall, Reply, made_call
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that ask for nothing
@@ -28,6 +31,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
@@ -48,11 +52,7 @@ class AgentRequest:
 
     @property
     def signatures(self) -> tuple[ToolSignature, ...]:
-        found = []
-        for tool in self.tools:
-            properties = (tool["function"].get("parameters") or {}).get("properties") or {}
-            found.append(ToolSignature(tool["function"]["name"], next(iter(properties), None)))
-        return tuple(found)
+        return signatures(self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,59 +66,26 @@ class AgentReply:
     version: int
 
 
-def _loaded(arguments: Any) -> Any:
-    """The arguments of a call as an object; clients send them as text."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
-    except (ValueError, RecursionError):
-        raise PydanticCustomError("json", "send the arguments of a call as valid JSON") from None
-
-
-_Name = Annotated[str | None, BeforeValidator(lambda value: str(value) if value else None)]
 _Flag = Annotated[bool, BeforeValidator(bool)]
-
-
-class _Function(Fields):
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_loaded)] = Field(default_factory=dict)
-
-
-class _Call(Fields):
-    id: Annotated[str, BeforeValidator(str)] = ""
-    type: Literal["function"] = "function"
-    function: _Function
 
 
 class _Message(Fields):
     role: str
     content: Text = ""
-    name: _Name = None
-    tool_call_id: _Name = None
-    tool_calls: Annotated[list[_Call] | None, BeforeValidator(lambda calls: calls or None)] = None
+    name: Name = None
+    tool_call_id: Name = None
+    tool_calls: Calls = None
 
 
 class _StreamOptions(Fields):
     include_usage: _Flag = False
 
 
-class _Parameters(Fields):
-    properties: dict[str, Any] = Field(default_factory=dict)
-
-
-class _ToolFunction(Fields):
-    name: str
-    parameters: _Parameters = _Parameters()
-
-
-class _Tool(Fields):
-    function: _ToolFunction
-
-
 class _Body(Fields):
     """The fields that an agent can set; others are taken and unused."""
 
     messages: list[_Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
-    tools: list[_Tool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
+    tools: list[OfferedTool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     stream: _Flag = False
@@ -133,9 +100,8 @@ def parse_request(body: object) -> AgentRequest:
         value = body.get(name)
         if value is not None and not asks_for_nothing(value, harmless):
             raise unsupported(name, f"an agent that is trained cannot set {name}={short(value)}")
-    messages = ({name: value for name, value in m.model_dump().items() if value is not None} for m in asked.messages)
     return AgentRequest(
-        messages=tuple(messages),
+        messages=tuple(for_template(message) for message in asked.messages),
         tools=tuple(body.get("tools") or ()) if body.get("tool_choice") != "none" else (),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         stream=asked.stream,
@@ -181,16 +147,36 @@ def whole(reply: AgentReply, model: str) -> dict[str, Any]:
     }
 
 
-def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-    """The pieces of a streamed answer: it is whole before the first is sent, since a call is known at its end."""
+def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[str]:
+    """The frames of a streamed answer: it is whole before the first is sent, since a call is known at its end."""
     start = head("chatcmpl", "chat.completion.chunk", model)
     message = _wire(reply.message)
     for index, call in enumerate(message.get("tool_calls", ())):
         call["index"] = index
     for delta, reason in ((message, None), ({}, reply.finish_reason)):
-        yield {**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+        yield frame({**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
     if include_usage:
-        yield {**start, "choices": [], "usage": usage(reply.prompt_tokens, reply.completion_tokens)}
+        yield frame({**start, "choices": [], "usage": usage(reply.prompt_tokens, reply.completion_tokens)})
+    yield DONE
+
+
+@dataclass(frozen=True, slots=True)
+class InDialect:
+    """An answer as a body, and as the frames of a stream."""
+
+    whole: dict[str, Any]
+    frames: tuple[str, ...]
+
+
+def in_dialect(reply: AgentReply, writer: Reply) -> InDialect:
+    """The answer as `writer` writes it."""
+    parts: list[str | MadeCall] = [reply.message["content"]] if reply.message["content"] else []
+    for call in reply.message.get("tool_calls", ()):
+        function = call["function"]
+        parts.append(made_call(ToolCall(function["name"], function["arguments"]), call["id"]))
+    end = End(reply.finish_reason, reply.prompt_tokens, reply.completion_tokens, reply.version)
+    events = [*writer.begin(reply.prompt_tokens), *written_parts(writer, parts), *writer.end(end)]
+    return InDialect(writer.whole(), tuple(frame(data, name) for name, data in events))
 
 
 def _wire(message: Mapping[str, Any]) -> dict[str, Any]:

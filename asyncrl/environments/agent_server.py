@@ -4,29 +4,32 @@ of a trajectory also limits its requests."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from asyncrl.environments.agent_requests import AgentReply, parse_request, streamed, whole
+from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
 from asyncrl.serving.connection_guard import ConnectionGuard, ConnectionLimits
+from asyncrl.serving.dialects import DIALECTS
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.http import (
     ClientLeft,
     EventStream,
     error_response,
+    key_of,
     read_json,
     require_local_host,
     unless_client_leaves,
 )
+from asyncrl.serving.reply import Dialect
 from asyncrl.serving.server import Server
 
 logger = logging.getLogger(__name__)
@@ -89,29 +92,36 @@ class AgentServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        app.add_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_route("/v1/chat/completions", partial(self._reply, None), methods=["POST"])
+        for path, dialect in DIALECTS.items():
+            app.add_route(path, partial(self._reply, dialect), methods=["POST"])
         app.add_route("/v1/models", self._models, methods=["GET"])
         return app
 
-    async def _chat(self, request: Request) -> Response:
+    async def _reply(self, dialect: Dialect | None, request: Request) -> Response:
+        """Answers a chat completion, or what asks the same in a dialect."""
         session: AgentSession | None = None
         try:
             session = self._session(request)
-            asked = parse_request(await read_json(request))
+            body = await read_json(request)
+            asked = parse_request(body if dialect is None else dialect.to_chat(body))
             reply = await unless_client_leaves(request.receive, session.answer(asked))
+            assert isinstance(body, dict), "parse_request has checked it"
+            made = None if dialect is None else in_dialect(reply, dialect.reply(MODEL, body))
             if not asked.stream:
-                return JSONResponse(whole(reply, MODEL))
-            events = _events(reply, include_usage=asked.include_usage)
+                return JSONResponse(whole(reply, MODEL) if made is None else made.whole)
+            pieces = streamed(reply, MODEL, include_usage=asked.include_usage) if made is None else made.frames
+            events = _events(pieces)
             return EventStream(events, events, {})
         except ApiError as error:
-            return _refused(error)
+            return _refused(error, dialect)
         except ClientLeft:
             return Response(status_code=_CLIENT_LEFT)
         except Exception as error:  # task boundary: the agent gets it as an answer, and its trajectory fails
             logger.exception("a request of an agent failed")
             if session is not None:
                 session.failure = error
-            return _refused(ApiError(500, f"{type(error).__name__}: {error}", code="internal_error"))
+            return _refused(ApiError(500, f"{type(error).__name__}: {error}", code="internal_error"), dialect)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -123,20 +133,19 @@ class AgentServer:
 
     def _session(self, request: Request) -> AgentSession:
         require_local_host(request)
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        found = self._sessions.get(key.strip())  # the keys are random and live as long as a trajectory
-        if scheme.lower() != "bearer" or found is None:
+        found = self._sessions.get(key_of(request))  # the keys are random and live as long as a trajectory
+        if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
         return found
 
 
-async def _events(reply: AgentReply, *, include_usage: bool) -> AsyncGenerator[str, None]:
-    for piece in streamed(reply, MODEL, include_usage=include_usage):
-        yield json.dumps(piece)
-    yield "[DONE]"
+async def _events(frames: Iterable[str]) -> AsyncGenerator[str, None]:
+    for made in frames:
+        yield made
 
 
-def _refused(error: ApiError) -> Response:
-    response = error_response(error)
+def _refused(error: ApiError, dialect: Dialect | None = None) -> Response:
+    named = error if dialect is None else dialect.renamed(error)
+    response = error_response(named, None if dialect is None else dialect.error(named))
     response.headers["x-should-retry"] = "false"  # OpenAI's clients would retry, and each request counts as a turn
     return response

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.data.tool_calls import PARSERS, ParserName, described
 from asyncrl.data.tool_prompt import ToolPrompt
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session
 from asyncrl.environments.limits import TrajectoryLimits
-from asyncrl.environments.tool_calls import PARSERS, ParserName, described
 from asyncrl.errors import DataError, GenerationError
 from asyncrl.serving.errors import ApiError
+from asyncrl.serving.messages import with_names
 from asyncrl.types import Generation
 
 
@@ -101,7 +102,7 @@ class AgentSession:
                 prompt_ids = chat.prompt(_for_template(request.messages), self._tools(request))
                 return Conversation(prompt_ids), len(prompt_ids)
             self.num_branches += node is not self._nodes[-1]
-            new = _for_template(request.messages[len(node.messages) :])
+            new = _for_template(request.messages)[len(node.messages) :]
             conversation = node.conversation.fork()
             conversation.add_environment(chat.next_turn(node.last.token_ids, new))
             return conversation, node.prompt_tokens
@@ -134,4 +135,4 @@ def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
 
 
 def _for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(message) for message in messages]
+    return with_names(messages)

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
-from asyncrl.environments.chat import Chat
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
+from asyncrl.data.chat import Chat, Message
+from asyncrl.data.tool_calls import PARSERS, Call, MalformedCall, ToolSignature, described, parser_for
 from asyncrl.data.tool_prompt import ToolPrompt
-from asyncrl.environments.chat import Chat, Message
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import TrajectoryLimits, limits_of
-from asyncrl.environments.tool_calls import PARSERS, Call, MalformedCall, ToolSignature, described, parser_for
 from asyncrl.environments.tools import Tool, build_tools, schema_of
 from asyncrl.environments.tools.tool import ToolResult
 from asyncrl.environments.tools.tool_pool import ToolPool

@@ -68,6 +68,7 @@ ENGINES: dict[str, EngineSpec] = {
         transports=(*_EVERYWHERE, "vllm_nccl"),
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
         local_environment={"VLLM_RPC_BASE_PATH": SCRATCH, "VLLM_HOST_IP": "127.0.0.1"},
+        serving=("structured_outputs=true",),
     ),
     "sglang": EngineSpec(
         engine="asyncrl.inference.sglang.engine:SglangEngine",

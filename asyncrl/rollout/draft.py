@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from asyncrl.data.stop_strings import StopFinder
 from asyncrl.types import FinishReason, Generation, SamplingParams, Segment, TokenChunk
 
 Span = tuple[str, float, float, dict[str, int]]
@@ -21,12 +22,20 @@ class Draft:
     Args:
         prior: the tokens that the response already has, perhaps from another process.
         attempts: gets the span of every attempt, if somebody wants to know.
+        finder: looks for stop texts, from the first token on. Tokens after the one that completes a stop text are not
+            added, whoever sampled them.
     """
 
-    __slots__ = ("_cached_tokens", "_ends", "_ids", "_logprobs", "attempts", "num_tokens")
+    __slots__ = ("_cached_tokens", "_ends", "_finder", "_ids", "_logprobs", "attempts", "num_tokens")
 
-    def __init__(self, prior: Generation | None = None, attempts: list[Span] | None = None) -> None:
+    def __init__(
+        self,
+        prior: Generation | None = None,
+        attempts: list[Span] | None = None,
+        finder: StopFinder | None = None,
+    ) -> None:
         self.attempts = attempts
+        self._finder = finder
         self._ids = np.empty(FIRST_CAPACITY, np.int32)
         self._logprobs = np.empty(FIRST_CAPACITY, np.float32)
         self._ends: list[tuple[int, int, int]] = []
@@ -41,18 +50,26 @@ class Draft:
     def add(self, chunk: TokenChunk, replica_id: int) -> None:
         if chunk.finish_reason is not None and self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
-        if not (count := len(chunk.token_ids)):
+        count = 0 if self.stopped else len(chunk.token_ids)
+        if count and self._finder is not None:
+            count = self._finder.feed(chunk.token_ids.tolist())
+        if not count:
             return
         begun, end = self.num_tokens, self.num_tokens + count
         if end > len(self._ids):
             room = max(end, 2 * len(self._ids))
             self._ids, self._logprobs = _grown(self._ids, begun, room), _grown(self._logprobs, begun, room)
-        self._ids[begun:end] = chunk.token_ids
-        self._logprobs[begun:end] = chunk.logprobs
+        self._ids[begun:end] = chunk.token_ids[:count]
+        self._logprobs[begun:end] = chunk.logprobs[:count]
         if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):
             self._ends.pop()
         self._ends.append((end, chunk.version, replica_id))
         self.num_tokens = end
+
+    @property
+    def stopped(self) -> bool:
+        """A stop text is complete: the response has ended with the tokens that it has."""
+        return self._finder is not None and self._finder.found is not None
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -76,6 +93,8 @@ class Draft:
 
         An attempt can be aborted after its last token was sampled and before the replica noticed the end.
         """
+        if self.stopped:
+            return "stop"
         if reason not in (None, "abort"):
             return reason
         if self.num_tokens and int(self._ids[self.num_tokens - 1]) in sampling.stop_token_ids:

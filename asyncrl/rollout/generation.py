@@ -221,7 +221,8 @@ class GenerationClient:
             on_chunk: gets the tokens as they arrive. When it returns True the request is aborted, and the response ends
                 with finish_reason "stop" and all tokens that had been sampled.
             draft: holds the tokens while they arrive, for a caller that reads them at any moment. A draft that has
-                tokens already continues that response: they count against `sampling.max_tokens`.
+                tokens already continues that response: they count against `sampling.max_tokens`. A draft that finds a
+                stop text ends the response there, and the request is aborted.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
@@ -393,8 +394,7 @@ class GenerationClient:
         if pending.link.lost:
             return  # the attempt has ended with the tokens that had arrived before
         pending.draft.add(chunk, pending.replica_id)
-        wanted = pending.on_chunk is not None and not pending.enough and len(chunk.token_ids) > 0
-        if wanted and pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id):
+        if not pending.enough and len(chunk.token_ids) > 0 and _is_enough(pending, chunk):
             pending.enough = True
             if chunk.finish_reason is None:
                 self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
@@ -429,6 +429,12 @@ class GenerationClient:
         for pending in self._pending.values():
             if pending.link is link:
                 pending.done.set()
+
+
+def _is_enough(pending: _Pending, chunk: TokenChunk) -> bool:
+    """True when the response needs no more tokens than it has with this chunk."""
+    asked = pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id)
+    return bool(asked) or pending.draft.stopped
 
 
 def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:

@@ -25,7 +25,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import build_stream
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied
@@ -135,7 +135,7 @@ class Rollouter:
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
         )
-        chat = Chat(tokenizer, recipe.model)
+        chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
         self._renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         self._environment = build_environment(recipe, chat)
         await self._rewards.start()
@@ -145,7 +145,8 @@ class Rollouter:
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._observe()
-        self._tools = SessionTools(self.client, chat, self._rewards.score)
+        stop = stop_texts(tokenizer, rollout.sampling.stop)
+        self._tools = SessionTools(self.client, chat, self._rewards.score, stop)
         return await self.stats()
 
     async def run(self) -> None:

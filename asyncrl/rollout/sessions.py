@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
-from asyncrl.environments.chat import Chat
+from asyncrl.data.stop_strings import StopTexts
 from asyncrl.errors import GenerationError
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.draft import Draft, Span
@@ -23,11 +24,13 @@ REFUSED_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionTools:
-    """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock."""
+    """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock. `stop`: texts
+    that end a response, beside the tokens of its sampling parameters."""
 
     client: GenerationClient
     chat: Chat
     score: Callable[[str, PromptRow], Awaitable[RewardResult]]
+    stop: StopTexts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +84,8 @@ class RolloutSession:
         if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
             return prior
-        draft = Draft(prior, self.spans)
+        stop = self._tools.stop
+        draft = Draft(prior, self.spans, None if stop is None else stop.follow(prompt_ids[-8:].tolist()))
         self._calls.append(_OpenCall(prompt_ids, draft))
         limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
         self._calls[number] = made = await self._tools.client.generate(

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.data.call_splitter import CallFormat, joined_parts
+from asyncrl.data.stop_strings import StopTable
 from asyncrl.errors import AsyncRLError
 from asyncrl.serving.choice import Choice, Delta, Finished
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
-from asyncrl.serving.text import StopTable
 from asyncrl.types import SamplingParams, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,22 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
     """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt
-    `i // options.n`."""
+    `i // options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply."""
 
     prompts: tuple[np.ndarray, ...]
     options: Options
     session_id: str = ""
+    calls: CallFormat | None = None
+    json_schema: str | None = None
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.options.n
 
 
-def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> SamplingParams:
+def sampling_of(
+    options: Options, prompt_tokens: int, text: ModelText, json_schema: str | None = None
+) -> SamplingParams:
     """Raises ApiError: prompt and answer do not fit the model."""
     room = text.max_model_len - prompt_tokens
     if room < 1 or (options.longest or 1) > room:
@@ -57,6 +62,7 @@ def sampling_of(options: Options, prompt_tokens: int, text: ModelText) -> Sampli
         max_tokens=options.longest or room,
         min_tokens=min(options.min_tokens, room),
         stop_token_ids=tuple(sorted({*eos, *options.stop_token_ids})),
+        json_schema=json_schema,
     )
 
 
@@ -77,7 +83,7 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
     """
     options, loop = question.options, asyncio.get_running_loop()
     stops = StopTable(options.stop)
-    samplings = [sampling_of(options, len(p), text) for p in question.prompts]
+    samplings = [sampling_of(options, len(p), text, question.json_schema) for p in question.prompts]
     seed = secrets.randbits(63) if options.seed is None else options.seed
     events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
@@ -94,7 +100,7 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
             return choice.stopped
 
         try:
-            choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids, stops)
+            choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids, stops, question.calls)
             done = await fleet.generate(
                 prompt_ids,
                 sampling,
@@ -170,10 +176,10 @@ class Collector:
 
     @staticmethod
     def _join(index: int, deltas: list[Delta], finished: Finished) -> WholeChoice:
-        last = deltas[-1] if deltas else Delta(index, "", (), (), -1, -1)
+        last = deltas[-1] if deltas else Delta(index, (), (), (), -1, -1)
         joined = replace(
             last,
-            text="".join(d.text for d in deltas) + finished.text,
+            parts=joined_parts([*(part for d in deltas for part in d.parts), *finished.parts]),
             token_ids=tuple(i for d in deltas for i in d.token_ids),
             sampled=tuple(s for d in deltas for s in d.sampled),
         )

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.data.rows import ChatMessage
+from asyncrl.data.call_splitter import CallFormat
 from asyncrl.serving.answer import Collector, Event, Question, answer
-from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies
+from asyncrl.serving.bodies import ChatBodies, CompletionBodies, DialectBodies, Writer
 from asyncrl.serving.choice import Delta, Finished
+from asyncrl.serving.dialects import DIALECTS
 from asyncrl.serving.errors import ApiError, bad_field
+from asyncrl.serving.fields import short
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.http import (
     BODY_TIMEOUT_S,
@@ -34,10 +37,12 @@ from asyncrl.serving.http import (
     require_local_host,
     unless_client_leaves,
 )
+from asyncrl.serving.messages import for_template, signatures, with_names
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
-from asyncrl.serving.protocol import Options, parse_chat, parse_completion
+from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
+from asyncrl.serving.reply import Dialect
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +53,12 @@ STATUS_CLIENT_LEFT = 499
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name`: what clients ask for. `started_at`: seconds since the epoch."""
+    """`name`: what clients ask for. `started_at`: seconds since the epoch. `guided`: its engine has guided decoding."""
 
     name: str
     text: ModelText
     started_at: float
+    guided: bool = False
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -91,6 +97,10 @@ class Api:
         routes: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/v1/chat/completions", self._limited(self._chat)),
             ("POST", "/v1/completions", self._limited(self._completion)),
+            *(
+                ("POST", dialect.path, self._limited(partial(self._in_dialect, dialect)))
+                for dialect in DIALECTS.values()
+            ),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{id:path}", self._one_model),
             ("GET", "/openapi.json", self._schema),
@@ -115,13 +125,13 @@ class Api:
                     require_key(request, self._api_key)
                 response = await handler(request)
             except ApiError as e:
-                response = error_response(e)
+                response = _refused(path, e)
             except ClientLeft:
                 self._metrics.disconnects += 1
                 response = Response(status_code=STATUS_CLIENT_LEFT)
             except Exception as e:  # task boundary: the client gets it as an answer
                 logger.exception("a request to %s failed", path)
-                response = error_response(ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
+                response = _refused(path, ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
             self._metrics.requests[path, response.status_code] += 1
             return response
 
@@ -146,12 +156,46 @@ class Api:
     # -- routes --------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse_chat(await self._body(request))
-        self._require_model(asked.model)
-        messages = tuple(ChatMessage(m.role, m.content) for m in asked.messages)
-        prompt = await asyncio.to_thread(self._model.text.chat, messages)
-        question = self._question(request, (prompt,), asked)
+        question = await self._chat_question(request, await self._body(request))
         return await self._respond(request, question, ChatBodies(question, self._model.name, "chatcmpl"))
+
+    async def _in_dialect(self, dialect: Dialect, request: Request) -> Response:
+        body = await self._body(request)
+        try:
+            question = await self._chat_question(request, dialect.to_chat(body))
+            assert isinstance(body, dict), "to_chat has checked it"
+            reply = dialect.reply(self._model.name, body)
+            return await self._respond(request, question, DialectBodies(question, reply))
+        except ApiError as e:
+            raise dialect.renamed(e) from e
+
+    async def _chat_question(self, request: Request, body: object) -> Question:
+        """The question of a chat completion's body. Raises ApiError."""
+        asked = parse_chat(body)
+        assert isinstance(body, dict), "parse_chat has checked it"
+        self._require_model(asked.model)
+        guide = self._guide(asked, body)
+        messages = with_names([for_template(message) for message in asked.messages])
+        tools = tuple(body["tools"]) if asked.calls_tools else ()
+        prompt = await asyncio.to_thread(self._model.text.chat, messages, tools)
+        calls = None
+        if tools:
+            parser = "json" if asked.forced else self._model.text.parser  # a guided call is bare JSON
+            calls = CallFormat(parser, signatures(tools), single=asked.forced or not asked.parallel_tool_calls)
+        question = self._question(request, (prompt,), asked)
+        return replace(question, calls=calls, json_schema=guide)
+
+    def _guide(self, asked: ChatRequest, body: Mapping[str, Any]) -> str | None:
+        """The JSON schema that the reply must match, as text. Raises ApiError: the engine cannot be guided."""
+        schema = forced_call(asked, body["tools"]) if asked.forced else asked.guide
+        if schema is None:
+            return None
+        if not self._model.guided:
+            name = "tool_choice" if asked.forced else "response_format"
+            found = f"{name}: {short(body[name])} needs guided decoding, which the engine of this server does not have"
+            do = "ask without it, or serve with --engine vllm"
+            raise ApiError(400, f"{found}; {do}", param=name, code="unsupported_parameter")
+        return json.dumps(schema)
 
     async def _completion(self, request: Request) -> Response:
         asked = parse_completion(await self._body(request))
@@ -210,7 +254,7 @@ class Api:
             raise bad_field("n", found, f"send at most {MAX_CHOICES_IN_ALL} choices in one request")
         return question
 
-    async def _respond(self, request: Request, question: Question, bodies: Bodies) -> Response:
+    async def _respond(self, request: Request, question: Question, bodies: Writer) -> Response:
         events = self._events(question, deadline=request.state.deadline)
         if question.options.stream:
             # The first event decides between an answer and an error, and names version and replica for the headers.
@@ -219,7 +263,7 @@ class Api:
             except BaseException:
                 await events.aclose()
                 raise
-            return EventStream(self._stream(question, bodies, first, events), events, _headers(first))
+            return EventStream(self._stream(bodies, first, events), events, _headers(first))
         whole = Collector(question.num_choices)
 
         async def collect() -> None:
@@ -255,7 +299,7 @@ class Api:
             metrics.request_s.observe(time.monotonic() - started)
 
     async def _stream(
-        self, question: Question, bodies: Bodies, first: Event, events: AsyncGenerator[Event, None]
+        self, bodies: Writer, first: Event, events: AsyncGenerator[Event, None]
     ) -> AsyncGenerator[str, None]:
         finished: list[Finished] = []
         event: Event | None = first
@@ -264,16 +308,14 @@ class Api:
                 while event is not None:
                     if isinstance(event, Finished):
                         finished.append(event)
-                        yield json.dumps(bodies.finished(event))
-                    elif event.token_ids:
-                        yield json.dumps(bodies.delta(event))
+                    for made in bodies.frames(event):
+                        yield made
                     event = await anext(events, None)
-            if question.options.include_usage:
-                yield json.dumps(bodies.usage(finished))
-            yield "[DONE]"
+            for made in bodies.last(finished):
+                yield made
         except ApiError as e:
             # The status has been sent: the error is an event, which OpenAI's clients raise.
-            yield json.dumps(e.body())
+            yield bodies.failed(e)
         except (GeneratorExit, asyncio.CancelledError):
             self._metrics.disconnects += 1
             raise
@@ -294,6 +336,12 @@ class _Endpoint:
 
 async def _next(events: AsyncGenerator[Event, None]) -> Event:
     return await anext(events)
+
+
+def _refused(path: str, error: ApiError) -> Response:
+    """The error in the form of the API that was asked."""
+    dialect = DIALECTS.get(path)
+    return error_response(error, None if dialect is None else dialect.error(error))
 
 
 def _headers(first: Event) -> dict[str, str]:

@@ -5,14 +5,37 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
+from asyncrl.data.call_splitter import Part
+from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
+from asyncrl.serving.errors import ApiError
+from asyncrl.serving.http import frame
+from asyncrl.serving.reply import End, Event, MadeCall, Reply, call_id, made_call
+
+DONE = "data: [DONE]\n\n"
+"""Ends a stream of chat completions."""
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+
+
+class Writer(Protocol):
+    """Writes one answer: as a whole, or as frames of server-sent events."""
+
+    def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]: ...
+
+    def frames(self, event: Delta | Finished) -> Iterator[str]: ...
+
+    def last(self, finished: Sequence[Finished]) -> Iterator[str]:
+        """What follows when all choices have ended."""
+        ...
+
+    def failed(self, error: ApiError) -> str: ...
 
 
 class Bodies(ABC):
@@ -27,6 +50,7 @@ class Bodies(ABC):
         self._whole_head = head(prefix, self.kind, model)
         self._head = self._whole_head | {"object": self.stream_kind}
         self._begun: set[int] = set()
+        self._num_calls: Counter[int] = Counter()
 
     def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
         body = {
@@ -37,11 +61,29 @@ class Bodies(ABC):
         }
         return body | self._prompt_of_request()
 
+    def frames(self, event: Delta | Finished) -> Iterator[str]:
+        if isinstance(event, Finished):
+            yield frame(self.finished(event))
+        elif event.token_ids:
+            yield frame(self.delta(event))
+
+    def last(self, finished: Sequence[Finished]) -> Iterator[str]:
+        if self._options.include_usage:
+            yield frame(self.usage(finished))
+        yield DONE
+
+    def failed(self, error: ApiError) -> str:
+        return frame(error.body())
+
     def delta(self, delta: Delta) -> dict[str, Any]:
         """One streamed piece."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        choice = {"index": delta.index, "finish_reason": None, **self._piece(delta.text, delta.sampled, first=first)}
+        choice = {
+            "index": delta.index,
+            "finish_reason": None,
+            **self._piece(delta.index, delta.parts, delta.sampled, first),
+        }
         if self._options.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -59,7 +101,7 @@ class Bodies(ABC):
             "finish_reason": finished.finish_reason,
             "stop_reason": finished.stop_reason,
             "weight_versions": _spans(finished.versions),
-            **self._piece(finished.text, (), first=first),
+            **self._piece(finished.index, finished.parts, (), first),
         }
         body = {**self._head, "choices": [choice], "weight_version": _latest([finished])}
         return self._with_usage(body)
@@ -95,7 +137,9 @@ class Bodies(ABC):
     def _content(self, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]: ...
+    def _piece(
+        self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool
+    ) -> dict[str, Any]: ...
 
     def _prompt_of_choice(self, index: int) -> dict[str, Any]:
         return {}
@@ -109,11 +153,20 @@ class ChatBodies(Bodies):
     stream_kind = "chat.completion.chunk"
 
     def _content(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if calls := [call_body(made_call(part, call_id())) for part in delta.parts if isinstance(part, ToolCall)]:
+            message |= {"content": delta.text or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(delta.sampled)}
 
-    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+    def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
+        text = "".join(part for part in parts if isinstance(part, str))
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        if calls := [part for part in parts if isinstance(part, ToolCall)]:
+            begun = self._num_calls[index]
+            self._num_calls[index] += len(calls)
+            delta["tool_calls"] = [
+                {"index": i, **call_body(made_call(c, call_id()))} for i, c in enumerate(calls, begun)
+            ]
         return {"delta": delta, "logprobs": self._logprobs(sampled) if sampled else None}
 
     def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
@@ -135,7 +188,8 @@ class CompletionBodies(Bodies):
     def _content(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.text, "logprobs": self._logprobs(delta.sampled)}
 
-    def _piece(self, text: str, sampled: Sequence[SampledToken], *, first: bool) -> dict[str, Any]:
+    def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
+        text = "".join(part for part in parts if isinstance(part, str))
         return {"text": text, "logprobs": self._logprobs(sampled) if sampled else None}
 
     def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
@@ -150,6 +204,62 @@ class CompletionBodies(Bodies):
 
     def _prompt_of_choice(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._question.prompts[index // self._options.n].tolist()}
+
+
+class DialectBodies:
+    """The one reply to a question in a dialect."""
+
+    def __init__(self, question: Question, reply: Reply) -> None:
+        self._reply = reply
+        self._prompt_tokens = len(question.prompts[0])
+        self._begun = False
+
+    def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        self._reply.begin(self._prompt_tokens)
+        self._parts(choice.delta.parts)
+        self._reply.end(self._end(choice.finished))
+        return self._reply.whole()
+
+    def frames(self, event: Delta | Finished) -> Iterator[str]:
+        events = [] if self._begun else self._reply.begin(self._prompt_tokens)
+        self._begun = True
+        events += self._parts(event.parts)
+        if isinstance(event, Finished):
+            events += self._reply.end(self._end(event))
+        return (frame(data, name) for name, data in events)
+
+    def last(self, finished: Sequence[Finished]) -> Iterator[str]:
+        del finished  # its end says all
+        return iter(())
+
+    def failed(self, error: ApiError) -> str:
+        name, data = self._reply.failed(error)
+        return frame(data, name)
+
+    def _parts(self, parts: Sequence[Part]) -> list[Event]:
+        return written_parts(self._reply, [made_call(p, call_id()) if isinstance(p, ToolCall) else p for p in parts])
+
+    def _end(self, finished: Finished) -> End:
+        stop = finished.stop_reason if isinstance(finished.stop_reason, str) else None
+        return End(
+            finished.finish_reason,
+            self._prompt_tokens,
+            finished.num_tokens,
+            _latest([finished]),
+            finished.cached_tokens,
+            stop,
+        )
+
+
+def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
+    """The events of these parts, written in order."""
+    return [e for part in parts for e in (reply.text(part) if isinstance(part, str) else reply.call(part))]
+
+
+def call_body(call: MadeCall) -> dict[str, Any]:
+    """A call as messages of the assistant have it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:

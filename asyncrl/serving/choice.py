@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.data.call_splitter import CallFormat, CallSplitter, Part, joined_parts
 from asyncrl.data.incremental_decoder import IncrementalDecoder
+from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
-from asyncrl.serving.text import StopStrings, StopTable
 from asyncrl.types import TokenChunk
 
 
@@ -35,23 +36,30 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text of choice `index` that is certain. `sampled` is empty unless log-probabilities were requested."""
+    """Text and tool calls of choice `index` that are certain. `sampled` is empty unless log-probabilities were
+    requested."""
 
     index: int
-    text: str
+    parts: tuple[Part, ...]
     token_ids: tuple[int, ...]
     sampled: tuple[SampledToken, ...]
     version: int
     replica_id: int
 
+    @property
+    def text(self) -> str:
+        """Without the calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of choice `index`. `text`: the rest, which was held back until now. `stop_reason`: the stop string or the
-    id of the request's stop token that ended it."""
+    """The end of choice `index`. `parts`: the rest, which was held back until now. `finish_reason`: stop, length, or
+    tool_calls for a reply that ended with calls. `stop_reason`: the stop string or the id of the request's stop token
+    that ended it."""
 
     index: int
-    text: str
+    parts: tuple[Part, ...]
     finish_reason: str
     stop_reason: str | int | None
     versions: tuple[VersionSpan, ...]
@@ -61,11 +69,13 @@ class Finished:
 
 
 class Choice:
-    """Follows one response. With stop strings or log-probabilities it works token by token, to know where each ends.
+    """Follows one response. With stop strings, log-probabilities or a single call it works token by token, to know
+    where each ends.
 
     Args:
         stop_token_ids: tokens that end the response; they are counted but are not part of its text.
         stops: the table of the request's stop strings; its choices share it.
+        calls: how the response may call tools; None: it is text.
     """
 
     def __init__(
@@ -76,12 +86,17 @@ class Choice:
         options: Options,
         stop_token_ids: Sequence[int],
         stops: StopTable,
+        calls: CallFormat | None = None,
     ) -> None:
         self._index = index
         self._text = text
         self._options = options
         self._stop_ids = frozenset(stop_token_ids)
-        decode = text.decode if options.skip_special_tokens else text.decode_with_special_tokens
+        self._calls = None if calls is None else CallSplitter(calls)
+        tags = () if calls is None else (*calls.tags, *calls.tags.values())
+        hidden = options.skip_special_tokens and not text.hides(tags)
+        decode = text.decode if hidden else text.decode_with_special_tokens
+        self._by_token = bool(options.stop or options.logprobs or (calls is not None and calls.single))
         self._decoder = IncrementalDecoder(decode, prompt_ids[-8:].tolist())
         self._stops = StopStrings(stops)
         self._spans: list[VersionSpan] = []
@@ -91,13 +106,13 @@ class Choice:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found: tokens that come after it are not part of the response."""
-        return self._stops.found is not None
+        """A stop string was found, or the only call is made: tokens that come after it are not part of the response."""
+        return self._stops.found is not None or (self._calls is not None and self._calls.done)
 
     def feed(self, chunk: TokenChunk, replica_id: int) -> Delta:
         ids = chunk.token_ids.tolist()
-        step = 1 if self._options.stop or self._options.logprobs else len(ids)
-        pieces: list[str] = []
+        step = 1 if self._by_token else len(ids)
+        parts: list[Part] = []
         sampled: list[SampledToken] = []
         kept = 0
         while kept < len(ids) and not self.stopped:
@@ -105,20 +120,25 @@ class Choice:
             if self._options.logprobs:
                 alone = self._text.decode_with_special_tokens(some)
                 sampled.append(SampledToken(some[0], alone, float(chunk.logprobs[kept]), self._num_characters))
-            pieces.append(self._text_of(some))
+            parts += self._parts_of(self._text_of(some))
             kept += len(some)
         self._extend(chunk.version, kept)
-        return Delta(self._index, "".join(pieces), tuple(ids[:kept]), tuple(sampled), chunk.version, replica_id)
+        return Delta(self._index, joined_parts(parts), tuple(ids[:kept]), tuple(sampled), chunk.version, replica_id)
 
     def finish(self, reason: str, *, cached_tokens: int, interruptions: int) -> Finished:
         tail = ""
         if not self.stopped:
             tail = self._stops.feed(self._decoder.finish())
             tail += self._stops.finish()
+        reason = "stop" if self.stopped else reason
+        parts = self._parts_of(tail)
+        if self._calls is not None:
+            parts = joined_parts([*parts, *self._calls.finish()])
+        called = self._calls is not None and self._calls.num_calls > 0
         return Finished(
             index=self._index,
-            text=tail,
-            finish_reason="stop" if self.stopped else reason,
+            parts=parts,
+            finish_reason="tool_calls" if called and reason == "stop" else reason,
             stop_reason=self._stops.found or self._stop_reason,
             versions=tuple(self._spans),
             num_tokens=self._num_tokens,
@@ -137,6 +157,11 @@ class Choice:
         piece = self._decoder.feed(ids)
         self._num_characters += len(piece)
         return self._stops.feed(piece) if self._num_tokens > self._options.min_tokens else piece
+
+    def _parts_of(self, text: str) -> tuple[Part, ...]:
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return (text,) if text else ()
 
     def _extend(self, version: int, count: int) -> None:
         if count == 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -35,6 +36,32 @@ class Fields(BaseModel):
     @classmethod
     def _null_is_unset(cls, body: Any) -> Any:
         return {n: v for n, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+
+class Served(Fields):
+    """A whole request. A field that is not served is refused by name, unless its value asks for nothing.
+
+    `harmless`: fields that are not served, with the values that ask for nothing. `information`: fields that are taken
+    and unused, because they do not change the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    information: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_served(cls, body: Any) -> Any:
+        """Leaves out what asks for nothing. Raises ApiError for what is not served."""
+        known = {name: value for name, value in body.items() if name in cls.model_fields}
+        for name, value in body.items():
+            if name in known or name in cls.information or value is None:
+                continue
+            if name not in cls.harmless:
+                raise unsupported(name)
+            if not asks_for_nothing(value, cls.harmless[name]):
+                raise unsupported(name, f"this server does not support {name}={short(value)}")
+        return known
 
 
 class TextPart(Fields):

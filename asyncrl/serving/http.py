@@ -66,13 +66,15 @@ def _reason(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+def key_of(request: Request) -> str:
+    """The key that a request carries, as OpenAI's clients send it or as Anthropic's do; empty without one."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
 def require_key(request: Request, key: str | None) -> None:
     """Raises ApiError: `key` is set and the request does not carry it. Takes the same time whatever was sent."""
-    if key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), key.encode())
-    if scheme.lower() != "bearer" or not same:
+    if key is not None and not hmac.compare_digest(key_of(request).encode(), key.encode()):
         raise ApiError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
@@ -94,9 +96,16 @@ def require_local_host(request: Request) -> None:
             ) from None
 
 
-def error_response(error: ApiError) -> Response:
+def frame(data: Mapping[str, Any], event: str = "") -> str:
+    """A server-sent event with JSON as its data, under a name where the API has names."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
+
+
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
+    """`body`: in the form of another API than OpenAI's."""
     headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(RETRY_AFTER_S)}}
-    return JSONResponse(error.body(), error.status, headers.get(error.status))
+    return JSONResponse(error.body() if body is None else body, error.status, headers.get(error.status))
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -123,7 +132,7 @@ class EventStream(Response):
     """Server-sent events. A client that leaves ends the stream: its generator is closed.
 
     Args:
-        events: the data of each event.
+        events: the frame of each event.
         source: what `events` is made from. Both are closed when the response ends, however that is.
     """
 
@@ -149,5 +158,5 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, stop_token_ids
+from asyncrl.data.chat import Chat
+from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tool_calls import ParserName, described, parser_for, template_text
+from asyncrl.data.tool_prompt import ToolPrompt
 from asyncrl.errors import DataError
 from asyncrl.serving.errors import ApiError
 
@@ -24,6 +26,7 @@ class ModelText:
     Args:
         vocab_size: of the model, which may have more ids than its tokenizer; None takes the tokenizer's.
         max_model_len: prompt plus answer, in tokens.
+        parser: format of tool calls, as `parser_for` takes it.
     """
 
     def __init__(
@@ -33,20 +36,27 @@ class ModelText:
         vocab_size: int | None = None,
         *,
         max_model_len: int,
+        parser: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
-        self._renderer = PromptRenderer(tokenizer, model)
+        self._chat = Chat(tokenizer, model, parser)
+        self.parser: ParserName = parser_for(parser, template_text(tokenizer))
+        self._specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self.vocab_size = vocab_size or len(tokenizer)
         self.max_model_len = max_model_len
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.stop_token_ids = stop_token_ids(tokenizer, model, ())
         tokenizer.encode("a")  # clears a saved truncation now: two threads must not do that at once
 
-    def chat(self, messages: tuple[ChatMessage, ...]) -> np.ndarray:
-        """[P] int32: the messages through the chat template. Raises ApiError: too long, or refused by it."""
-        self._require_short("messages", sum(len(m.role) + len(m.content) for m in messages))
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        """[P] int32: the messages and the descriptions of the tools through the chat template.
+
+        Raises ApiError: too long, or refused by it.
+        """
+        self._require_short("messages", _num_characters(messages))
+        self._require_short("tools", _num_characters(tools))
         try:
-            return self._renderer.prompt_ids(PromptRow(messages, "", "", (), "this request"))
+            return self._chat.prompt(messages, ToolPrompt(tuple(tools), described(tools, self.parser)))
         except DataError as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
@@ -75,8 +85,26 @@ class ModelText:
             found += f", at most {self._max_characters} characters"
             raise ApiError(400, f"{found}; shorten the text", param=param, code="context_length_exceeded")
 
+    def hides(self, texts: Iterable[str]) -> bool:
+        """True when one of these texts has a special token, which `decode` leaves out."""
+        return any(special in text for text in texts for special in self._specials)
+
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def decode_with_special_tokens(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _num_characters(value: object) -> int:
+    """Of all texts in a JSON value, its keys included."""
+    found, left = 0, [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                found += len(text)
+            case dict() as fields:
+                left += [*fields, *fields.values()]
+            case list() | tuple() as items:
+                left += items
+    return found

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.serving.protocol import HARMLESS, INFORMATION, ChatRequest, CompletionRequest, Options
+from asyncrl.serving.anthropic import MessagesRequest
+from asyncrl.serving.fields import Served
+from asyncrl.serving.protocol import ChatRequest, CompletionRequest
+from asyncrl.serving.responses import ResponsesRequest
 
 _ERRORS = {
     "400": "a field cannot be served, or the body is no JSON",
@@ -40,6 +43,8 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     paths = {
         "/v1/chat/completions": _generate("chat", _body(ChatRequest, model, schemas), generated),
         "/v1/completions": _generate("completion", completion, generated),
+        "/v1/responses": _generate("response", _body(ResponsesRequest, model, schemas), _TYPED),
+        "/v1/messages": _generate("message", _body(MessagesRequest, model, schemas), _TYPED, _ANTHROPIC_ERROR),
         "/v1/models": _get("models", _object(data={"type": "array", "items": _MODEL})),
         "/v1/models/{id}": _get("model", _MODEL, "404"),
         "/openapi.json": _get("schema", {"type": "object"}),
@@ -58,22 +63,26 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     return made | {"components": components}
 
 
-def _body(request: type[Options], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _body(request: type[Served], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """The schema of a request's fields and of those that ask for nothing. Adds what it refers to to `schemas`."""
     made = request.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= made.pop("$defs", {})
     fields = made["properties"]
     fields["model"] = {"enum": [model]}
     made["properties"] = {name: kind if name in made["required"] else _optional(kind) for name, kind in fields.items()}
-    made["properties"] |= {field: {"enum": [None, *values]} for field, values in HARMLESS.items()}
-    made["properties"] |= {field: {} for field in INFORMATION}
+    unused = {field: {"enum": [None, *values]} for field, values in request.harmless.items()}
+    made["properties"] = unused | {field: {} for field in request.information} | made["properties"]
+    if "stream_options" not in request.model_fields:
+        return made
     return made | {
         "if": {"required": ["stream_options"], "properties": {"stream_options": {"type": "object"}}},
         "then": {"required": ["stream"], "properties": {"stream": {"const": True}}},
     }
 
 
-def _generate(name: str, body: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
+def _generate(
+    name: str, body: dict[str, Any], generated: dict[str, Any], error: dict[str, Any] | None = None
+) -> dict[str, Any]:
     content = {
         "application/json": {"schema": _object(**generated)},
         "text/event-stream": {"schema": _object(data=_TEXT)},  # each event
@@ -82,7 +91,7 @@ def _generate(name: str, body: dict[str, Any], generated: dict[str, Any]) -> dic
         "post": {
             "operationId": name,
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": {"200": {"description": "the answer", "content": content}} | _errors(*_ERRORS),
+            "responses": {"200": {"description": "the answer", "content": content}} | _errors(*_ERRORS, kind=error),
         }
     }
 
@@ -92,8 +101,8 @@ def _get(name: str, answer: dict[str, Any], *errors: str, kind: str = "applicati
     return {"get": {"operationId": name, "responses": good | _errors(*_READ_ONLY, *errors)}}
 
 
-def _errors(*statuses: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ERROR}}
+def _errors(*statuses: str, kind: dict[str, Any] | None = None) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind or _ERROR}}
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
 
 
@@ -111,3 +120,5 @@ _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_
 _ERROR = _object(
     error=_object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
 )
+_TYPED = {"id": _TEXT, "model": _TEXT, "usage": {"type": "object"}}
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))

@@ -6,7 +6,7 @@ default, null, or an empty list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -14,7 +14,18 @@ from pydantic_core import PydanticCustomError
 
 from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 from asyncrl.serving.errors import bad_field, unsupported
-from asyncrl.serving.fields import NOT_SERVED, WHOLE, Fields, Length, Text, asks_for_nothing, parsed, short, whole
+from asyncrl.serving.fields import (
+    NOT_SERVED,
+    WHOLE,
+    Fields,
+    Length,
+    Served,
+    Text,
+    parsed,
+    short,
+    whole,
+)
+from asyncrl.serving.messages import MAX_TOOLS, Calls, Name, OfferedTool
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -83,6 +94,13 @@ _TEMPERATURE_SCHEMA = {
 }
 _NOTHING_SCHEMA: Any = {"enum": [None, False, 0, "", [], {}]}
 
+_TEXT_SCHEMA = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "object", "required": ["type", "text"], "properties": {
+        "type": {"const": "text"}, "text": {"type": "string"}}}},
+]  # fmt: skip
+_TOOL_EXAMPLE = {"type": "function", "function": {"name": "..."}}
+
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
@@ -104,21 +122,61 @@ class Message(Fields):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": _NOTHING_SCHEMA})
 
     role: str
-    content: Text
+    content: Annotated[Text, WithJsonSchema({"anyOf": [*_TEXT_SCHEMA, {"type": "null"}]})]
+    name: Name = None
+    tool_call_id: Name = None
+    tool_calls: Calls = None
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_else(cls, message: Any) -> Any:
-        for name, value in message.items() if isinstance(message, dict) else ():
-            if value and name not in cls.model_fields:
+        if not isinstance(message, dict):
+            return message
+        for name, value in message.items():
+            if value and (name not in cls.model_fields or (name == "name" and message.get("role") != "tool")):
                 raise PydanticCustomError(NOT_SERVED, "{name}", {"name": name})
-        return message
+        return {**message, "content": ""} if message.get("tool_calls") and message.get("content") is None else message
 
 
-class Options(Fields):
+class NamedFunction(Fields):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def lacks_schema(self) -> bool:
+        return self.type == "json_schema" and self.json_schema is None
+
+    @property
+    def guide(self) -> dict[str, Any] | None:
+        """The schema of the answer; None where any text will do."""
+        if self.type == "json_schema":
+            return {} if self.json_schema is None else self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class Options(Served):
     """A request without its prompt. `max_tokens` None: as many as fit. `seed` None: drawn by the server."""
 
-    model_config = ConfigDict(extra="forbid")
+    harmless = HARMLESS
+    information = INFORMATION
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] = 1
@@ -136,20 +194,6 @@ class Options(Fields):
     return_token_ids: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_served(cls, body: Any) -> Any:
-        """Leaves out what asks for nothing. Raises ApiError for what is not served."""
-        known = {name: value for name, value in body.items() if name in cls.model_fields}
-        for name, value in body.items():
-            if name in known or name in INFORMATION or value is None:
-                continue
-            if name not in HARMLESS:
-                raise unsupported(name)
-            if not asks_for_nothing(value, HARMLESS[name]):
-                raise unsupported(name, f"this server does not support {name}={short(value)}")
-        return known
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -174,6 +218,41 @@ class ChatRequest(Options):
     messages: list[Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
     max_completion_tokens: Length | None = None
     logprobs: Annotated[bool, BeforeValidator(_no_number, json_schema_input_type=bool)] = False
+    tools: list[OfferedTool] = Field([], max_length=MAX_TOOLS, fail_fast=True, examples=[[_TOOL_EXAMPLE]])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _of_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise bad_field("tools", "two of them have the same name", "give each a name of its own")
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if wanted is not None and wanted not in names:
+            raise bad_field("tool_choice", f"no tool is named {short(wanted)}", "name one of the request's tools")
+        if self.tool_choice == "required" and not names:
+            raise bad_field("tool_choice", "the request has no tools", "send tools, or leave it out")
+        if self.response_format is not None and self.response_format.lacks_schema:
+            raise bad_field("response_format", "json_schema is missing", "send the schema")
+        if self.calls_tools and self.guide is not None:
+            raise bad_field("response_format", "a reply with a schema calls no tools", "leave tools or the schema out")
+        return self
+
+    @property
+    def calls_tools(self) -> bool:
+        """The reply may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def guide(self) -> dict[str, Any] | None:
+        """The JSON schema of `response_format`; None without one."""
+        return None if self.response_format is None else self.response_format.guide
+
+    @property
+    def forced(self) -> bool:
+        """The reply must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def longest(self) -> int | None:
@@ -193,3 +272,22 @@ def parse_chat(body: object) -> ChatRequest:
 def parse_completion(body: object) -> CompletionRequest:
     """Raises ApiError naming the field."""
     return parsed(CompletionRequest, body)
+
+
+def forced_call(asked: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of one call of the tool that `tool_choice` names, or of any. `tools`: as they were sent."""
+    named = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
+    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

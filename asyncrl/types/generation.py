@@ -21,6 +21,8 @@ class SamplingParams:
 
     `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response. Before
     `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
+    `json_schema` (a JSON schema as text) guides the response: only tokens that keep it valid are sampled. Engines
+    without guided decoding refuse it.
     """
 
     temperature: float = 1.0
@@ -29,9 +31,10 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    json_schema: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens)
+        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema)
         return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest)
 
 

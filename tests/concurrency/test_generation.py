@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from asyncrl.data.stop_strings import StopTexts
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import Draft, GenerationClient
@@ -464,3 +465,38 @@ async def test_close_returns_when_a_chunk_arrives_in_the_very_turn_of_it():
             await fleet.client.close()
         with pytest.raises(GenerationError, match="closed"):
             await running
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 16])
+async def test_a_stop_text_over_chunks_and_publishes_ends_the_response_with_its_last_token(chunk_tokens):
+    """Token i of a response spells one letter: the text is abc... again and again, whatever the version."""
+
+    def letters(ids):
+        return "".join(chr(97 + (i % 1000 - len(PROMPT)) % 26) for i in ids)
+
+    stop = StopTexts(["yzabcdefghijklmnopqrstuvwxyzabcdefgh", "never"], letters)
+    end = 24 + len(stop.texts[0])
+    async with Fleet(tick_s=0.0005, chunk_tokens=chunk_tokens) as fleet:
+        await fleet.publish(0)
+        drafts = [Draft(finder=stop.follow([])) for _ in range(8)]
+        sampling = SamplingParams(max_tokens=400)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, sampling, draft=d)) for d in drafts]
+        for version in (1, 2):
+            await fleet.sampled(8 * 20 * version)  # of the 60 tokens that each response gets
+            await fleet.publish(version)
+        generations = await asyncio.gather(*running)
+        for generation in generations:
+            check(generation)
+            assert (len(generation.token_ids), generation.finish_reason) == (end, "stop")
+        assert max(len(g.segments) for g in generations) > 1, "no response was resumed"
+        async with asyncio.timeout(20):
+            while any(engine.health().running for engine in fleet.engines):
+                await asyncio.sleep(0.001)
+        sampled = sum(engine.health().generated_tokens for engine in fleet.engines)
+        assert sampled < 8 * 400, "the requests were not aborted"
+        again = Draft(generations[0], finder=stop.follow([]))
+        resumed = await fleet.client.generate(PROMPT, sampling, draft=again)
+        assert resumed.token_ids.tolist() == generations[0].token_ids.tolist(), (
+            "a record that has ended is not continued"
+        )
+        assert resumed.finish_reason == "stop"

@@ -113,6 +113,7 @@ async def asks_what_is_not_served(base_url, api_key, task):
         {"n": 2},
         {"stop": "x"},
         {"tool_choice": "required", "tools": TOOLS},
+        {"parallel_tool_calls": False, "tools": TOOLS},
         {"max_tokens": 0},
         {"extra_body": {"top_logprobs": 3}},
         {"extra_body": {"stream_options": [1]}},
@@ -130,9 +131,63 @@ async def asks_what_is_not_served(base_url, api_key, task):
         with pytest.raises(openai.BadRequestError) as error:
             await ask(client, [*messages, {"role": "assistant", "content": "", "tool_calls": calls}])
         assert error.value.param == "messages"
-    assert found == ["n", "stop", "tool_choice", "max_tokens", "top_logprobs", "stream_options", "tools", "tools"]
+    assert found == [
+        "n",
+        "stop",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_tokens",
+        "top_logprobs",
+        "stream_options",
+        "tools",
+        "tools",
+    ]
     assert [m.id for m in (await client.models.list()).data] == ["policy"]
     return await ask(client, messages)
+
+
+async def calls_a_tool_by_responses(base_url, api_key, task):
+    client = client_of(base_url, api_key)
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    items = [{"role": "user", "content": task.row.messages[-1].content}]
+    while True:
+        async with client.responses.stream(model="any", input=items, tools=flat) as events:
+            async for _ in events:
+                pass
+            answer = await events.get_final_response()
+        items += [item.model_dump(exclude_none=True) for item in answer.output]
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            return answer.output_text
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            result = str(arguments["a"] + arguments["b"])
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+async def calls_a_tool_by_messages(base_url, api_key, task):
+    import anthropic
+
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+    schema = TOOLS[0]["function"]
+    options = {"model": "any", "max_tokens": 200}
+    options["tools"] = [{"name": "add", "description": "adds", "input_schema": schema["parameters"]}]
+    messages = [{"role": "user", "content": task.row.messages[-1].content}]
+    for refused in ({"stop_sequences": ["x"]}, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}):
+        with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences|parallel_tool_calls"):
+            await client.messages.create(messages=messages, **options, **refused)
+    while True:
+        answer = await client.messages.create(messages=messages, **options)
+        messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in answer.content]})
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        if not calls:
+            assert answer.stop_reason == "end_turn"
+            return answer.content[0].text
+        assert answer.stop_reason == "tool_use"
+        results = [
+            {"type": "tool_result", "tool_use_id": c.id, "content": str(c.input["a"] + c.input["b"])} for c in calls
+        ]
+        messages.append({"role": "user", "content": results})
 
 
 @pytest_asyncio.fixture
@@ -170,6 +225,18 @@ async def test_an_agent_with_tools_is_recorded_token_by_token(run):
         "<|im_start|>assistant\nIt is 5.<|im_end|>"
     )
     assert len(session.chat.encode(text_of(session, trajectory.response_ids))) < len(trajectory.response_ids)
+
+
+@pytest.mark.parametrize("agent", [calls_a_tool_by_responses, calls_a_tool_by_messages])
+async def test_agents_of_other_apis_are_recorded_as_one_conversation_too(run, agent):
+    if agent is calls_a_tool_by_messages:
+        pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
+    call = call_text("add", a=2, b=3)
+    trajectory, session = await run(agent, f"let me see {call}", "It is 5.")
+    assert_exact(trajectory, session)
+    assert session.rewarded == ["It is 5."]
+    assert dict(trajectory.reward_parts) == {"correct": 1, "agent_requests": 2, "agent_branches": 1}
+    assert "<tool_response>\n5\n</tool_response>" in text_of(session, trajectory.response_ids)
 
 
 async def test_a_streamed_answer_and_the_text_of_the_last_reply(run):

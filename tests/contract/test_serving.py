@@ -231,8 +231,8 @@ def value(page, name):
 async def test_errors_as_openai_reads_them():
     async with serving() as served:
         with pytest.raises(openai.BadRequestError) as caught:
-            await served.openai.chat.completions.create(model="tiny", **ASK, tools=[{"type": "function"}])
-        assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+            await served.openai.chat.completions.create(model="tiny", **ASK, functions=[{"name": "x"}])
+        assert (caught.value.param, caught.value.code) == ("functions", "unsupported_parameter")
         with pytest.raises(openai.NotFoundError, match="gpt-9"):
             await served.openai.chat.completions.create(model="gpt-9", **ASK)
         with pytest.raises(openai.BadRequestError, match="no such role") as caught:

@@ -1,6 +1,7 @@
 """vLLM against the conformance suite of engines."""
 
 import asyncio
+import json
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.make import require_vllm
+from tests.serving import byte_tokenizer
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -73,3 +75,36 @@ class TestVllmEngine(EngineConformance):
         await shared_engine.resume()
         await shared_engine.abort(None)
         await shared_engine.commit(0)
+
+
+async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp_path):
+    require_vllm()
+    path = write_random_qwen3(tmp_path, vocab_size=260, eos_token_id=256)
+    byte_tokenizer().save_pretrained(path)
+    settings = VllmEngineConfig(
+        max_model_len=512,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True,
+        structured_outputs=True,
+    )
+    engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+    await within(engine.start(), START_S)
+    try:
+        call = {"type": "object", "properties": {"name": {"const": "add"}}, "required": ["name"]}
+        schema = json.dumps(call | {"additionalProperties": False})
+        clients = [
+            Client(engine, make_request(max_tokens=200, seed=i, stop=(256,), json_schema=schema)) for i in range(3)
+        ]
+        for client in clients:
+            await client.done()
+            assert client.finish_reasons == ["stop"]
+            assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add"}
+        with pytest.raises(GenerationError):
+            await within(Client(engine, make_request(json_schema='{"type": 5}')).done())
+        with pytest.raises(GenerationError, match="first token"):
+            await within(Client(engine, make_request(json_schema=schema, first_position=2)).done())
+        free = await Client(engine, make_request(max_tokens=8)).done()
+        assert len(free.ids) == 8, "a request without a schema is not guided"
+    finally:
+        await within(engine.stop())

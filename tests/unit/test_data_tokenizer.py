@@ -7,8 +7,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import SamplingConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_token_ids
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_texts, stop_token_ids
 from asyncrl.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.unit
@@ -108,13 +109,22 @@ def test_stop_ids_come_from_tokenizer_and_generation_config(tmp_path: Path, eos:
     assert stop_token_ids(tokenizer, model, []) == tuple(expected)
 
 
-def test_a_stop_text_must_be_one_token(tmp_path: Path) -> None:
+def test_a_stop_text_of_one_token_ends_a_response_in_the_engine_and_others_are_looked_for(tmp_path: Path) -> None:
     model = save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(model)
-    assert stop_token_ids(tokenizer, model, ["STOP"]) == (1, 8)
-    for text, count in (("a b", 2), ("", 0)):
-        with pytest.raises(ConfigError, match=rf"rollout\.sampling\.stop='{text}'\nfound: {count} tokens"):
-            stop_token_ids(tokenizer, model, [text])
+    assert stop_token_ids(tokenizer, model, ["STOP", "a b"]) == (1, 8)
+    assert stop_token_ids(tokenizer, model, ["no such word"]) == (1,), "the token of unknown words ends nothing"
+    special = tokenizer.convert_ids_to_tokens(1)
+    found = stop_texts(tokenizer, ["STOP", special, "a b", "STOP"])
+    assert found is not None
+    assert found.texts == ("STOP", "a b")
+    assert stop_texts(tokenizer, [special]) is None
+
+
+@pytest.mark.parametrize("text", ["", "a\ufffd", "\ud800"])
+def test_a_stop_text_that_no_response_contains_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop="):
+        SamplingConfig(stop=["END", text])
 
 
 def test_a_model_that_never_stops_is_refused(tmp_path: Path) -> None:

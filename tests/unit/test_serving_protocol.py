@@ -23,9 +23,7 @@ def refused(parse, body):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
+        ("functions", [{"name": "add"}]),
         ("logit_bias", {"1": 2}),
         ("top_logprobs", 3),
         ("frequency_penalty", 0.5),
@@ -47,6 +45,19 @@ def test_what_is_not_served_is_refused_by_name(name, value):
         error = refused(parse, body | {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
         assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "add"}}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_completions_have_no_tools(name, value):
+    assert parse_chat({"messages": MESSAGES, name: value}).n == 1
+    assert refused(parse_completion, {"prompt": "a", name: value})["code"] == "unsupported_parameter"
 
 
 def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
@@ -127,7 +138,8 @@ def test_the_ends_of_the_ranges_are_served_by_every_engine(options):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),
         ({"messages": [*MESSAGES, {"role": "user", "content": "x", "name": "Ann"}]}, "messages[1].name"),
         ({"messages": MESSAGES, "logprobs": 0}, "logprobs"),
         ({"messages": MESSAGES, "logprobs": "yes"}, "logprobs"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.environments.tool_calls import (
+from asyncrl.data.tool_calls import (
     PARSERS,
     MalformedCall,
     ToolCall,

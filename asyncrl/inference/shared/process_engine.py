@@ -37,6 +37,8 @@ class ProcessEngine(ABC, Generic[S]):
     package: ClassVar[str]
     """The engine's name in messages."""
     key: ClassVar[str]
+    _guided = False
+    """The engine has guided decoding."""
     """The engine's name in a recipe."""
 
     def __init__(self, model: ModelConfig, *, max_running: int, context_tokens: int, load_real_weights: bool) -> None:
@@ -379,7 +381,13 @@ class ProcessEngine(ABC, Generic[S]):
 
     def _check(self, request: GenerationRequest) -> None:
         vocab_size = self._vocab_size()
-        found = misfit(request, engine=self.key, max_model_len=self._context_tokens, vocab_size=vocab_size)
+        found = misfit(
+            request,
+            engine=self.key,
+            max_model_len=self._context_tokens,
+            vocab_size=vocab_size,
+            guided=self._guided,
+        )
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")
         if found is not None:

@@ -13,12 +13,26 @@ MIN_TOP_P = 1e-6
 MAX_TOP_K = 2**31 - 1
 
 
-def misfit(request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int) -> tuple[str, str] | None:
-    """The fault of a request, and what to do about it; None when it can be served. `engine`: its name in a recipe."""
+def misfit(
+    request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int, guided: bool = False
+) -> tuple[str, str] | None:
+    """The fault of a request, and what to do about it; None when it can be served.
+
+    Args:
+        engine: its name in a recipe.
+        guided: the engine has guided decoding.
+    """
     prompt, sampling = request.prompt_ids, request.sampling
     if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
         found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
         return found, "send a one-dimensional array of at least one token id"
+    if sampling.json_schema is not None and not guided:
+        return (
+            "json_schema, and this engine has no guided decoding",
+            "use vllm with rollout.vllm.structured_outputs=true",
+        )
+    if sampling.json_schema is not None and request.first_position:
+        return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
     if sampling.max_tokens < 1:
         return f"max_tokens={sampling.max_tokens}", "ask for at least one token"
     if len(prompt) + sampling.max_tokens > max_model_len:

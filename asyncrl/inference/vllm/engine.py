@@ -43,6 +43,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
             load_real_weights=load_real_weights,
         )
         self._settings = settings
+        self._guided = settings.structured_outputs
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None

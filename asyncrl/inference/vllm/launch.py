@@ -54,7 +54,7 @@ def engine_arguments(
         "stream_interval": settings.stream_interval,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.structured_outputs,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,

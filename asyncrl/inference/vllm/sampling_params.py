@@ -13,9 +13,10 @@ _MASK = (1 << 64) - 1
 def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
     """vLLM's SamplingParams. Only `stop_token_ids` end a response: the model's own end token counts if it is there."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling = request.sampling
+    guide = None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -28,6 +29,7 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=guide,
     )
 
 

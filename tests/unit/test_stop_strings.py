@@ -2,12 +2,15 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.incremental_decoder import IncrementalDecoder
-from asyncrl.serving.text import StopStrings, StopTable
+from asyncrl.data.stop_strings import StopStrings, StopTable, StopTexts
+from asyncrl.rollout.draft import Draft
+from asyncrl.types import SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.unit
 
@@ -132,3 +135,88 @@ def test_an_end_that_may_become_a_stop_string_is_held():
     stops = StopStrings(StopTable(["END"]))
     assert [stops.feed(piece) for piece in ("xE", "N", "xE", "ND")] == ["x", "", "ENx", ""]
     assert stops.found == "END"
+
+
+def test_bytes_that_are_no_text_do_not_make_the_window_grow():
+    sizes = []
+    decoder = IncrementalDecoder(lambda ids: sizes.append(len(ids)) or decode(ids))
+    pieces = [decoder.feed(b"\x9f") for _ in range(1000)]
+    assert "".join([*pieces, decoder.finish()]) == "\ufffd" * 1000
+    assert max(sizes) < 100
+
+
+# -- stop texts in tokens ----------------------------------------------------------------------------------------
+
+VOCABULARY = [bytes([b]) for b in range(256)] + [w.encode() for w in ("ab", "ba", "aab", "é", "€a", "b€", "</t", "ol>")]
+
+
+def spell(ids):
+    return b"".join(VOCABULARY[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def whole_cut(ids, texts):
+    """The number of tokens of the shortest beginning whose complete characters contain a stop text, by trying all."""
+    for count in range(1, len(ids) + 1):
+        certain = spell(ids[:count])
+        stable = len(certain)
+        while stable > len(certain) - 3 and certain[:stable].endswith("\ufffd"):
+            stable -= 1
+        if any(text in certain[:stable] for text in texts):
+            return count
+    return None
+
+
+TOKENS = st.lists(st.sampled_from([*b"ab\x82\xac", *"€".encode(), *range(256, len(VOCABULARY))]), max_size=60)
+STOP_TEXTS = st.lists(st.text("abé€</>", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(TOKENS, STOP_TEXTS, PLACES, TOKENS)
+def test_a_response_ends_with_the_token_that_completes_a_stop_text_however_it_is_chunked(ids, texts, places, prompt):
+    finder = StopTexts(texts, spell).follow(prompt[-8:])
+    kept = 0
+    for part in cut(ids, places):
+        kept += finder.feed(part)
+        if finder.found is not None:
+            break
+    expected = whole_cut(ids, texts)
+    assert kept == (len(ids) if expected is None else expected)
+    assert (finder.found is None) == (expected is None)
+    if expected is not None:
+        assert finder.found in texts
+        assert finder.found in spell(ids[:kept])
+
+
+@given(TOKENS, STOP_TEXTS, PLACES, st.lists(st.integers(0, 3), max_size=8), st.integers(0, 60))
+def test_a_draft_keeps_tokens_logprobs_and_versions_up_to_there_over_chunks_publishes_and_resumes(
+    ids, texts, places, versions, resumed_at
+):
+    """Chunks of changing versions and replicas, and a checkpoint after some of them that another process continues."""
+    stop = StopTexts(texts, spell)
+    draft, sources = Draft(finder=stop.follow([])), []
+    for number, part in enumerate(cut(list(range(len(ids))), places)):
+        if number == resumed_at % 5:
+            draft = Draft(draft.generation(np.array([1], np.int32)), finder=stop.follow([]))
+        source = (versions[number % len(versions)] if versions else 0, number % 2)
+        sources += [source] * len(part)
+        token_ids = np.array([ids[i] for i in part], np.int32)
+        draft.add(TokenChunk("r", token_ids, -np.array(part, np.float32), source[0]), source[1])
+    end = whole_cut(ids, texts)
+    kept = len(ids) if end is None else end
+    made = draft.generation(np.array([1], np.int32), "stop")
+    assert made.token_ids.tolist() == ids[:kept]
+    assert made.logprobs.tolist() == [-float(i) for i in range(kept)]
+    stamped = [(s.version, s.replica_id) for s in made.segments for _ in range(s.start, s.stop)]
+    assert stamped == sources[:kept]
+    sampling = SamplingParams(max_tokens=len(ids) + 1)
+    assert draft.complete(sampling, None) == (None if end is None else "stop")
+    assert draft.complete(sampling, "length") == ("length" if end is None else "stop")
+
+
+def test_a_stop_text_costs_one_decoding_per_chunk_and_one_per_token_of_the_last():
+    calls = []
+    finder = StopTexts(["END"], lambda ids: calls.append(len(ids)) or spell(ids)).follow([])
+    text = b"a" * 1600 + b"xEND"
+    kept = sum(finder.feed(text[i : i + 16]) for i in range(0, len(text), 16) if finder.found is None)
+    assert (kept, finder.found) == (1604, "END")
+    assert len(calls) < 2 * 101 + 4
+    assert max(calls) < 100

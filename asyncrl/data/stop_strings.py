@@ -1,8 +1,14 @@
-"""Text as it arrives, and nothing of a stop string. Pure."""
+"""Stop strings in text and tokens as they arrive: in servers, which send the text before them, and in rollouts, which
+keep the tokens up to them. Pure.
+
+All of it takes time linear in the response, whatever the strings are and however the response is cut into chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
 
 
 class StopTable:
@@ -57,6 +63,14 @@ class StopStrings:
         self._state = 0
         self._held = ""
         self.found: str | None = None
+        self.rest = ""
+        """What the piece that completed `found` has after it."""
+
+    def fork(self) -> StopStrings:
+        """A copy that continues independently from here; it shares the table."""
+        made = StopStrings(self._table)
+        made._state, made._held, made.found, made.rest = self._state, self._held, self.found, self.rest
+        return made
 
     def feed(self, piece: str) -> str:
         """The text that can be sent on; after a stop string was `found` it is complete, and the string not in it."""
@@ -65,7 +79,7 @@ class StopStrings:
         for end, character in enumerate(piece, len(self._held) + 1):
             state = table.step(state, character)
             if (found := table.found[state]) is not None:
-                self._held, self.found = "", found
+                self._held, self.found, self.rest = "", found, text[end:]
                 return text[: end - len(found)]
         self._state = state
         certain = len(text) - table.depths[state]
@@ -76,3 +90,55 @@ class StopStrings:
         """What was held, when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+class StopFinder:
+    """Finds the token of one response that completes a stop text, in chunks of any size.
+
+    The text is that of the response alone, with its special tokens. A character counts once its last byte is there.
+    The token that completes a stop text is part of the response, also when its own text goes on after it.
+    """
+
+    def __init__(self, table: StopTable, decoder: IncrementalDecoder) -> None:
+        self._stops = StopStrings(table)
+        self._decoder = decoder
+
+    @property
+    def found(self) -> str | None:
+        """The stop text that is complete, of several the longest; None before."""
+        return self._stops.found
+
+    def feed(self, token_ids: Sequence[int]) -> int:
+        """How many of these next tokens belong to the response: all, or those up to the one that completes a stop text.
+        Once one was `found` there are no next tokens."""
+        assert self.found is None, "the response has ended"
+        stops, decoder = self._stops.fork(), self._decoder.fork()
+        piece = decoder.feed(token_ids)
+        stops.feed(piece)
+        if stops.found is None and not decoder.held and "\ufffd" not in piece:
+            self._stops, self._decoder = stops, decoder
+            return len(token_ids)
+        # Where in the chunk it is complete, and how broken characters read, only the single tokens tell.
+        for count, token in enumerate(token_ids, 1):
+            self._stops.feed(self._decoder.feed([token]))
+            if self.found is not None:
+                return count
+        return len(token_ids)
+
+
+class StopTexts:
+    """The stop texts of a recipe: one table, which a `StopFinder` per response reads.
+
+    Args:
+        texts: at least one; none is empty.
+        decode: token ids to text, special tokens included.
+    """
+
+    def __init__(self, texts: Sequence[str], decode: Decode) -> None:
+        self.texts = tuple(texts)
+        self._table = StopTable(self.texts)
+        self._decode = decode
+
+    def follow(self, prompt_ids: Sequence[int]) -> StopFinder:
+        """For a response to `prompt_ids`, from its first token on."""
+        return StopFinder(self._table, IncrementalDecoder(self._decode, prompt_ids))

@@ -98,6 +98,12 @@ def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
     return calls
 
 
+TAGS: dict[ParserName, Callable[[Sequence[ToolSignature]], dict[str, str]]] = {
+    "hermes": lambda tools: {"<tool_call>": "</tool_call>"},
+    "tagged": lambda tools: {f"<{tool.name}>": f"</{tool.name}>" for tool in tools},
+}
+"""The closing tag of each tag that opens a call, in the formats that have tags."""
+
 PARSERS: dict[ParserName, Parser] = {"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged}
 
 
@@ -127,6 +133,15 @@ def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:
     """The tools and how to call them, in words."""
     listed = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
     return f"You can call these tools:\n{listed}\nTo call one, write {_WRITTEN[parser]} and wait for its result."
+
+
+def written(name: str, arguments: Mapping[str, Any], parser: ParserName) -> str:
+    """A call as the policy writes it in the format of `parser`."""
+    if parser == "tagged":
+        return f"<{name}>{json.dumps(arguments)}</{name}>"
+    if parser == "json":
+        return json.dumps({"name": name, "parameters": arguments})
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def _tagged(tool: ToolSignature, text: str) -> Call:

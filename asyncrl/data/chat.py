@@ -10,8 +10,8 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tool_calls import ParserName, parser_for, template_text, written
 from asyncrl.data.tool_prompt import ToolPrompt, with_tools
-from asyncrl.environments.tool_calls import template_text
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
@@ -25,10 +25,17 @@ _QUESTION, _REPLY, _RESULT = "question7391", "reply7391", "result7391"
 
 class Chat:
     """The chat format of one tokenizer. It never renders the policy's own tokens again: a new turn is tokenized by
-    itself and appended to the existing token ids."""
+    itself and appended to the existing token ids.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
+    Args:
+        parser: format of tool calls, as `parser_for` takes it; earlier calls are written in it where the template does
+            not know them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, parser: str = "auto") -> None:
         self._tokenizer = tokenizer
+        self._parser: ParserName = parser_for(parser, template_text(tokenizer))
+        self._knows_calls = "tool_calls" in template_text(tokenizer)
         self._options: dict[str, Any] = (
             {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
         )
@@ -75,7 +82,7 @@ class Chat:
 
         Raises DataError: the template refuses the messages, or renders nothing.
         """
-        plain, options = with_tools(self._tokenizer, messages, tools)
+        plain, options = with_tools(self._tokenizer, [self._speakable(message) for message in messages], tools)
         ids = self.encode(self._render(plain, options))
         if len(ids) == 0:
             raise DataError(explain("a conversation", "it renders to no token", "check the chat template"))
@@ -109,7 +116,12 @@ class Chat:
         return ids
 
     def _speakable(self, message: Message) -> dict[str, Any]:
-        """A tool's result as a message of the user, when the template has no role for tools."""
+        """Tool calls as text, and a tool's result as a message of the user, when the template does not know them."""
+        if message.get("tool_calls") and not self._knows_calls:
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [written(function["name"], function["arguments"], self._parser) for function in functions]
+            said = {name: value for name, value in message.items() if name != "tool_calls"}
+            return said | {"content": "\n".join([*filter(None, [message.get("content")]), *calls])}
         if message.get("role") != "tool":
             return dict(message)
         if self._knows_results is None:

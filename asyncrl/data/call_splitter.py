@@ -1,0 +1,154 @@
+"""Divides the text of a reply, as it arrives, into what is said and the tool calls in it. Pure.
+
+A call is found by its tags and read by the parser of its format (`tool_calls`), once it is complete. What is malformed
+stays text. The parts do not depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.data.stop_strings import StopStrings, StopTable
+from asyncrl.data.tool_calls import PARSERS, TAGS, MalformedCall, ParserName, ToolCall, ToolSignature
+
+Part = str | ToolCall
+"""A piece of text, or a whole call."""
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How calls are written, and the tools that exist. `single`: the reply ends with its first call."""
+
+    parser: ParserName
+    tools: tuple[ToolSignature, ...]
+    single: bool = False
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """The closing tag of each opening tag; empty where a whole reply is calls or text."""
+        return {} if self.parser == "json" else TAGS[self.parser](self.tools)
+
+
+class CallSplitter:
+    """Follows one reply. Blanks beside calls are dropped, and those at the end of a reply that has calls."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form = form
+        self._parse = PARSERS[form.parser]
+        self._tags = form.tags
+        self._openings = StopTable(list(self._tags))
+        self._text: StopStrings | None = StopStrings(self._openings)
+        self._call: StopStrings | None = None
+        self._body: list[str] = []
+        """The opening tag and the text of the call in progress; of a reply in JSON, all of it."""
+        self._begins = form.parser == "json"
+        """It is still open whether the reply is JSON."""
+        self._is_json = False
+        self._blanks, self._after_call = "", False
+        self.num_calls = 0
+
+    @property
+    def done(self) -> bool:
+        """The reply has ended with its only call: what follows is dropped."""
+        return self._form.single and self.num_calls > 0
+
+    def feed(self, piece: str) -> tuple[Part, ...]:
+        """The parts that have become certain."""
+        parts: list[Part] = []
+        if self._begins or self._is_json:
+            piece = self._json_begins(piece)
+        while piece and not self.done:
+            if self._call is not None:
+                self._body.append(self._call.feed(piece))
+                if self._call.found is None:
+                    break
+                piece = self._call.rest
+                self._end_call(self._call.found, parts)
+            else:
+                assert self._text is not None
+                self._say(self._text.feed(piece), parts)
+                if (found := self._text.found) is None:
+                    break
+                piece = self._text.rest
+                self._body, self._call = [found], StopStrings(StopTable([self._tags[found]]))
+        return joined_parts(parts)
+
+    def finish(self) -> tuple[Part, ...]:
+        """The rest, when no more text comes. A call that is not closed is text."""
+        parts: list[Part] = []
+        if self.done:
+            return ()
+        if self._begins or self._is_json:
+            self._end_json(parts)
+        elif self._call is not None:
+            self._say("".join(self._body) + self._call.finish(), parts)
+        elif self._text is not None:
+            self._say(self._text.finish(), parts)
+        if self.num_calls == 0 and self._blanks:
+            parts.append(self._blanks)
+        return joined_parts(parts)
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        text = self._blanks + text
+        if self._after_call:
+            text = text.lstrip()
+        end = len(text.rstrip())
+        self._blanks = text[end:]
+        if end:
+            self._after_call = False
+            parts.append(text[:end])
+
+    def _end_call(self, closing: str, parts: list[Part]) -> None:
+        text = "".join(self._body) + closing
+        self._body, self._call, self._text = [], None, StopStrings(self._openings)
+        (call,) = self._parse(text, self._form.tools)
+        if isinstance(call, MalformedCall):
+            self._say(text, parts)
+        else:
+            self._blanks, self._after_call = "", True
+            self.num_calls += 1
+            parts.append(call)
+
+    def _json_begins(self, piece: str) -> str:
+        """What of the piece is text for certain: nothing while the reply is JSON or may become it."""
+        self._body.append(piece)
+        if self._is_json:
+            return ""
+        text = "".join(self._body).lstrip()
+        self._is_json = text.startswith(("{", _PYTHON_TAG))
+        if self._is_json or _PYTHON_TAG.startswith(text):
+            return ""
+        self._begins = False
+        said, self._body = "".join(self._body), []
+        return said
+
+    def _end_json(self, parts: list[Part]) -> None:
+        text = "".join(self._body)
+        calls = self._parse(text, self._form.tools)
+        made = [call for call in calls if isinstance(call, ToolCall)]
+        if not made or len(made) < len(calls):
+            self._say(text, parts)
+            return
+        kept = made[:1] if self._form.single else made
+        self.num_calls = len(kept)
+        parts.extend(kept)
+
+
+def split_calls(text: str, form: CallFormat) -> tuple[Part, ...]:
+    """The parts of a whole reply."""
+    splitter = CallSplitter(form)
+    return joined_parts([*splitter.feed(text), *splitter.finish()])
+
+
+def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """With neighbouring pieces of text as one."""
+    made: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and made and isinstance(made[-1], str):
+            made[-1] += part
+        elif part != "":
+            made.append(part)
+    return tuple(made)

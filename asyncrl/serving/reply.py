@@ -1,0 +1,133 @@
+"""One reply in the form of an API other than chat completions: its events when it is streamed, its body when it is not.
+
+A dialect is two translations: of its request into a chat completion's, which is then checked and answered like any
+other, and of the reply. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.data.tool_calls import ToolCall
+from asyncrl.serving.errors import ApiError
+
+Event = tuple[str, dict[str, Any]]
+"""Name and data of a server-sent event."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCall:
+    """A tool call with the id under which its result comes back. `arguments` is JSON as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`reason`: stop, length or tool_calls. `stop_string`: the one that ended the text. `version`: of the newest
+    weights that wrote a token."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    version: int | None
+    cached_tokens: int = 0
+    stop_string: str | None = None
+
+
+class Reply(ABC):
+    """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns the events of a stream; after `end`,
+    `whole` is the body of an answer that is not streamed."""
+
+    def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
+        """
+        Args:
+            model: the name that it is served under.
+            asked: the request's body, which was accepted.
+        """
+        self._model = model
+        self._asked = asked
+
+    @abstractmethod
+    def begin(self, prompt_tokens: int) -> list[Event]: ...
+
+    @abstractmethod
+    def text(self, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def call(self, call: MadeCall) -> list[Event]: ...
+
+    @abstractmethod
+    def end(self, end: End) -> list[Event]: ...
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Event:
+        """The last event of a stream that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """An API beside chat completions.
+
+    Attributes:
+        path: of its requests.
+        to_chat: the body of a chat completion that asks the same. Raises ApiError naming the field.
+        reply: writes the answer.
+        error: an error's body, in answers that are not streams.
+        names: fields of chat completions that are called otherwise here.
+    """
+
+    path: str
+    to_chat: Callable[[object], dict[str, Any]]
+    reply: type[Reply]
+    error: Callable[[ApiError], dict[str, Any]]
+    names: Mapping[str, str]
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with this API's name of the field at fault."""
+        name = self.names.get(error.param or "")
+        if name is None or error.param is None:
+            return error
+        message = error.message.replace(error.param, name, 1)
+        return ApiError(error.status, message, param=name, code=error.code)
+
+
+def call_id() -> str:
+    """An id for a tool call; some templates want nine characters."""
+    return f"call{secrets.token_hex(3)[:5]}"
+
+
+def made_call(call: ToolCall, made_id: str) -> MadeCall:
+    """The call as clients get it: its arguments as JSON. Unpaired surrogates, which it may hold, become question
+    marks."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False).encode(errors="replace").decode()
+    return MadeCall(made_id, call.name.encode(errors="replace").decode(), arguments)
+
+
+def texts_joined(content: Any, kinds: Sequence[str]) -> Any:
+    """The text of a content that comes in parts of these types; other content as it is, for the check to refuse."""
+    if not isinstance(content, list):
+        return content
+    found = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in kinds]
+    texts = [text for text in found if isinstance(text, str)]
+    return content if len(texts) < len(content) else "".join(texts)
+
+
+def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after a system's message of `text`, which becomes one with theirs."""
+    if not text:
+        return messages
+    if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
+        joined = {**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}
+        return [joined, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
