@@ -66,6 +66,19 @@ class TorchEngineConfig:
         return 1
 
 
+OWN_ENGINE_ARGS = frozenset([
+    "model", "tokenizer", "revision", "trust_remote_code", "dtype", "load_format", "seed", "tensor_parallel_size",
+    "distributed_executor_backend", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "enable_chunked_prefill", "gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching",
+    "stream_interval", "enforce_eager", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
+    "override_generation_config", "logprobs_mode", "max_logprobs", "worker_cls", "worker_extension_cls",
+    "weight_transfer_config", "additional_config", "pipeline_parallel_size", "data_parallel_size",
+    "decode_context_parallel_size", "nnodes", "speculative_config", "enable_lora", "runner", "convert",
+    "kv_transfer_config", "disable_log_stats", "headless",
+])  # fmt: skip
+"""Arguments of vLLM that the adapter sets, or that it does not work with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineConfig:
     tensor_parallel_size: PositiveInt = 1
@@ -88,9 +101,19 @@ class VllmEngineConfig:
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of vLLM's AsyncEngineArgs, by their names in Python, such as kv_cache_dtype or
+    enable_expert_parallel."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
+        own = sorted(OWN_ENGINE_ARGS & set(self.engine_args))
+        require(
+            not own,
+            asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
+            found="asyncrl sets this argument of vLLM itself, or does not work with it",
+            do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm",
+        )
 
     @property
     def context_tokens(self) -> int:
@@ -209,9 +232,11 @@ class RolloutConfig:
     gate_timeout_s: Positive = 300.0
     """Longest wait of a request for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: Positive = 1800.0
-    """Longest time for one response over all its attempts."""
+    """Longest time for one response over all its attempts. The wait for a place at a replica does not count, as long as
+    the replica streams tokens of other responses; one that streams nothing for this long fails those that wait."""
     trajectory_timeout_s: Positive = 3600.0
-    """Longest time for the environment of one trajectory, generation included; after it the attempt fails."""
+    """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
+    least request_timeout_s. The wait for a place at a replica does not count here either."""
     poll_interval_s: Positive = 0.05
     """Shortest time between two collections of streamed tokens from a replica; it grows from 17 busy replicas on."""
     num_rollouters: PositiveInt = 1
@@ -225,6 +250,12 @@ class RolloutConfig:
             asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",
             found="tokens that SGLang has not streamed when a publish comes could not be told from later ones",
             do="set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume",
+        )
+        require(
+            self.trajectory_timeout_s >= self.request_timeout_s,
+            asked=f"rollout.trajectory_timeout_s={self.trajectory_timeout_s:g}",
+            found=f"one response of a trajectory alone may take rollout.request_timeout_s={self.request_timeout_s:g}",
+            do=f"set rollout.trajectory_timeout_s to at least {self.request_timeout_s:g}, or lower the other",
         )
 
     @property

@@ -72,7 +72,7 @@ class Actors:
             ),
             recipe.rollout.num_replicas,
             PoolSettings(
-                max_restarts=recovery.max_replica_restarts,
+                max_restarts=recovery.replica_restarts(recipe.rollout.num_replicas),
                 window_s=recovery.window_s,
                 rejoin_timeout_s=recovery.rejoin_timeout_s,
                 start_timeout_s=recipe.ray.start_timeout_s,

@@ -1,12 +1,14 @@
 """Generation client, router and replica around a scripted engine: nothing is lost or doubled by interruptions."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.generation import Draft, GenerationClient
 from asyncrl.types import Generation, Manifest, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
@@ -154,6 +156,32 @@ async def test_a_response_has_a_deadline_and_the_replica_is_told():
                 break
             await asyncio.sleep(0.01)
         assert fleet.engines[0].health().running == 0
+        assert fleet.client.in_flight == 0
+
+
+async def test_the_wait_for_a_place_does_not_count():
+    """Thirty responses of a tenth of a second or more, one after the other."""
+    async with Fleet(1, request_timeout_s=1.5, tick_s=0.005, num_slots=1) as fleet:
+        await fleet.publish(0)
+        clocks = [ActiveClock(1.5) for _ in range(30)]
+        began = time.monotonic()
+        generations = await asyncio.gather(
+            *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=20), clock=clock) for clock in clocks)
+        )
+        assert time.monotonic() - began > 2.0
+        for generation, clock in zip(generations, clocks, strict=True):
+            check(generation)
+            assert clock.left_s > 0, "nor does it count for the trajectory"
+
+
+async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_deadline():
+    async with Fleet(1, request_timeout_s=0.3, num_slots=1) as fleet:
+        await fleet.publish(0)
+        fleet.engines[0].stall()
+        failed = await asyncio.gather(
+            *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=40)) for _ in range(3)), return_exceptions=True
+        )
+        assert all("within 0.3 s" in str(error) for error in failed), failed
         assert fleet.client.in_flight == 0
 
 

@@ -30,7 +30,7 @@ from asyncrl.errors import (
 )
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_pool import GROUPS, TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
@@ -159,6 +159,34 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
         await step
     finally:
         await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+
+
+class Stuck:
+    """A worker whose sending end does not close: NCCL, say, has not let go of a publish."""
+
+    def close_weights(self):
+        time.sleep(60)
+
+    def ping(self):
+        return 1.5
+
+
+class StuckActor(TrainerActor):
+    def __init__(self):
+        self._worker = Stuck()
+
+
+async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):
+    pool = TrainerPool(spec(model_path), [ray.remote(num_cpus=0, concurrency_groups=GROUPS)(StuckActor).remote()])
+    try:
+        assert await pool.ping(START_S) == 1.5
+        closing = asyncio.ensure_future(pool._actors[0].call(60, TrainerActor.close_weights))
+        await asyncio.sleep(0.5)
+        assert await pool.ping(10.0) == 1.5, "or the health check would restart the training side"
+        assert not closing.done()
+        closing.cancel()
+    finally:
+        pool.kill()
 
 
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
