@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -72,11 +73,12 @@ OWN_ENGINE_ARGS = frozenset([
     "enable_chunked_prefill", "gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching",
     "stream_interval", "enforce_eager", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
     "override_generation_config", "logprobs_mode", "max_logprobs", "worker_cls", "worker_extension_cls",
-    "weight_transfer_config", "additional_config", "pipeline_parallel_size", "data_parallel_size",
-    "decode_context_parallel_size", "nnodes", "speculative_config", "enable_lora", "runner", "convert",
-    "kv_transfer_config", "disable_log_stats", "headless",
+    "weight_transfer_config", "additional_config", "pipeline_parallel_size",
+    "decode_context_parallel_size", "nnodes", "enable_lora", "runner", "convert",
+    "kv_transfer_config", "disable_log_stats", "prefill_context_parallel_size", "node_rank", "model_weights",
 ])  # fmt: skip
-"""Arguments of vLLM that the adapter sets, or that it does not work with."""
+"""Arguments of vLLM that the adapter sets, or that it does not work with, as with all names in `data_parallel...` and
+`spec...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class VllmEngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
-        own = sorted(OWN_ENGINE_ARGS & set(self.engine_args))
+        own = sorted(n for n in self.engine_args if n in OWN_ENGINE_ARGS or n.startswith(("data_parallel", "spec")))
         require(
             not own,
             asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
@@ -204,6 +206,9 @@ EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
 class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
+    min_replicas: PositiveInt | None = None
+    """Replicas that a start needs. Those that fail beyond these are replaced while the others work. None: three
+    quarters of them, rounded up."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
     each needs the package of its name."""
@@ -236,7 +241,8 @@ class RolloutConfig:
     the replica streams tokens of other responses; one that streams nothing for this long fails those that wait."""
     trajectory_timeout_s: Positive = 3600.0
     """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
-    least request_timeout_s. The wait for a place at a replica does not count here either."""
+    least request_timeout_s. The wait for a place at a replica does not count here either, but it does for an answer of
+    the endpoint of environment agent, which has this time too."""
     poll_interval_s: Positive = 0.05
     """Shortest time between two collections of streamed tokens from a replica; it grows from 17 busy replicas on."""
     num_rollouters: PositiveInt = 1
@@ -257,6 +263,18 @@ class RolloutConfig:
             found=f"one response of a trajectory alone may take rollout.request_timeout_s={self.request_timeout_s:g}",
             do=f"set rollout.trajectory_timeout_s to at least {self.request_timeout_s:g}, or lower the other",
         )
+
+        require(
+            self.start_quorum <= self.num_replicas,
+            asked=f"rollout.min_replicas={self.min_replicas} of rollout.num_replicas={self.num_replicas}",
+            found="no start could reach that",
+            do=f"set rollout.min_replicas to at most {self.num_replicas}, or leave it out",
+        )
+
+    @property
+    def start_quorum(self) -> int:
+        """`min_replicas`, set or derived."""
+        return math.ceil(self.num_replicas * 3 / 4) if self.min_replicas is None else self.min_replicas
 
     @property
     def settings(self) -> EngineConfig:

@@ -78,6 +78,7 @@ class Actors:
                 start_timeout_s=recipe.ray.start_timeout_s,
                 health_interval_s=recipe.ray.health_interval_s,
                 health_timeout_s=recipe.ray.health_timeout_s,
+                quorum=recipe.rollout.start_quorum,
             ),
             on_event=events.write,
         )

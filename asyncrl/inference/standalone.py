@@ -39,6 +39,7 @@ def standalone_pool(
         health_interval_s=HEALTH_INTERVAL_S,
         health_timeout_s=HEALTH_TIMEOUT_S,
         window_s=recovery.window_s,
+        quorum=rollout.start_quorum,
         serves_at_once=True,
     )
     spawn = functools.partial(spawn_replica, rollout, model, **options)

@@ -102,7 +102,7 @@ def lease():
 
 @pytest.fixture(scope="module")
 def queue(lease):
-    ray.init("local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+    ray.init("local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False)  # a GPU by name alone
     yield ray.remote(num_cpus=0)(Queue).remote(lease.groups)
     ray.shutdown()
 
@@ -323,6 +323,11 @@ async def test_an_unusable_model_is_a_config_error_and_leaves_nothing_behind(que
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(ConfigError, match="broken"):
         await TrainerPool.start(spec(broken, num_ranks=2), queue, 0, START_S)
+
+
+async def test_a_gpu_that_torch_does_not_see_is_an_error_and_no_rank_trains_on_a_cpu_instead(queue, model_path):
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda(.|\n)*torch sees no CUDA device"):
+        await TrainerPool.start(spec(model_path, num_ranks=1), queue, 1, START_S)
 
 
 async def test_a_start_that_is_too_slow_is_named(queue, model_path):

@@ -20,7 +20,13 @@ from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender
 from asyncrl.weights.transports.control_channel import Deadline
-from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, watchdog_spares_the_process
+from asyncrl.weights.transports.process_group import (
+    BroadcastGroup,
+    gloo_towards,
+    host_store,
+    interface_of,
+    watchdog_spares_the_process,
+)
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY, attach
 from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
@@ -361,11 +367,22 @@ def test_a_group_that_does_not_form_is_given_up_when_a_receiver_is_lost() -> Non
 
     began = time.monotonic()
     with pytest.raises(WeightTransferError, match="receiver 0 has died"):
-        group.form(Deadline(10.0), watch)
+        group.form(Deadline(2.0), watch)
     assert time.monotonic() - began < PROMPT_S
     with pytest.raises(DeadlineExceeded, match="form a group of 2 processes within"):
         group.form(Deadline(0.3), lambda: None)
     group.close()
+    poll(lambda: all(t.name != "weights-group" for t in threading.enumerate()), "the threads that were left to end")
+
+
+def test_gloo_listens_where_the_master_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
+    gloo_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "the user's own"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    gloo_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+    assert interface_of("192.0.2.1") is None
 
 
 def test_the_watchdog_of_a_group_for_weights_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
