@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cluster import nodes
 from asyncrl.cluster.nodes import usable_nodes
 
 pytestmark = pytest.mark.contract
@@ -38,7 +39,7 @@ def refused(*arguments):
         print("refused:", str(error).replace(chr(10), " | "))
 
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
 with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE": "heard"}):
     print("variable:", ray.get(ray.remote(num_cpus=0)(variable).remote(), timeout=100))
@@ -67,10 +68,35 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     assert "model org/none on node" in model
 
 
+def test_a_node_says_what_it_lacks(tmp_path, monkeypatch):
+    """The part that runs there, here."""
+    import huggingface_hub.constants
+
+    stored = tmp_path / "models--org--model"
+    (stored / "snapshots/a").mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs/main").write_text("a")
+    for name in ("config.json", "model.safetensors"):
+        (stored / "snapshots/a" / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(nodes, "SEEN_S", 0.2)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    assert nodes.prepare_node(shared, "token", "node", []) is not None, "the driver's file is not there"
+    (shared / "token").write_text("token")
+    assert nodes.prepare_node(shared, "token", "node", [("org/model", None)]) is None
+    assert (shared / "token-node").exists(), "and the driver sees that it can write"
+    assert nodes.fetch_model("org/model", None) == stored / "snapshots/a"
+    key, found = nodes.prepare_node(None, "", "node", [("org/none", None)]) or ("", "")
+    assert key == "model org/none"
+    assert found
+
+
 def test_nodes_without_gpus_are_left_alone_where_others_have_them():
     def node(name, *, alive=True, **resources):
         return {"NodeID": name, "Alive": alive, "Resources": resources}
 
-    nodes = [node("head", CPU=8), node("gpus", CPU=8, GPU=8.0), node("lost", alive=False, GPU=8.0)]
-    assert [n["NodeID"] for n in usable_nodes(nodes)] == ["gpus"]
-    assert [n["NodeID"] for n in usable_nodes(nodes[:1])] == ["head"]
+    found = [node("head", CPU=8), node("gpus", CPU=8, GPU=8.0), node("lost", alive=False, GPU=8.0)]
+    assert [n["NodeID"] for n in usable_nodes(found)] == ["gpus"]
+    assert [n["NodeID"] for n in usable_nodes(found[:1])] == ["head"]
