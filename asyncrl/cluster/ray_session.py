@@ -58,7 +58,9 @@ def joined_address(address: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def ray_cluster(address: str | None, log: Path, hidden: Collection[str] = ()) -> Iterator[Cluster]:
+def ray_cluster(
+    address: str | None, log: Path, hidden: Collection[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
     """Joins the cluster at `address`, or starts one on this machine.
 
     Without an address, that of RAY_ADDRESS counts, which Ray sets for what it is given to run.
@@ -66,12 +68,13 @@ def ray_cluster(address: str | None, log: Path, hidden: Collection[str] = ()) ->
     Args:
         log: where its processes write their log.
         hidden: environment variables whose values are not in it, as far as those processes have them too.
+        env: further environment variables of those processes.
     """
     address = joined_address(address)
     run_id = secrets.token_hex(8)
     janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
-    variables = {**environment_defaults(), RUN_VARIABLE: run_id}
+    variables = {**environment_defaults(), **(env or {}), RUN_VARIABLE: run_id}
     variables |= {LOG_PATH_VARIABLE: str(log), HIDDEN_VARIABLE: " ".join(hidden)}
     with contextlib.ExitStack() as stack:
         stack.callback(janitor.close)

@@ -268,7 +268,7 @@ def run(recipe: Recipe, name: str, prompts: RenderedPrompts, *, log: Path, hidde
     error."""
     from asyncrl.cluster.ray_session import ray_cluster
 
-    with ray_cluster(recipe.ray.address, log, hidden) as cluster:
+    with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env) as cluster:
         return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
 
 

@@ -217,7 +217,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first, and says more
         poll_interval_s=rollout.poll_interval_s,
         waits_for_replacements=True,
-        max_lost=service.recovery.max_replica_restarts + 1,  # the pool gives up first
+        max_lost=service.recovery.replicas_per_response(rollout.num_replicas),
     )
 
     async def route(table: ReplicaTable) -> None:

@@ -50,6 +50,16 @@ def require_device(key: str, value: str) -> None:
     )
 
 
+def require_cuda(key: str, value: str, *, is_available: bool) -> None:
+    """`is_available`: `torch.cuda.is_available()`, in the process that needs it."""
+    require(
+        is_available,
+        asked=f"{key}={value}, on the GPU that the run has for this process",
+        found="torch sees no CUDA device here: it is built without CUDA, or the NVIDIA driver is too old for it",
+        do=f"run `python -c 'import torch; torch.zeros(1).cuda()'` on this machine, or set {key}=cpu",
+    )
+
+
 def require_temperature(key: str, value: float) -> None:
     require(
         value == 0 or 0.01 <= value <= 2,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -75,6 +76,20 @@ class TorchEngineConfig:
         return 1
 
 
+OWN_ENGINE_ARGS = frozenset([
+    "model", "tokenizer", "revision", "trust_remote_code", "dtype", "load_format", "seed", "tensor_parallel_size",
+    "distributed_executor_backend", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "enable_chunked_prefill", "gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching",
+    "stream_interval", "enforce_eager", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
+    "override_generation_config", "logprobs_mode", "max_logprobs", "worker_cls", "worker_extension_cls",
+    "weight_transfer_config", "additional_config", "pipeline_parallel_size",
+    "decode_context_parallel_size", "nnodes", "enable_lora", "runner", "convert",
+    "kv_transfer_config", "disable_log_stats", "prefill_context_parallel_size", "node_rank", "model_weights",
+])  # fmt: skip
+"""Arguments of vLLM that the adapter sets, or that it does not work with, as with all names in `data_parallel...` and
+`spec...`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmEngineConfig:
     tensor_parallel_size: PositiveInt = 1
@@ -99,9 +114,19 @@ class VllmEngineConfig:
     """Let the engine release its GPU memory while it is paused. Not on a CPU."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of vLLM's AsyncEngineArgs, by their names in Python, such as kv_cache_dtype or
+    enable_expert_parallel."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
+        own = sorted(n for n in self.engine_args if n in OWN_ENGINE_ARGS or n.startswith(("data_parallel", "spec")))
+        require(
+            not own,
+            asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
+            found="asyncrl sets this argument of vLLM itself, or does not work with it",
+            do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm",
+        )
 
     @property
     def context_tokens(self) -> int:
@@ -192,6 +217,9 @@ EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
 class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
+    min_replicas: PositiveInt | None = None
+    """Replicas that a start needs. Those that fail beyond these are replaced while the others work. None: three
+    quarters of them, rounded up."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
     each needs the package of its name."""
@@ -220,9 +248,12 @@ class RolloutConfig:
     gate_timeout_s: Positive = 300.0
     """Longest wait of a request for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: Positive = 1800.0
-    """Longest time for one response over all its attempts."""
+    """Longest time for one response over all its attempts. The wait for a place at a replica does not count, as long as
+    the replica streams tokens of other responses; one that streams nothing for this long fails those that wait."""
     trajectory_timeout_s: Positive = 3600.0
-    """Longest time for the environment of one trajectory, generation included; after it the attempt fails."""
+    """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
+    least request_timeout_s. The wait for a place at a replica does not count here either, but it does for an answer of
+    the endpoint of environment agent, which has this time too."""
     poll_interval_s: Positive = 0.05
     """Shortest time between two collections of streamed tokens from a replica; it grows from 17 busy replicas on."""
     num_rollouters: PositiveInt = 1
@@ -237,6 +268,24 @@ class RolloutConfig:
             found="tokens that SGLang has not streamed when a publish comes could not be told from later ones",
             do="set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume",
         )
+        require(
+            self.trajectory_timeout_s >= self.request_timeout_s,
+            asked=f"rollout.trajectory_timeout_s={self.trajectory_timeout_s:g}",
+            found=f"one response of a trajectory alone may take rollout.request_timeout_s={self.request_timeout_s:g}",
+            do=f"set rollout.trajectory_timeout_s to at least {self.request_timeout_s:g}, or lower the other",
+        )
+
+        require(
+            self.start_quorum <= self.num_replicas,
+            asked=f"rollout.min_replicas={self.min_replicas} of rollout.num_replicas={self.num_replicas}",
+            found="no start could reach that",
+            do=f"set rollout.min_replicas to at most {self.num_replicas}, or leave it out",
+        )
+
+    @property
+    def start_quorum(self) -> int:
+        """`min_replicas`, set or derived."""
+        return math.ceil(self.num_replicas * 3 / 4) if self.min_replicas is None else self.min_replicas
 
     @property
     def settings(self) -> EngineConfig:

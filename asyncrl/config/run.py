@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
@@ -43,5 +43,16 @@ class RayConfig:
     """A process that does not answer a health check for this long counts as late; docs/operations.md says what
     follows."""
 
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all processes of the run, on every node, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA. They
+    take precedence over those of the machine, but not over what asyncrl or an engine sets for a kind of process."""
+
     def __post_init__(self) -> None:
         check_ranges("ray.", self)
+        for name in self.env:
+            require(
+                re.fullmatch(r"(?!ASYNCRL_|RAY_)[A-Za-z_][A-Za-z0-9_]*", name) is not None,
+                asked=f"ray.env.{name}",
+                found="no name of an environment variable, or one that asyncrl or Ray sets for each process",
+                do="remove it; what Ray reads is set where the cluster is started",
+            )

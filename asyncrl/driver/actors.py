@@ -72,12 +72,13 @@ class Actors:
             ),
             recipe.rollout.num_replicas,
             PoolSettings(
-                max_restarts=recovery.max_replica_restarts,
+                max_restarts=recovery.replica_restarts(recipe.rollout.num_replicas),
                 window_s=recovery.window_s,
                 rejoin_timeout_s=recovery.rejoin_timeout_s,
                 start_timeout_s=recipe.ray.start_timeout_s,
                 health_interval_s=recipe.ray.health_interval_s,
                 health_timeout_s=recipe.ray.health_timeout_s,
+                quorum=recipe.rollout.start_quorum,
             ),
             on_event=events.write,
         )

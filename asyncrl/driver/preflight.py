@@ -121,9 +121,14 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
 
 def hub_names(recipe: Recipe) -> list[str]:
     """The models and datasets that a run looks up on the hub."""
-    models = [recipe.model.path, *_other_models(recipe).values()]
     sources = [*(path for path, _ in sources_of(recipe.data).values()), *recipe.data.eval.values()]
-    return [*filter(is_hub_model, models), *(source for source in sources if not is_place(source))]
+    return [*(name for name, _ in hub_models(recipe)), *(source for source in sources if not is_place(source))]
+
+
+def hub_models(recipe: Recipe) -> list[tuple[str, str | None]]:
+    """Name and revision of the models that the processes of a run take from the hub."""
+    models = [(recipe.model.path, recipe.model.revision), *((path, None) for path in _other_models(recipe).values())]
+    return [(path, revision) for path, revision in models if is_hub_model(path)]
 
 
 def _other_models(recipe: Recipe) -> dict[str, str]:

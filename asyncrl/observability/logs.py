@@ -58,7 +58,12 @@ def configure_worker() -> None:
     path = os.environ.get(LOG_PATH_VARIABLE)
     if path is None:
         return
-    file = logging.FileHandler(path)
+    file: logging.Handler
+    try:
+        file = logging.FileHandler(path)
+    except OSError as error:  # of a run directory that this machine does not share: the preflight says so by name
+        file = logging.StreamHandler()  # into Ray's own log of the process
+        logging.getLogger("asyncrl").warning("no log in %s: %s", path, error)
     file.setFormatter(_Formatter(Hidden.named(os.environ.get(HIDDEN_VARIABLE, "").split(), os.environ), _FORMAT))
     logging.getLogger("asyncrl").setLevel(logging.INFO)
     for name in ("asyncrl", "asyncio"):  # asyncio logs exceptions of tasks that were never retrieved

@@ -7,16 +7,18 @@ segments of the response say which version sampled which tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import Router
 from asyncrl.types import (
@@ -77,15 +79,28 @@ class _Link:
     lost: bool = False
     died: bool = False
     """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
+    heard_at: float = 0.0
+    """When tokens of any request last came from it, by the monotonic clock."""
+
+
+class _Expected(NamedTuple):
+    """Where the tokens of a response go, and the clocks that stand still while it waits: first its own."""
+
+    draft: Draft
+    on_chunk: OnChunk | None
+    clocks: tuple[ActiveClock, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request in flight. Its tokens go to the draft of its response."""
+    """A request in flight. Its tokens go to the draft of its response. `sampled`: one has come."""
 
     link: _Link
     draft: Draft
-    on_chunk: OnChunk | None = None
+    on_chunk: OnChunk | None
+    clocks: tuple[ActiveClock, ...]
+    sent_at: float = field(default_factory=time.monotonic)
+    sampled: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     reason: FinishReason | None = None
     failure: Exception | None = None
@@ -103,7 +118,9 @@ class GenerationClient:
     Consumes: `generate` calls of environments.
     Produces: whole responses, whose segments carry the replica's versions.
     Waits for: chunks; one collector per replica makes long polls of 1 s, at least `poll_interval_s` apart, while the
-    replica has requests of this client. Each response takes at most `request_timeout_s`.
+    replica has requests of this client. Each response takes at most `request_timeout_s`, apart from the time in which
+    it waits for a place at a replica that streams tokens of other responses; one that streams nothing for
+    `request_timeout_s` fails those that wait there.
     Unblocked by: chunks; the loss of a replica, which ends its attempts with the tokens that had arrived.
     Stops when: `close` is called; every pending response then raises GenerationError. A collector also stops when its
     replica is lost.
@@ -126,7 +143,7 @@ class GenerationClient:
             name: unique among the clients of these replicas; prefix of every request id.
             replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
             states: requests go to the replicas in these states.
-            request_timeout_s: longest time for one response over all its attempts.
+            request_timeout_s: longest time for one response over all its attempts, from the first token of each.
             poll_interval_s: shortest time between two collections from one replica; `collection_interval_s` of it.
             waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
                 deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
@@ -211,6 +228,7 @@ class GenerationClient:
         prefix: Sequence[int] = (),
         on_chunk: OnChunk | None = None,
         draft: Draft | None = None,
+        clock: ActiveClock | None = None,
     ) -> Generation:
         """Returns the whole response, resumed as often as it was interrupted.
 
@@ -223,39 +241,40 @@ class GenerationClient:
             draft: holds the tokens while they arrive, for a caller that reads them at any moment. A draft that has
                 tokens already continues that response: they count against `sampling.max_tokens`. A draft that finds a
                 stop text ends the response there, and the request is aborted.
+            clock: of the trajectory that the response belongs to; told when the response waits and when it samples.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
         draft = Draft() if draft is None else draft
         complete = draft.complete(sampling, None) if draft.num_tokens else None
+        clocks = (ActiveClock(self._request_timeout_s), *([] if clock is None else [clock]))
         interruptions = lost = 0
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                while complete is None:
-                    request = GenerationRequest(
-                        request_id=f"{self._name}-{next(self._numbers):012d}",
-                        prompt_ids=np.concatenate([prompt_ids, draft.token_ids]) if draft.num_tokens else prompt_ids,
-                        sampling=_remaining(sampling, draft.num_tokens),
-                        seed=seed,
-                        first_position=draft.num_tokens,
-                        session_id=session_id,
-                    )
-                    if interruptions:
-                        self.reprefilled_tokens += len(request.prompt_ids)
-                    began = time.time()
-                    attempt = await self._attempt(request, draft, prefix, on_chunk)
-                    if draft.attempts is not None:
-                        made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
-                        draft.attempts.append(("request", began, time.time(), made))
-                    complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
-                    if complete is not None:
-                        break
-                    # Interrupted: send the prompt and the tokens so far again, wherever the router says.
-                    interruptions += 1
-                    lost += attempt.link.died
-                    if lost >= self._max_lost:
-                        found = f"{lost} replicas were lost while they worked on it"
-                        raise GenerationError(f"a response is not tried on another replica: {found}")
+            while complete is None:
+                request = GenerationRequest(
+                    request_id=f"{self._name}-{next(self._numbers):012d}",
+                    prompt_ids=np.concatenate([prompt_ids, draft.token_ids]) if draft.num_tokens else prompt_ids,
+                    sampling=_remaining(sampling, draft.num_tokens),
+                    seed=seed,
+                    first_position=draft.num_tokens,
+                    session_id=session_id,
+                )
+                if interruptions:
+                    self.reprefilled_tokens += len(request.prompt_ids)
+                began = time.time()
+                attempt = await self._attempt(request, prefix, _Expected(draft, on_chunk, clocks))
+                if draft.attempts is not None:
+                    made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
+                    draft.attempts.append(("request", began, time.time(), made))
+                complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
+                if complete is not None:
+                    break
+                # Interrupted: send the prompt and the tokens so far again, wherever the router says.
+                interruptions += 1
+                lost += attempt.link.died
+                if lost >= self._max_lost:
+                    found = f"{lost} replicas were lost while they worked on it"
+                    raise GenerationError(f"a response is not tried on another replica: {found}")
         except AsyncRLError:
             raise
         except TimeoutError as e:
@@ -281,25 +300,29 @@ class GenerationClient:
             pending.done.set()
         self._ended.cancel()
 
-    async def _attempt(
-        self, request: GenerationRequest, draft: Draft, prefix: Sequence[int], on_chunk: OnChunk | None
-    ) -> _Pending:
-        while not self._links:
-            if not self._waits_for_replacements:
-                raise GenerationError(self._last_loss)
-            self._added.clear()
-            await self._added.wait()
+    async def _attempt(self, request: GenerationRequest, prefix: Sequence[int], expected: _Expected) -> _Pending:
+        """Raises TimeoutError: the response is late, or no replica has taken the request in time."""
+        async with asyncio.timeout(self._request_timeout_s):
+            while not self._links:
+                if not self._waits_for_replacements:
+                    raise GenerationError(self._last_loss)
+                self._added.clear()
+                await self._added.wait()
         link = self._links[self._router.pick(request.session_id, prefix)]
         link.in_flight += 1
         self._count(link)
-        pending = self._pending[request.request_id] = _Pending(link, draft, on_chunk)
+        pending = self._pending[request.request_id] = _Pending(link, *expected)
+        for clock in pending.clocks:
+            clock.wait()
         self._enqueue(link, request)
         try:
-            await pending.done.wait()
-        except asyncio.CancelledError:
+            await self._until_done(pending)
+        except (asyncio.CancelledError, TimeoutError):
             await self._abandon(link, request.request_id)
             raise
         finally:
+            for clock in pending.clocks:
+                clock.end(sampled=pending.sampled)
             del self._pending[request.request_id]
             link.in_flight -= 1
             self._count(link)
@@ -308,6 +331,21 @@ class GenerationClient:
         if pending.failure is not None:
             raise pending.failure
         return pending
+
+    async def _until_done(self, pending: _Pending) -> None:
+        """Raises TimeoutError: the response is late, or its replica has streamed nothing for as long."""
+        clock = pending.clocks[0]
+        while not pending.done.is_set():
+            look_s, late = clock.look_s(), clock.left_s <= 0
+            if not pending.sampled:
+                heard_at = max(pending.sent_at, pending.link.heard_at)
+                quiet_s = heard_at + self._request_timeout_s - time.monotonic()
+                look_s, late = max(0.0, min(look_s, quiet_s)), late or quiet_s <= 0
+            if late:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
+                    await pending.done.wait()
 
     def _count(self, link: _Link) -> None:
         is_busy = link.in_flight > 0 and not link.lost
@@ -393,6 +431,12 @@ class GenerationClient:
             return
         if pending.link.lost:
             return  # the attempt has ended with the tokens that had arrived before
+        if len(chunk.token_ids):
+            pending.link.heard_at = time.monotonic()
+            if not pending.sampled:
+                pending.sampled = True
+                for clock in pending.clocks:
+                    clock.sample()
         pending.draft.add(chunk, pending.replica_id)
         if not pending.enough and len(chunk.token_ids) > 0 and _is_enough(pending, chunk):
             pending.enough = True

@@ -31,6 +31,7 @@ from asyncrl.environments import Chat, Environment, Managed, Task, build_environ
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import GenerationClient
@@ -282,7 +283,7 @@ class Rollouter:
             poll_interval_s=rollout.poll_interval_s,
             states=states,
             waits_for_replacements=waits,
-            max_lost=self._recipe.recovery.max_replica_restarts + 1,  # the pool gives up first
+            max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
             on_change=self._observe if waits else lambda: None,
         )
 
@@ -400,11 +401,12 @@ class Rollouter:
 
         self._open += 1
         began = time.time()
+        session.clock = ActiveClock(self._recipe.rollout.trajectory_timeout_s)
         try:
             return await self._of_environment(
                 f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
                 made,
-                self._recipe.rollout.trajectory_timeout_s,
+                session.clock,
                 do="see what it waits for, or raise rollout.trajectory_timeout_s",
             )
         finally:
@@ -429,10 +431,15 @@ class Rollouter:
         return self._time.observe(time.monotonic(), use)
 
     async def _of_environment(
-        self, asked: str, work: Callable[[], Awaitable[T]], timeout_s: float, do: str = "see what it waits for"
+        self,
+        asked: str,
+        work: Callable[[], Awaitable[T]],
+        limit: float | ActiveClock,
+        do: str = "see what it waits for",
     ) -> T:
         code = f"environment {self._recipe.rollout.environment}"
-        return await self._user_code.call(asked, code, work, timeout_s=timeout_s, do=do)
+        clock = limit if isinstance(limit, ActiveClock) else ActiveClock(limit)
+        return await self._user_code.call(asked, code, work, clock=clock, do=do)
 
 
 def _key(ticket: Ticket) -> tuple[int, int]:

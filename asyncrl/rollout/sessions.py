@@ -14,6 +14,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.errors import GenerationError
 from asyncrl.rewards import RewardResult
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft, Span
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Generation, PartialGroup, PartialTrajectory, SamplingParams, Ticket, Trajectory
@@ -66,6 +67,8 @@ class RolloutSession:
         self._calls: list[Generation | _OpenCall] = []
         self._closed = False
         self.spans = spans
+        self.clock: ActiveClock | None = None
+        """Of the attempt in progress; it stands still while a response waits for a place at a replica."""
 
     @property
     def chat(self) -> Chat:
@@ -94,6 +97,7 @@ class RolloutSession:
             session_id=self._session_id,
             seed=self._seed + number,  # each call draws from a stream of its own
             draft=draft,
+            clock=self.clock,
         )
         return made
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.rollout.active_clock import ActiveClock
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,15 @@ class UserCode:
         self._former = loop.get_task_factory()
         loop.set_task_factory(self._new_task)
 
-    async def call(self, asked: str, code: str, work: Callable[[], Awaitable[T]], *, timeout_s: float, do: str) -> T:
+    async def call(self, asked: str, code: str, work: Callable[[], Awaitable[T]], *, clock: ActiveClock, do: str) -> T:
         """The result of `work()`. A cancellation of this call cancels the work.
 
         Args:
             asked, do: parts of the message of DeadlineExceeded; `code` names whose code it is.
+            clock: how long it may take, apart from the time in which it waits for a place at a replica.
 
         Raises:
-            DeadlineExceeded: it took longer than `timeout_s`. Its cause says where the call was.
+            DeadlineExceeded: it took longer than that. Its cause says where the call was.
             RuntimeError: it raised a BaseException that is not an Exception, which is the cause.
             Exception: what it raised.
         """
@@ -61,13 +63,15 @@ class UserCode:
         task.add_done_callback(self._calls.discard)
         late = False
         try:
-            late = not (await asyncio.wait([task], timeout=timeout_s))[0]
+            while not task.done() and not late:
+                await asyncio.wait([task], timeout=clock.look_s())
+                late = not task.done() and clock.left_s <= 0
         finally:
             if not task.done():
                 await self._leave([task])
         value, error = _result(task)
         if late:
-            found = f"{code} took more than {timeout_s:g} s"
+            found = f"{code} took more than {clock.limit_s:g} s"
             raise DeadlineExceeded(explain(asked, found, do)) from error
         if error is None:
             return value

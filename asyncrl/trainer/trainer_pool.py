@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -44,9 +44,10 @@ BLAME_S = 5.0
 """When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
 not answer a ping."""
 STOP_TIMEOUT_S = 3.0
-CONTROL, SAVING, SENDING = "control", "saving", "sending"
+CONTROL, HEALTH, SAVING, SENDING = "control", "health", "saving", "sending"
 """Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, the
-writing of a checkpoint, and the sending of a snapshot."""
+answer to health checks, which waits for nothing at all, the writing of a checkpoint, and the sending of a snapshot."""
+GROUPS = {CONTROL: 1, HEALTH: 1, SAVING: 1, SENDING: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class TrainerActor:
     def save(self, path: Path) -> None:
         self._worker.save(path)
 
-    @in_group(CONTROL)
+    @in_group(HEALTH)
     def ping(self) -> float:
         return self._worker.ping()
 
@@ -167,12 +168,14 @@ class TrainerPool:
         options: dict[str, Any] = {
             "num_cpus": 0,  # placed by the run, not by Ray's count of cores
             "num_gpus": num_gpus_per_rank,
-            "concurrency_groups": {CONTROL: 1, SAVING: 1, SENDING: 1},
+            "concurrency_groups": GROUPS,
         }
         if num_gpus_per_rank == 0:
             # A rank sets its number of threads itself (`TrainerSpec.num_threads`). Those that wait must not spin: other
             # processes need the cores.
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
+        elif spec.trainer.device == "auto":  # its GPU is there: no rank may train on a CPU unnoticed
+            spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerActor)
         fetch = QueueFetch(queue_handle)
         pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.config.checks import require_cuda
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.trainer.backend import TrainBackend
@@ -37,7 +38,7 @@ from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.process_group import host_store
+from asyncrl.weights.transports.process_group import gloo_towards, host_store
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class TrainerWorker:
             torch.set_num_threads(self._spec.num_threads)
         if self._store is None:
             self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
+        gloo_towards(master_addr)
         await_peers(self._store, self._rank, self._world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
@@ -286,10 +288,13 @@ def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float)
 
 
 def resolve_device(asked: str, rank: int) -> torch.device:
-    """`auto` takes a CUDA device where one is visible: the only one, or one per rank of this machine."""
+    """`auto` takes a CUDA device where one is visible: the only one, or one per rank of this machine. Raises
+    ConfigError: one is asked for, and torch sees none."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked)
+    if device.type == "cuda":
+        require_cuda("trainer.device", asked, is_available=torch.cuda.is_available())
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return device

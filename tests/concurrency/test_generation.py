@@ -1,6 +1,7 @@
 """Generation client, router and replica around a scripted engine: nothing is lost or doubled by interruptions."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.generation import Draft, GenerationClient
 from asyncrl.types import Generation, Manifest, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
@@ -155,6 +157,35 @@ async def test_a_response_has_a_deadline_and_the_replica_is_told():
                 break
             await asyncio.sleep(0.01)
         assert fleet.engines[0].health().running == 0
+        assert fleet.client.in_flight == 0
+
+
+async def test_the_wait_for_a_place_does_not_count():
+    """Responses one after the other, as many as it takes for the last one to wait longer than one may take."""
+    limit_s, elapsed_s, count = 2.0, 0.0, 32
+    async with Fleet(1, request_timeout_s=limit_s, tick_s=0.005, num_slots=1) as fleet:
+        await fleet.publish(0)
+
+        async def one():
+            clock = ActiveClock(limit_s)  # of a trajectory
+            check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=8), clock=clock))
+            return clock.left_s
+
+        while elapsed_s < 1.2 * limit_s:
+            count, began = 2 * count, time.monotonic()
+            left_s = await asyncio.gather(*(one() for _ in range(count)))
+            elapsed_s = time.monotonic() - began
+            assert min(left_s) > 0
+
+
+async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_deadline():
+    async with Fleet(1, request_timeout_s=0.3, num_slots=1) as fleet:
+        await fleet.publish(0)
+        fleet.engines[0].stall()
+        failed = await asyncio.gather(
+            *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=40)) for _ in range(3)), return_exceptions=True
+        )
+        assert all("within 0.3 s" in str(error) for error in failed), failed
         assert fleet.client.in_flight == 0
 
 

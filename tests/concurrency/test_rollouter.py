@@ -330,7 +330,8 @@ async def test_a_put_that_is_refused_for_no_known_reason_ends_the_rollouter(tmp_
 
 
 async def test_a_trajectory_that_takes_too_long_fails_its_group_and_the_last_attempt_is_kept(tmp_path, tokenizer):
-    rig = Rig(tmp_path, tokenizer, "rollout.trajectory_timeout_s=0.3", environment="Hangs")
+    limits = "rollout.trajectory_timeout_s=0.3", "rollout.request_timeout_s=0.3"
+    rig = Rig(tmp_path, tokenizer, *limits, environment="Hangs")
     queue = Queue(again=False)
     queue.give(Ticket(1, 2, 4))
     async with rig.start(queue, version=4):
@@ -349,7 +350,8 @@ async def test_a_trajectory_that_takes_too_long_fails_its_group_and_the_last_att
 
 
 async def test_a_group_that_will_be_tried_again_is_not_quarantined(tmp_path, tokenizer):
-    rig, queue = Rig(tmp_path, tokenizer, "rollout.trajectory_timeout_s=0.1", environment="Hangs"), Queue()
+    limits = "rollout.trajectory_timeout_s=0.1", "rollout.request_timeout_s=0.1"
+    rig, queue = Rig(tmp_path, tokenizer, *limits, environment="Hangs"), Queue()
     queue.give(Ticket(1, 0, 4))
     async with rig.start(queue, version=4):
         await queue.ends(1)

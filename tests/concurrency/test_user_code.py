@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.environments.single_turn import SingleTurn
-from asyncrl.errors import GenerationError, ProcessDied
+from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.rollout import rollouter as rollouter_module
+from asyncrl.rollout.active_clock import ActiveClock
+from asyncrl.rollout.user_code import UserCode
 from asyncrl.types import Admission, Ticket
 from asyncrl_testing.local import publish
 from tests.concurrency.endings import ENDINGS, IGNORES
@@ -297,13 +299,36 @@ class Insists(SingleTurn):
 
 
 async def test_an_attempt_that_has_ended_gets_no_more_of_the_replicas(tmp_path, tokenizer):
-    keys = f"rollout.environment={__name__}:Insists", "rollout.trajectory_timeout_s=0.1"
+    keys = (
+        f"rollout.environment={__name__}:Insists",
+        "rollout.trajectory_timeout_s=0.1",
+        "rollout.request_timeout_s=0.1",
+    )
     rig, queue, Insists.told = Rig(tmp_path, tokenizer, *keys), Queue(), asyncio.Event()
     queue.give(Ticket(1, 0, 0))
     async with rig.start(queue):
         await queue.ends(1)
         assert "DeadlineExceeded" in queue.nacks[0][1]
         await asyncio.wait_for(Insists.told.wait(), 20)
+
+
+async def test_a_call_is_late_by_a_clock_that_stands_still_in_queues():
+    code, clock = UserCode(), ActiveClock(0.3)
+
+    async def waits(seconds):
+        clock.wait()
+        await asyncio.sleep(seconds)
+        clock.sample()
+        await asyncio.sleep(0.05)
+        clock.end(sampled=True)
+        return seconds
+
+    try:
+        assert await code.call("it", "the code", lambda: waits(0.8), clock=clock, do="look") == 0.8
+        with pytest.raises(DeadlineExceeded, match=r"more than 0\.3 s"):
+            await code.call("it", "the code", lambda: asyncio.sleep(20), clock=clock, do="look")
+    finally:
+        await code.close()
 
 
 class CancelsAll(SingleTurn):
@@ -350,6 +375,7 @@ async def test_an_environment_that_exits_in_its_start_is_told_and_one_that_hangs
 
 LEFT = """
 import asyncio
+from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.user_code import UserCode
 from tests.concurrency.endings import IGNORES
 
@@ -360,7 +386,7 @@ async def starts_another():
 async def main():
     code = UserCode()
     try:
-        await code.call("it", "the code", starts_another, timeout_s=0.05, do="look")
+        await code.call("it", "the code", starts_another, clock=ActiveClock(0.05), do="look")
     except TimeoutError as error:
         print(error)
     await code.close()

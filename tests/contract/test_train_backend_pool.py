@@ -32,7 +32,7 @@ from asyncrl.errors import (
 )
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.trainer.trainer_pool import TrainerPool
+from asyncrl.trainer.trainer_pool import GROUPS, TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
@@ -112,7 +112,7 @@ def lease():
 
 @pytest.fixture(scope="module")
 def queue(lease):
-    ray.init("local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+    ray.init("local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False)  # a GPU by name alone
     yield ray.remote(num_cpus=0)(Queue).remote(lease.groups)
     ray.shutdown()
 
@@ -178,6 +178,34 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
         await step
     finally:
         await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+
+
+class Stuck:
+    """A worker whose sending end does not close: NCCL, say, has not let go of a publish."""
+
+    def close_weights(self):
+        time.sleep(60)
+
+    def ping(self):
+        return 1.5
+
+
+class StuckActor(TrainerActor):
+    def __init__(self):
+        self._worker = Stuck()
+
+
+async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):
+    pool = TrainerPool(spec(model_path), [ray.remote(num_cpus=0, concurrency_groups=GROUPS)(StuckActor).remote()])
+    try:
+        assert await pool.ping(START_S) == 1.5
+        closing = asyncio.ensure_future(pool._actors[0].call(60, TrainerActor.close_weights))
+        await asyncio.sleep(0.5)
+        assert await pool.ping(10.0) == 1.5, "or the health check would restart the training side"
+        assert not closing.done()
+        closing.cancel()
+    finally:
+        pool.kill()
 
 
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
@@ -352,6 +380,11 @@ async def test_an_unusable_model_is_a_config_error_and_leaves_nothing_behind(que
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     with pytest.raises(ConfigError, match="broken"):
         await TrainerPool.start(spec(broken, num_ranks=2), queue, 0, START_S)
+
+
+async def test_a_gpu_that_torch_does_not_see_is_an_error_and_no_rank_trains_on_a_cpu_instead(queue, model_path):
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda(.|\n)*torch sees no CUDA device"):
+        await TrainerPool.start(spec(model_path, num_ranks=1), queue, 1, START_S)
 
 
 async def test_a_start_that_is_too_slow_is_named(queue, model_path):

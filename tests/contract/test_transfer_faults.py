@@ -4,7 +4,10 @@ Sender and receivers are processes. Every fault ends in a named error within its
 publish succeeds.
 """
 
+import itertools
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.weights.packing import byte_view
-from asyncrl.weights.transports import build_receiver
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError
+from asyncrl.weights.packing import byte_view, spec_of
+from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transports import build_receiver, build_sender
+from asyncrl.weights.transports.control_channel import Deadline
+from asyncrl.weights.transports.process_group import (
+    BroadcastGroup,
+    gloo_towards,
+    host_store,
+    interface_of,
+    watchdog_spares_the_process,
+)
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY, attach
 from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
@@ -317,3 +330,80 @@ def test_a_directory_that_cannot_be_made_is_named(sender: SenderProcess, tmp_pat
     assert sent.error is not None
     assert sent.error[0] == "ConfigError"
     assert "weights.disk_directory" in sent.error[1]
+
+
+def test_a_broadcast_to_a_receiver_that_is_stopped_ends_when_the_sender_is_closed(
+    receivers: list[Worker], hold: Hold
+) -> None:
+    """NCCL does not notice a lost peer either: what ends the wait is that the sender looks, every few milliseconds,
+    whether it is still wanted."""
+    weights = [(f"layer.{i}", torch.full((1 << 20,), float(i))) for i in range(12)]  # more than a socket takes in
+    manifest = make_manifest(1, 1, [spec_of(name, tensor) for name, tensor in weights], 4 << 20)
+    sender = build_sender("collective", 4 << 20, 1)
+    failures: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            sender.send(manifest, iter(weights), TIMEOUT_S)
+        except AsyncRLError as error:
+            failures.append(error)
+
+    stopped = receivers[0]
+    stopped.join(sender.open())
+    stopped.begin(Receive(manifest, TIMEOUT_S, Trouble("layer.1", hold=hold)))
+    sending = threading.Thread(target=send)
+    sending.start()
+    hold.reached()
+    stopped.pause()
+    try:
+        time.sleep(0.5)  # the sender is at the broadcast that fills the socket
+        began = time.monotonic()
+        sender.close()
+        sending.join(TIMEOUT_S)
+        assert time.monotonic() - began < PROMPT_S, "not at the deadline of the publish"
+    finally:
+        hold.release()
+        stopped.resume()
+    assert "closed meanwhile" in str(failures[0])
+    assert stopped.outcome().error is not None
+
+
+def test_a_group_that_does_not_form_is_given_up_when_a_receiver_is_lost() -> None:
+    """Neither gloo's rendezvous nor NCCL's can be interrupted: it is left in its thread."""
+    store = host_store("127.0.0.1")
+    group = BroadcastGroup(store, 1, rank=0, world_size=2, device=torch.device("cpu"))
+    looks = itertools.count()
+
+    def watch() -> None:
+        if next(looks) == 5:
+            raise WeightTransferError("receiver 0 has died")
+
+    began = time.monotonic()
+    with pytest.raises(WeightTransferError, match="receiver 0 has died"):
+        group.form(Deadline(2.0), watch)
+    assert time.monotonic() - began < PROMPT_S
+    with pytest.raises(DeadlineExceeded, match="form a group of 2 processes within"):
+        group.form(Deadline(0.3), lambda: None)
+    group.close()
+    poll(lambda: all(t.name != "weights-group" for t in threading.enumerate()), "the threads that were left to end")
+
+
+def test_gloo_listens_where_the_master_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
+    gloo_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "the user's own"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    gloo_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+    assert interface_of("192.0.2.1") is None
+
+
+def test_the_watchdog_of_a_group_for_weights_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a group over NCCL reads when it is made; the groups of the trainer, made at other times, keep theirs."""
+    for before in (None, "3"):
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        with watchdog_spares_the_process():
+            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before

@@ -160,6 +160,7 @@ def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_gr
         "run.max_steps=3",
         "rollout.environment=tests.e2e.faulty:Misbehaves",
         "rollout.trajectory_timeout_s=4",
+        "rollout.request_timeout_s=4",
         "rollout.max_attempts=2",
         "rollout.max_failed_fraction=1",
     )

@@ -67,6 +67,10 @@ def test_a_publish_is_due_every_so_many_steps_and_at_the_end():
         ("rollout.torch.max_model_len=159", "max_model_len=159", "raise rollout.torch.max_model_len to 160"),
         ("trainer.max_tokens_per_microbatch=100", "never split", "to 160"),
         ("observability.sinks=[wanbd]", "unknown sinks", "choose from"),
+        ("rollout.trajectory_timeout_s=60", "rollout.request_timeout_s=1800", "at least 1800, or lower the other"),
+        ("weights.publish_timeout_s=400", "would fail before it", "set rollout.gate_timeout_s to at least 400"),
+        ("rollout.min_replicas=9", "no start could reach that", "or leave it out"),
+        ("ray.env.RAY_ADDRESS=x", "that asyncrl or Ray sets", "remove it"),
         ("data.eval=null", "", ""),
         ("rollout.torch=5", "", ""),
     ],
@@ -114,6 +118,7 @@ BASELINE = "algorithm.advantage=reinforce_plus_plus"
         (["algorithm.corrections=[{name: icepop, normalize: true}]"], "weigh nothing there"),
         (["algorithm.kl.importance_weighted=true"], "no divergence in the loss"),
         (["algorithm.router_aux_coefficient=-1"], "at least 0"),
+        (["trainer.num_ranks=2", "weights.transfer_timeout_s=600"], "ranks wait in a collective"),
     ],
 )
 def test_what_can_never_be_meant_is_refused(overrides, found):

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, RunFailed
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 
 pytestmark = pytest.mark.unit
@@ -223,6 +223,31 @@ async def test_an_error_at_the_first_start_is_raised():
         await rig.pool.start()
     await rig.pool.stop(1)
     assert [c.killed for c in rig.made] == [1, 1]
+
+
+async def test_a_start_survives_what_leaves_a_quorum_and_replaces_the_others():
+    rig = Rig(num=4, quorum=3)
+    rig.made[2].start_error = RuntimeError("the port is taken")
+    await rig.pool.set_listener(rig.listen)
+    await rig.pool.start()
+    assert rig.made[2].killed
+    assert sorted(rig.pool.members) == [0, 1, 3]
+    await settled()
+    assert sorted(rig.pool.members) == [0, 1, 2, 3]
+    assert rig.kinds == ["replica_failed", "replica_started"]
+
+
+async def test_a_start_without_a_quorum_is_an_error_and_so_is_what_every_replica_would_find():
+    rig = Rig(num=4, quorum=3)
+    for control in rig.made[:2]:
+        control.start_error = ProcessDied("gone")
+    with pytest.raises(ProcessDied):
+        await rig.pool.start()
+    rig = Rig(num=4, quorum=3)
+    rig.made[0].start_error = ConfigError("no such model")
+    with pytest.raises(ConfigError):
+        await rig.pool.start()
+    assert len(rig.made) == 4, "nothing was replaced"
 
 
 async def test_waiting_for_a_member_has_a_deadline():

@@ -1,9 +1,11 @@
 """The parts of the vLLM adapter that need no vLLM."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.config.rollout import OWN_ENGINE_ARGS, RolloutConfig, VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
 from asyncrl.inference.shared import package_probe
 from asyncrl.inference.shared.engine_queue import EngineQueue
@@ -23,6 +25,7 @@ from asyncrl.inference.vllm import support
 from asyncrl.inference.vllm.launch import engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import VllmStream
+from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import make_request
 
 pytestmark = pytest.mark.unit
@@ -240,6 +243,31 @@ def test_what_vllm_is_started_with():
     assert (arguments()["load_format"], arguments(real=True)["load_format"]) == ("dummy", "auto")
     assert arguments(VllmEngineConfig(tensor_parallel_size=2))["distributed_executor_backend"] == "mp"
     assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_other_arguments_of_vllm_are_passed_on_and_asyncrls_own_are_refused():
+    assert arguments(VllmEngineConfig(engine_args={"kv_cache_dtype": "fp8"}))["kv_cache_dtype"] == "fp8"
+    for name in ("max_model_len", "additional_config", "data_parallel_size", "speculative_config"):
+        with pytest.raises(ConfigError, match=rf"engine_args\.{name}(.|\n)*remove it"):
+            VllmEngineConfig(engine_args={name: 1})
+    assert arguments().keys() <= OWN_ENGINE_ARGS, "none of them can be set twice"
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_arguments_that_vllm_does_not_know_are_named_before_anything_starts():
+    def check(**given):
+        rollout = RolloutConfig(engine="vllm", vllm=VllmEngineConfig(engine_args=given))
+        support.check_engine_args(rollout, ModelFacts("m", is_local=False))
+
+    check(kv_cache_dtype="fp8", enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"engine_args\.kv_cache_dtyp(.|\n)*one of these was meant: kv_cache_dtype"):
+        check(kv_cache_dtyp="fp8")
+
+
+def test_nothing_that_differs_from_start_to_start_is_among_the_arguments():
+    """They are the key of vLLM's compile cache: a process id would make every start compile again."""
+    assert str(os.getpid()) not in str(arguments())
+    assert "additional_config" not in arguments()
 
 
 def test_a_missing_vllm_is_named_without_an_import(monkeypatch):

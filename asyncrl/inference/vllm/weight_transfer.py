@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
-from asyncrl.inference.vllm.launch import BACKEND, OWNER_KEY
+from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
@@ -45,7 +45,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        die_with(vllm_config.additional_config[OWNER_KEY])
+        die_with(owner_pid())
         served = self.model_config
         if device.type == "cpu" and served.enforce_eager:
             torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request

@@ -24,7 +24,7 @@ from asyncrl.weights.packing import Packer, Unpacker, separate
 from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
-from asyncrl.weights.transports.process_group import BroadcastGroup, host_store, join_store
+from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
 
 _UNDER_WAY = 2
 _SMALL_SHARE = 16
@@ -102,7 +102,7 @@ class CollectiveSender:
         return digest
 
     def interrupt(self) -> None:
-        """As `Interruptible.interrupt`; ends waits on the channel, not those on the group."""
+        """As `Interruptible.interrupt`."""
         if (channel := self._channel) is not None:
             channel.interrupt()
 
@@ -124,13 +124,13 @@ class CollectiveSender:
         self._generation += 1
         self._group = BroadcastGroup(self._store, self._generation, 0, self._num_receivers + 1, self._device)
         channel.tell(Kind.BEGIN, self._generation)
-        with _explained(channel):
-            self._group.form(deadline)
+        with _explained(channel, self._group):
+            self._group.form(deadline, channel.watch)
         return self._group
 
     def _wait_sent(self, channel: SenderChannel, group: BroadcastGroup, deadline: Deadline) -> None:
-        with _explained(channel):
-            group.wait(deadline, "send a bucket to all receivers")
+        with _explained(channel, group):
+            group.wait(deadline, "send a bucket to all receivers", channel.watch)
 
     def _drop_group(self) -> None:
         if self._group is not None:
@@ -204,18 +204,19 @@ class CollectiveReceiver:
                 self._store = join_store(self._source.store, deadline)
             rank, world_size = self._source.receiver + 1, self._source.num_receivers + 1
             self._group = BroadcastGroup(self._store, generation, rank, world_size, self._device)
-            self._group.form(deadline)
+            self._group.form(deadline, lambda: channel.check("form the group of a publish"))
         return self._group
 
     def _wait_received(self, channel: ReceiverChannel, group: BroadcastGroup, deadline: Deadline, what: str) -> None:
         """Waits for the oldest broadcast. An error that the sender sent takes precedence over an error of the group."""
         try:
-            group.wait(deadline, what)
-        except (DeadlineExceeded, WeightTransferError) as error:
+            group.wait(deadline, what, lambda: channel.check(what))
+        except (DeadlineExceeded, BroadcastFailed) as error:
+            group.close()
             try:
-                channel.next(Deadline(_EXPLANATION_S), what)
+                channel.next(Deadline(2 * _EXPLANATION_S), what)  # the sender asks the others first
             except DeadlineExceeded:
-                if isinstance(error, WeightTransferError):  # a connection of the group broke: no fault of this side
+                if isinstance(error, BroadcastFailed):  # a connection of the group broke: no fault of this side
                     raise TransferEnded(str(error)) from None
                 raise error from None
             raise
@@ -230,12 +231,15 @@ class CollectiveReceiver:
 
 
 @contextmanager
-def _explained(channel: SenderChannel) -> Iterator[None]:
-    """Adds the reports of receivers, and the names of slow ones, to an error of the group. A broken connection is the
-    consequence of an error that a receiver reports, which is raised instead. A deadline remains a deadline."""
+def _explained(channel: SenderChannel, group: BroadcastGroup) -> Iterator[None]:
+    """Ends the group at once on an error: nothing of it may run on, or be found late by a watchdog, during the search
+    for the cause. Then adds the reports of receivers, and the names of slow ones, to an error of the group. A broken
+    connection is the consequence of an error that a receiver reports, which is raised instead. A deadline remains a
+    deadline."""
     try:
         yield
-    except (DeadlineExceeded, WeightTransferError) as error:
+    except (DeadlineExceeded, BroadcastFailed) as error:
+        group.close()
         explanation, reported = Deadline(_EXPLANATION_S), ""
         try:
             while explanation.remaining_s():
@@ -244,7 +248,8 @@ def _explained(channel: SenderChannel) -> Iterator[None]:
             if not isinstance(error, DeadlineExceeded):
                 raise
             reported = f"\nreported: {cause}"
-        raise type(error)(f"{error}\nbehind: {channel.laggards()}{reported}") from error
+        kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightTransferError
+        raise kind(f"{error}\nbehind: {channel.laggards()}{reported}") from error
 
 
 def _separate(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -116,6 +116,7 @@ class SenderChannel:
         self._left: dict[int, str] = {}
         self._publish_id = 0
         self._interrupted = threading.Event()
+        self._pinged = 0.0
         self.notes: dict[int, str] = {}
         """Remarks of the receivers in the last `gather`, by receiver."""
 
@@ -166,6 +167,14 @@ class SenderChannel:
         self._go_on()
         if self._socket.poll(int(wait_s * 1000)):
             self._drain()
+
+    def watch(self) -> None:
+        """As `check`, for the waits on something else than this channel: a receiver that has died is found by a PING,
+        at most every half second. Raises as `check`, WeightTransferError: a receiver died, or the sender was closed."""
+        self.check()
+        if (now := time.monotonic()) - self._pinged > _PING_EVERY_S:
+            self._pinged = now
+            self.tell(Kind.PING)
 
     def laggards(self) -> str:
         """Names the receivers that have acknowledged the fewest buckets."""

@@ -6,20 +6,40 @@ store that the sender hosts. Each generation of the group has its own keys in th
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
 from asyncrl.weights.transports.control_channel import Deadline
+
+logger = logging.getLogger(__name__)
+
+Watch = Callable[[], None]
+"""Called every few milliseconds of a wait; ends it by raising, for example what the other side reports."""
 
 _GLOO_THREADS = 2
 """Two broadcasts are in transfer at once; each occupies a thread."""
 _STORE_TIMEOUT = timedelta(seconds=300)
+_LOOK = timedelta(milliseconds=20)
+"""Longest time between two calls of `watch` over gloo."""
+_POLL_S = 0.0005
+"""The same over NCCL, whose own wait looks every 10 ms only."""
+_ABORT_S = 1.0
+"""Longest wait for the end of a group; after it the end is left to its thread."""
+_ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LOGS = "look at the logs of the trainer and the replicas; the next publish forms a new group"
 
 
@@ -51,6 +71,10 @@ def join_store(address: str, deadline: Deadline) -> dist.TCPStore:
         raise WeightTransferError(explain(f"reach the store at {address}", _first_line(error), do)) from error
 
 
+class BroadcastFailed(WeightTransferError):
+    """A peer closed its connection, or the group itself failed: the cause is known there."""
+
+
 class BroadcastGroup:
     """One generation of the group: rank 0 sends, rank `receiver + 1` receives. Unusable after the first error.
 
@@ -67,15 +91,33 @@ class BroadcastGroup:
         self._backend: Any = None
         self._works: deque[dist.Work] = deque()
 
-    def form(self, deadline: Deadline) -> None:
-        """Returns when all ranks have come. Raises DeadlineExceeded: some did not."""
+    def form(self, deadline: Deadline, watch: Watch) -> None:
+        """Returns when all ranks have come and can broadcast.
+
+        Neither gloo's rendezvous nor the making of an NCCL communicator can be interrupted, and the latter has no
+        deadline. They run in a thread of their own, which is left behind when they do not end in time.
+
+        Raises DeadlineExceeded: some ranks did not come. What `watch` raises.
+        """
+        device = self._device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # the choice of this thread
+        calls = BlockingCalls("weights-group")
+        joining = calls.submit(lambda: self._connect(device, deadline))
+        calls.close()
+        try:
+            self._backend = wait_for(joining, deadline, f"form a group of {self._world_size} processes", watch)
+        except BaseException:
+            joining.add_done_callback(_abort_late)
+            raise
+
+    def _connect(self, device: torch.device, deadline: Deadline) -> Any:
         keys = dist.PrefixStore(f"weights/{self.generation}", self._store)
         keys.set_timeout(_left(deadline))
         try:
-            if self._device.type == "cuda":
-                self._backend = _nccl(keys, self._rank, self._world_size, deadline)
-            else:
-                self._backend = _gloo(keys, self._rank, self._world_size, deadline, self._store.host)
+            if device.type == "cuda":
+                return _nccl(keys, self._rank, self._world_size, deadline, device)
+            return _gloo(keys, self._rank, self._world_size, deadline, self._store.host)
         except RuntimeError as error:
             asked = f"form a group of {self._world_size} processes within {deadline.timeout_s:.1f} s"
             found = f"rank {self._rank} still waits for others: {_first_line(error)}"
@@ -87,38 +129,55 @@ class BroadcastGroup:
 
     def start(self, data: torch.Tensor, deadline: Deadline) -> None:
         """Begins to send (rank 0) or to fill (others) `data`, [n] uint8, the same n on all ranks."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = _left(deadline)
-        options.asyncOp = True
         try:
-            self._works.append(self._backend.broadcast([data], options))
+            self._works.append(self._backend.broadcast([data], _options(deadline)))
         except RuntimeError as error:
-            raise WeightTransferError(explain("broadcast a bucket", _first_line(error), _LOGS)) from error
+            raise BroadcastFailed(explain("broadcast a bucket", _first_line(error), _LOGS)) from error
 
-    def wait(self, deadline: Deadline, what: str) -> None:
+    def wait(self, deadline: Deadline, what: str, watch: Watch) -> None:
         """Returns when the oldest work is done (CUDA: ordered before the next kernel of the current stream).
+
+        It looks whether the work is done and never waits in NCCL: NCCL does not notice that a peer has died, and when
+        its own wait is late it aborts the communicator, for which torch ends the process.
 
         Raises:
             DeadlineExceeded: it was not done in time.
-            WeightTransferError: a peer closed its connection.
+            BroadcastFailed: a peer closed its connection.
+            What `watch` raises.
         """
+        while not self._is_done(what, deadline):
+            watch()
+            if not deadline.remaining_s():
+                asked = f"{what} within {deadline.timeout_s:.1f} s"
+                raise DeadlineExceeded(explain(asked, "the broadcast is still in progress", _LOGS))
+            if self._device.type == "cuda":
+                time.sleep(_POLL_S)
+            else:
+                with suppress(RuntimeError):  # it is not done yet, or it failed: the next look finds out
+                    self._works[0].wait(min(_LOOK, _left(deadline)))
+        self._works.popleft()
+
+    def _is_done(self, what: str, deadline: Deadline) -> bool:
+        if not self._works[0].is_completed():
+            return False
         try:
-            self._works[0].wait(_left(deadline))
+            self._works[0].wait(timedelta(seconds=1))  # at once: orders the stream, or raises what ended the work
         except RuntimeError as error:
             if not deadline.remaining_s() or "timed out" in str(error).lower():
                 asked = f"{what} within {deadline.timeout_s:.1f} s"
                 raise DeadlineExceeded(explain(asked, _first_line(error), _LOGS)) from error
-            raise WeightTransferError(explain(what, _first_line(error), _LOGS)) from error
-        self._works.popleft()
+            raise BroadcastFailed(explain(what, _first_line(error), _LOGS)) from error
+        return True
 
     def close(self) -> None:
         """Drops the connections, which ends the waits of the peers. Pending work ends by its own deadline at the
         latest, and gloo lets go only then. Idempotent."""
-        if self._backend is not None:
-            self._backend.abort()
+        held = [*self._works]
         self._works.clear()
-        self._backend = None
+        if self._backend is not None:
+            held.append(self._backend)
+            self._backend = None
+            _let_go(held)
 
 
 def _gloo(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, host: str) -> dist.ProcessGroupGloo:
@@ -129,10 +188,90 @@ def _gloo(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, host
     return dist.ProcessGroupGloo(keys, rank, world_size, options)
 
 
-def _nccl(keys: dist.Store, rank: int, world_size: int, deadline: Deadline) -> Any:
+def _nccl(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, device: torch.device) -> Any:
+    """A group whose communicator exists: NCCL makes it in the first broadcast, and there waits for all ranks."""
+    torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _left(deadline)
-    return dist.ProcessGroupNCCL(keys, rank, world_size, options)
+    with watchdog_spares_the_process():
+        backend = dist.ProcessGroupNCCL(keys, rank, world_size, options)
+    try:
+        work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], _options(deadline))
+        while not work.is_completed():
+            if not deadline.remaining_s():
+                raise RuntimeError("the first broadcast is still in progress")
+            time.sleep(_POLL_S)
+        work.wait(timedelta(seconds=1))
+    except BaseException:
+        _let_go([backend])
+        raise
+    return backend
+
+
+@contextmanager
+def watchdog_spares_the_process() -> Iterator[None]:
+    """Inside, a new NCCL group reads that its watchdog must not end the process when a communicator fails or is
+    aborted, as it does by default: a lost replica would end the sender and every other receiver. NCCL's groups take
+    this from the environment only; the groups of the trainer keep their default."""
+    before = os.environ.get(_ASYNC_ERROR_HANDLING)
+    os.environ[_ASYNC_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ASYNC_ERROR_HANDLING]
+        else:
+            os.environ[_ASYNC_ERROR_HANDLING] = before
+
+
+def _let_go(held: list[Any]) -> None:
+    """Aborts the backend, which is the last of `held`, and drops all of them: these must be the last references. A
+    peer that is stopped can make either wait: gloo for its pending work, NCCL for a kernel. So a thread does it."""
+    calls = BlockingCalls("weights-abort")
+    ending = calls.submit(lambda: _end(held))
+    calls.close()
+    if not futures.wait((ending,), _ABORT_S).done:
+        logger.warning("a group for weights did not end within %g s; it is left to its thread", _ABORT_S)
+    elif (error := ending.exception()) is not None:
+        logger.warning("a group for weights could not be aborted: %s", error)
+
+
+def _end(held: list[Any]) -> None:
+    try:
+        held[-1].abort()
+    finally:
+        held.clear()
+
+
+def _abort_late(joining: futures.Future[Any]) -> None:
+    """A group that forms after this side has left."""
+    if joining.exception() is None:
+        joining.result().abort()
+
+
+def _options(deadline: Deadline) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = _left(deadline)
+    options.asyncOp = True
+    return options
+
+
+def gloo_towards(master: str) -> None:
+    """Makes gloo groups that this process forms later listen at the interface of its route to `master`, unless
+    GLOO_SOCKET_IFNAME says otherwise. By default they take the address of the host's name, which on many machines is
+    one that others do not reach (`127.0.1.1 name` in /etc/hosts)."""
+    name = interface_of(_address_towards(master))
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has the IPv4 address; None: none has it."""
+    for name, places in psutil.net_if_addrs().items():
+        if any(place.address == address for place in places):
+            return name
+    return None
 
 
 def _address_towards(host: str) -> str:

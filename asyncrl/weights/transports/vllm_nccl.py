@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -36,8 +35,6 @@ FITS, LOADED = 0, 1
 NUM_BUFFERS = 2
 """Broadcasts in transfer at once; both sides of vLLM's protocol must use the same number."""
 
-_PING_EVERY_S = 0.5
-"""Pause between two checks for dead receivers while NCCL blocks."""
 _EXPLANATION_S = 0.5
 """Once a call of NCCL failed: how long to wait for the process that broke it to say why."""
 
@@ -92,7 +89,6 @@ class VllmNcclSender:
         self._calls: BlockingCalls | None = None
         self._endpoint: Endpoint | None = None
         self._port = 0
-        self._pinged = 0.0
 
     def open(self) -> VllmNcclSource:
         self.close()
@@ -177,7 +173,7 @@ class VllmNcclSender:
                     if sending.done() or not deadline.remaining_s():
                         self._wait(sending, channel, deadline, what)
                         raise WeightTransferError(explain(what, "vLLM took no more tensors", "report this defect"))
-                    self._watch(channel)
+                    channel.watch()
             hand_over.end()
         except BaseException as error:
             hand_over.end(error)
@@ -187,7 +183,7 @@ class VllmNcclSender:
     def _wait(self, future: Future[T], channel: SenderChannel, deadline: Deadline, what: str) -> T:
         """`wait_for`. What broke the call gives way to what a receiver reports as the cause."""
         try:
-            return wait_for(future, deadline, what, lambda: self._watch(channel))
+            return wait_for(future, deadline, what, channel.watch)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error}\nbehind: {channel.laggards()}") from error
         except WeightTransferError:
@@ -195,13 +191,6 @@ class VllmNcclSender:
             while explanation.remaining_s():
                 channel.check(explanation.remaining_s())
             raise
-
-    def _watch(self, channel: SenderChannel) -> None:
-        """Raises the error that a receiver reports; WeightTransferError: a receiver died, or the sender was closed."""
-        channel.check()
-        if (now := time.monotonic()) - self._pinged > _PING_EVERY_S:
-            self._pinged = now
-            channel.tell(Kind.PING)
 
     def _drop_group(self) -> None:
         endpoint, self._endpoint = self._endpoint, None

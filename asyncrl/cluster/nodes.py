@@ -1,0 +1,127 @@
+"""What every machine of a run needs before actors start there: the run directory, and files of models of the hub."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.errors import ConfigError, Process, explain
+from asyncrl.remote.reply import reply_now
+
+logger = logging.getLogger(__name__)
+
+HubModel = tuple[str, str | None]
+"""Name and revision."""
+SEEN_S = 10.0
+"""Within this time a file that one machine wrote is visible on others: network file systems cache directories."""
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja")
+_PICKLED = "*.bin"
+"""Weights of models that have no safetensors."""
+
+
+def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float) -> None:
+    """Returns when every node that may run a part has the files of `models` in its cache, and shares `directory`. Ranks
+    would download them in the middle of their rendezvous, whose deadlines are not meant for it; and checkpoints of
+    ranks in directories that are not shared would be lost.
+
+    Args:
+        directory: of the run; it exists here.
+        timeout_s: for all of it.
+
+    Raises:
+        ConfigError: a node has another directory in its place, or cannot get a model; the message names the node.
+        DeadlineExceeded, ProcessDied: naming the node.
+    """
+    nodes = usable_nodes(ray.nodes())
+    if len(nodes) == 1 and not models:
+        return
+    deadline = time.monotonic() + timeout_s
+    token, place = secrets.token_hex(8), directory / ".nodes"
+    shares = len(nodes) > 1
+    try:
+        if shares:
+            place.mkdir(exist_ok=True)
+            (place / token).write_text(token)
+        asked = [(node, _ask(node, place if shares else None, token, models)) for node in nodes]
+        for node, ref in asked:
+            address = node["NodeManagerAddress"]
+            found = reply_now(
+                ref,
+                timeout_s=max(0.0, deadline - time.monotonic()),
+                call="check of the run directory, download of models",
+                process=Process(f"node {address}"),
+            )
+            if found is None and shares and not _seen(place / f"{token}-{node['NodeID']}"):
+                found = "run.dir", "what is written there is not seen here"
+            if found is not None:
+                raise _refused(directory, address, *found)
+    finally:
+        if shares:
+            shutil.rmtree(place, ignore_errors=True)
+    logger.info("%d node(s) have the run directory and the files of %d model(s) of the hub", len(nodes), len(models))
+
+
+def usable_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of `ray.nodes()` those on which parts of a run may be placed: the ones with GPUs if any has, else all."""
+    alive = [node for node in nodes if node["Alive"]]
+    return [node for node in alive if node["Resources"].get("GPU")] or alive
+
+
+def _ask(node: dict[str, Any], place: Path | None, token: str, models: Sequence[HubModel]) -> ray.ObjectRef:
+    strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(prepare_node).options(scheduling_strategy=strategy)
+    return task.remote(place, token, node["NodeID"], list(models))
+
+
+def prepare_node(place: Path | None, token: str, node_id: str, models: Sequence[HubModel]) -> tuple[str, str] | None:
+    """Runs on one node. Returns the key that it cannot serve and what it found; None: all is well."""
+    if place is not None:
+        if not _seen(place / token):
+            return "run.dir", "no such directory, or not the one that the other machines have"
+        try:
+            (place / f"{token}-{node_id}").write_text(token)
+        except OSError as error:
+            return "run.dir", f"it cannot be written: {error}"
+    for name, revision in models:
+        try:
+            fetch_model(name, revision)
+        except (OSError, ValueError) as error:  # those of the hub's library are among them
+            return f"model {name}", str(error).split("\n")[0]
+    return None
+
+
+def fetch_model(name: str, revision: str | None) -> Path:
+    """The directory of the model in this machine's cache, with its files; downloads those that are missing. Raises
+    OSError, ValueError."""
+    from huggingface_hub import snapshot_download
+
+    directory = Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+    if not any(directory.glob("*.safetensors")):
+        snapshot_download(name, revision=revision, allow_patterns=[_PICKLED])
+    return directory
+
+
+def _seen(file: Path) -> bool:
+    """True as soon as the file is there."""
+    end = time.monotonic() + SEEN_S
+    while not file.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _refused(directory: Path, address: str, key: str, found: str) -> ConfigError:
+    if key == "run.dir":
+        do = "set run.dir to a directory on a file system that all nodes share, at the same path"
+        return ConfigError(explain(f"run.dir={directory} on node {address}", found, do))
+    do = "give that node a way to the hub, or a cache (HF_HOME) that has the model"
+    return ConfigError(explain(f"{key} on node {address}", found, do))

@@ -1,0 +1,102 @@
+"""What a run checks and fetches on every node before its actors start, on a cluster of two nodes on this machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cluster import nodes
+from asyncrl.cluster.nodes import usable_nodes
+
+pytestmark = pytest.mark.contract
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PREPARE = """
+import os, sys
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from asyncrl.cluster.nodes import prepare_nodes
+from asyncrl.cluster.ray_session import ray_cluster
+from asyncrl.errors import ConfigError
+
+shared, own = Path(sys.argv[1]), Path(sys.argv[2])
+
+
+def variable():
+    return os.environ["OF_THE_RECIPE"]
+
+
+def refused(*arguments):
+    try:
+        prepare_nodes(*arguments, 100)
+    except ConfigError as error:
+        print("refused:", str(error).replace(chr(10), " | "))
+
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE": "heard"}):
+    print("variable:", ray.get(ray.remote(num_cpus=0)(variable).remote(), timeout=100))
+    prepare_nodes(shared, [], 100)
+    print("left behind:", sorted(os.listdir(shared)))
+    os.chdir(own)
+    refused(Path("/proc/self/cwd"), [])  # another directory for each process: not shared
+    refused(shared, [("org/none", None)])
+cluster.shutdown()
+"""
+
+
+def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
+    shared, own, cache = (tmp_path / name for name in ("shared", "own", "cache"))
+    for directory in (shared, own, cache):
+        directory.mkdir()
+    environment = {**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", PREPARE, str(shared), str(own)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "variable: heard" in done.stdout, "and a log that a node cannot write ends no process"
+    assert "left behind: []" in done.stdout
+    directory, model = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
+    assert "run.dir=/proc/self/cwd on node" in directory
+    assert "a file system that all nodes share" in directory
+    assert "model org/none on node" in model
+
+
+def test_a_node_says_what_it_lacks(tmp_path, monkeypatch):
+    """The part that runs there, here."""
+    import huggingface_hub.constants
+
+    stored = tmp_path / "models--org--model"
+    (stored / "snapshots/a").mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs/main").write_text("a")
+    for name in ("config.json", "model.safetensors"):
+        (stored / "snapshots/a" / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(nodes, "SEEN_S", 0.2)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    assert nodes.prepare_node(shared, "token", "node", []) is not None, "the driver's file is not there"
+    (shared / "token").write_text("token")
+    assert nodes.prepare_node(shared, "token", "node", [("org/model", None)]) is None
+    assert (shared / "token-node").exists(), "and the driver sees that it can write"
+    assert nodes.fetch_model("org/model", None) == stored / "snapshots/a"
+    key, found = nodes.prepare_node(None, "", "node", [("org/none", None)]) or ("", "")
+    assert key == "model org/none"
+    assert found
+
+
+def test_nodes_without_gpus_are_left_alone_where_others_have_them():
+    def node(name, *, alive=True, **resources):
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    found = [node("head", CPU=8), node("gpus", CPU=8, GPU=8.0), node("lost", alive=False, GPU=8.0)]
+    assert [n["NodeID"] for n in usable_nodes(found)] == ["gpus"]
+    assert [n["NodeID"] for n in usable_nodes(found[:1])] == ["head"]
