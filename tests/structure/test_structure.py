@@ -157,8 +157,12 @@ for module in {modules!r}:
     assert not wrong
 
 
-MANY_METHODS = {"ReplicaPool": 19, "Ledger": 19, "MessageQueue": 18}
-"""Classes that may have more than 15 public methods: a state with many transitions, and the actor in front of one."""
+MANY_METHODS = {
+    **{"ReplicaPool": 19, "Ledger": 19, "MessageQueue": 18},
+    **dict.fromkeys(("TrainerPool", "TrainerActor", "TrainerWorker"), 16),
+}
+"""Classes that may have more than 15 public methods: a state with many transitions, the actor in front of one, and a
+trainer rank with what stands before it."""
 
 
 def test_no_room_is_too_large():
