@@ -66,8 +66,8 @@ def test_text_before_and_after_calls_stays_in_order_without_blanks_between():
     call = written("add", {"a": 1}, "hermes")
     text = f"let me see {call}\n{call} and then"
     add = ToolCall("add", {"a": 1})
-    assert split_calls(text, CallFormat("hermes", TOOLS)) == ["let me see", add, add, "and then"]
-    assert split_calls(text, CallFormat("hermes", TOOLS, single=True)) == ["let me see", add]
+    assert split_calls(text, CallFormat("hermes", TOOLS)) == ("let me see", add, add, "and then")
+    assert split_calls(text, CallFormat("hermes", TOOLS, single=True)) == ("let me see", add)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_text_before_and_after_calls_stays_in_order_without_blanks_between():
     ],
 )
 def test_what_is_malformed_stays_text(parser, text):
-    assert split_calls(text, CallFormat(parser, TOOLS)) == [text]
+    assert split_calls(text, CallFormat(parser, TOOLS)) == (text,)
 
 
 def test_a_call_is_known_as_soon_as_it_is_complete_and_text_as_soon_as_it_can_be():
@@ -93,6 +93,6 @@ def test_a_call_is_known_as_soon_as_it_is_complete_and_text_as_soon_as_it_can_be
     call = json.dumps({"name": "now", "arguments": {}})
     pieces = ["Well, ", "<to", "be> ", "<tool_call>", call, "</tool_", "call>", "!"]
     assert [splitter.feed(piece) for piece in pieces] == [
-        ["Well,"], [], [" <tobe>"], [], [], [], [ToolCall("now", {})], ["!"],
+        ("Well,",), (), (" <tobe>",), (), (), (), (ToolCall("now", {}),), ("!",),
     ]  # fmt: skip
-    assert splitter.finish() == []
+    assert splitter.finish() == ()
