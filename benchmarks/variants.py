@@ -2,9 +2,13 @@
 
     python benchmarks/variants.py pacing [--rounds 5] [--write]
     python benchmarks/variants.py telemetry [--rounds 5] [--write]
+    python benchmarks/variants.py files [--rounds 5] [--write]
+    python benchmarks/variants.py overlap [--rounds 5] [--write]
 
 pacing: `staleness.pacing=just_in_time` against eager, on the quickstart, where training is the slower side. telemetry:
-everything that a run records (samples, spans of every 16th group, W&B offline) against nothing but metrics and events.
+everything that a run records (samples, spans of every 16th group, W&B offline) against nothing but metrics and events;
+files: the same without W&B, as runs have it by default. overlap: `weights.overlap` against publishes that training waits
+for.
 Each round runs both, in turns the one or the other first. The figures are medians over the rounds, ratios are medians
 of the ratios within a round, with the range of all rounds. Memory is the largest proportional set size (PSS) of all
 processes of a run together, sampled every second. Writes benchmarks/results/<name>.md with --write.
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -71,6 +75,24 @@ COMPARISONS = {
         },
     ),
 }
+
+
+COMPARISONS["files"] = replace(
+    COMPARISONS["telemetry"],
+    title="What the recording costs without a sink",
+    variants={**COMPARISONS["telemetry"].variants, "on": ()},
+)
+COMPARISONS["overlap"] = Comparison(
+    "Publishes beside training",
+    {"waits": ("weights.overlap=false",), "overlap": ("weights.overlap=true",)},
+    QUIET,
+    {
+        "training, s": lambda o, _: o.training_s,
+        "samples/s": lambda o, _: o.samples_per_s,
+        "mean lag": lambda o, _: o.lag_mean,
+        "memory of all processes, MB": lambda _, peak: peak / 1e6,
+    },
+)
 
 
 class PeakMemory:
