@@ -7,8 +7,8 @@
 
 pacing: `staleness.pacing=just_in_time` against eager, on the quickstart, where training is the slower side. telemetry:
 everything that a run records (samples, spans of every 16th group, W&B offline) against nothing but metrics and events;
-files: the same without W&B, as runs have it by default. overlap: `weights.overlap` against publishes that training waits
-for.
+files: the same without W&B, as runs have it by default. overlap: `weights.overlap` against publishes that training
+waits for.
 Each round runs both, in turns the one or the other first. The figures are medians over the rounds, ratios are medians
 of the ratios within a round, with the range of all rounds. Memory is the largest proportional set size (PSS) of all
 processes of a run together, sampled every second. Writes benchmarks/results/<name>.md with --write.
