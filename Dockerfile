@@ -5,7 +5,7 @@
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update \
- && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc g++ git \
+ && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc g++ git wget \
  && rm -rf /var/lib/apt/lists/*
 
 ENV VIRTUAL_ENV=/opt/asyncrl PATH=/opt/asyncrl/bin:$PATH HF_HOME=/models

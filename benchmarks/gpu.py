@@ -55,7 +55,12 @@ STEPS = (
     Step("fault_kill", "the sender ends in time, lives and opens again", partial(steps.fault, "kill")),
     Step("fault_stop", "the sender ends in time, lives and opens again", partial(steps.fault, "stop")),
     Step("communicator", "abort ends the creation of a communicator", steps.lonely_communicator),
-    Step("step_4b_1", "a fused attention kernel; memory as in --dry-run", partial(steps.step, "4b", 1)),
+    Step(
+        "step_4b_1",
+        "a fused attention kernel; memory as in --dry-run",
+        partial(steps.step, "4b", 1, saves=True),
+        limit_s=480.0,
+    ),
     Step("step_4b_8", "the same with 8 sequences a micro-batch", partial(steps.step, "4b", 8)),
     Step("step_4b_offload", "the same with the optimizer in host memory", partial(steps.step, "4b", 1, offload=True)),
     Step("step_compiled", "none: beside step_0.6b", partial(steps.step, "0.6b", 8, compiles=True)),

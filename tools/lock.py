@@ -64,7 +64,9 @@ def _resolved(directory: Path, extras: str) -> list[str]:
     platform = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
     quiet = ("--quiet", "--no-header", "--no-annotate", "--no-emit-index-url")
     wanted = [word for extra in extras.split(",") for word in ("--extra", extra)]
-    command = [binaries / "uv", "pip", "compile", ROOT / "pyproject.toml", "--constraint", pins]
+    clusters = directory / "clusters.in"
+    clusters.write_text("ray[default]\n")  # what submits jobs and answers the probes of Kubernetes
+    command = [binaries / "uv", "pip", "compile", ROOT / "pyproject.toml", clusters, "--constraint", pins]
     done = subprocess.run([*command, *platform, *quiet, *wanted], check=True, capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "==" in line]
 

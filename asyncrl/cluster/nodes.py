@@ -41,11 +41,12 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
         DeadlineExceeded, ProcessDied: naming the node.
     """
     nodes = usable_nodes(ray.nodes())
-    if len(nodes) == 1 and not models:
+    here = ray.get_runtime_context().get_node_id()
+    shares = any(node["NodeID"] != here for node in nodes)
+    if not shares and not models:
         return
     deadline = time.monotonic() + timeout_s
     token, place = secrets.token_hex(8), directory / ".nodes"
-    shares = len(nodes) > 1
     try:
         if shares:
             place.mkdir(exist_ok=True)

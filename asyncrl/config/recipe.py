@@ -207,14 +207,14 @@ class Recipe:
         those who wait for a publish outwait it: ranks, in a collective, and requests, at the gates of the replicas."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
-            self.trainer.num_ranks == 1 or waits_s > transfer_s,
+            self.trainer.num_ranks == 1 or self.overlaps_publish or waits_s > transfer_s,
             asked=f"trainer.collective_timeout_s={waits_s:g} with weights.transfer_timeout_s={transfer_s:g}",
             found="ranks wait in a collective, which gathers the next tensor, while a rank sends",
             do=f"set trainer.collective_timeout_s above {transfer_s:g}, or lower weights.transfer_timeout_s",
         )
         gate_s, publish_s = self.rollout.gate_timeout_s, self.weights.publish_timeout_s
         require(
-            gate_s >= publish_s,
+            self.empties_queue or gate_s >= publish_s,
             asked=f"rollout.gate_timeout_s={gate_s:g} with weights.publish_timeout_s={publish_s:g}",
             found="requests that wait for the end of a publish would fail before it",
             do=f"set rollout.gate_timeout_s to at least {publish_s:g}, or lower weights.publish_timeout_s",

@@ -64,7 +64,7 @@ class Coordinator:
         self._stop = asyncio.Event()
         self._restored = asyncio.Event()
         self._finishing = False
-        """The last step is done; what is left is its checkpoint, which has deadlines of its own."""
+        """The last step is done; what is left, its publish and its checkpoint, has deadlines of its own."""
         self._shares = ReplicaShares(recipe.rollout.num_replicas)
         self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares)
         self._evaluations = Evaluations(
@@ -181,8 +181,8 @@ class Coordinator:
                 await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
+        self._finishing = True  # the step is complete: what is left has deadlines of its own
         await self._publisher.settle()
-        self._finishing = True
         await self._writer.last(self._state())
         self._guard.raise_if_stopped()
 
@@ -232,7 +232,7 @@ class Coordinator:
                 await self._publisher.begin(self._step, stats)
             else:
                 counts, stats = await self._publisher.publish(self._step, stats)
-        record.of_publish(self._publisher.take())
+        record.of_publish(*self._publisher.take())
         guarded, limited = await self._guard.after_step(self._step, record.values)
         counts = limited or counts
         slots = self._staleness.limited(self._guard.limit).admissible(

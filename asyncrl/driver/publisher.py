@@ -7,6 +7,7 @@ newest, and the lag of a token is counted as if training had waited.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,8 @@ from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
 from asyncrl.types import LedgerCounts, PublishReport, ReplicaStats
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
+
+logger = logging.getLogger(__name__)
 
 Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
 """Counts of the ledger and statistics of the replicas after a publish."""
@@ -34,7 +37,7 @@ class Publisher:
         self._clock, self._shares = clock, shares
         self._version = -1
         self._beside: asyncio.Task[Published] | None = None
-        self._report: PublishReport | None = None
+        self._reports: list[PublishReport] = []
 
     @property
     def version(self) -> int:
@@ -82,16 +85,18 @@ class Publisher:
         if report is not None:
             self._record(step, report)
 
-    def take(self) -> PublishReport | None:
-        """The report of the last publish to all replicas that has ended since the last call."""
-        report, self._report = self._report, None
-        return report
+    def take(self) -> list[PublishReport]:
+        """The reports of the publishes to all replicas that have ended since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
 
     async def close(self) -> None:
         """Cancels the publish in progress. The replicas' gates stay closed; the run is at its end."""
         if self._beside is not None:
             self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+            (outcome,) = await asyncio.gather(self._beside, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                logger.error("also: %s: %s", self._beside.get_name(), outcome)
 
     async def _end(self) -> None:
         if self._beside is not None:
@@ -106,7 +111,8 @@ class Publisher:
         assert report is not None, "only a catch-up can be for nobody"
         counts, stats = await asyncio.gather(parts.queue.published(step), parts.replicas.stats())
         self._clock().publish_tokens += tokens_between(before, stats)
-        self._version, self._report = step, report
+        self._version = step
+        self._reports.append(report)
         self._record(step, report)
         return counts, stats
 

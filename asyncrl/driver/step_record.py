@@ -183,16 +183,18 @@ class StepRecord:
             **dict(metrics.means),
         }
 
-    def of_publish(self, report: PublishReport | None) -> None:
+    def of_publish(self, *reports: PublishReport) -> None:
+        """`reports`: the publishes that ended in this step; times, bytes and transfers add up."""
+        sent = sum(report.sent_bytes for report in reports)
         self.values |= {
-            Metric.PUBLISH_TIME: report.publish_s if report else 0.0,
-            Metric.PUBLISH_PAUSE: report.pause_s if report else 0.0,
-            Metric.PUBLISH_TRANSFER: report.transfer_s if report else 0.0,
-            Metric.PUBLISH_REST: max(0.0, report.publish_s - report.transfer_s) if report else 0.0,
-            Metric.PUBLISH_BYTES: report.sent_bytes if report else 0,
-            Metric.PUBLISH_SHARE: report.sent_bytes / max(1, report.nbytes) if report else 0.0,
-            Metric.PUBLISH_ATTEMPTS: report.attempts if report else 0,
-            Metric.PUBLISH_REPLICAS: report.replicas if report else 0,
+            Metric.PUBLISH_TIME: sum(report.publish_s for report in reports),
+            Metric.PUBLISH_PAUSE: sum(report.pause_s for report in reports),
+            Metric.PUBLISH_TRANSFER: sum(report.transfer_s for report in reports),
+            Metric.PUBLISH_REST: sum(max(0.0, report.publish_s - report.transfer_s) for report in reports),
+            Metric.PUBLISH_BYTES: sent,
+            Metric.PUBLISH_SHARE: sent / max(1, sum(report.nbytes for report in reports)),
+            Metric.PUBLISH_ATTEMPTS: sum(report.attempts for report in reports),
+            Metric.PUBLISH_REPLICAS: reports[-1].replicas if reports else 0,
         }
 
     def of_queue(self, counts: LedgerCounts, shares: EndShares, slots: int) -> None:

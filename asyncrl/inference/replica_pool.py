@@ -23,6 +23,8 @@ from asyncrl.types import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaStats,
 
 logger = logging.getLogger(__name__)
 
+AWAY_AFTER = 2
+"""Further tries to start a replica that never came up, while others are a quorum."""
 ASK_AGAIN_S = 0.2
 """Pause between two health checks of a suspended replica."""
 
@@ -384,6 +386,11 @@ class ReplicaPool:
         control.kill()
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
+        if self._stays_away(replica_id):
+            logger.error("replica %d did not start in %d tries and stays away", replica_id, AWAY_AFTER + 1)
+            self._changed.set()
+            self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
+            return
         delay_s = self._membership.replace(replica_id)
         if delay_s is None:
             self._failure = RunFailed(
@@ -399,6 +406,18 @@ class ReplicaPool:
             start = self._start(replica_id, self._controls[replica_id], delay_s)
             self._spawn_task(start, f"replace replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
+
+    def _stays_away(self, replica_id: int) -> bool:
+        """True for one that never came up, while a quorum is up: trying again would spend the budget of the others."""
+        member, quorum = self._membership.members[replica_id], self._settings.quorum
+        if (
+            member.served
+            or member.failures < AWAY_AFTER
+            or quorum is None
+            or len(self.members) + len(self.leased) < quorum
+        ):
+            return False
+        return self._budget.take()
 
     async def _start(self, replica_id: int, control: ReplicaHandle, delay_s: float) -> None:
         await asyncio.sleep(delay_s)

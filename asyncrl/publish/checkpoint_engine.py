@@ -211,7 +211,7 @@ class CheckpointEngine:
     async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """Pauses these replicas, sends to them and commits; returns those that serve the version."""
         if self._encoding == "delta" and publish.encoded is None:
-            publish.encoded = await self._trainer.encode_weights(publish.left())
+            publish.encoded = await self._encode(publish)
         if self._rolling:
             await self._fleet.hold(replicas)
         num_members = len(self._fleet.members)
@@ -227,6 +227,15 @@ class CheckpointEngine:
         if self._rolling and done:
             await self._fleet.committed(done, publish.version)
         return done
+
+    async def _encode(self, publish: _Publish) -> EncodedWeights:
+        try:
+            return await self._trainer.encode_weights(publish.left())
+        except DeadlineExceeded as error:
+            asked, found = f"encode the differences of version {publish.version}", str(error).replace("\n", "; ")
+            do = "set weights.encoding=full, or raise weights.publish_timeout_s; float32 takes ten times as long"
+            late = DeadlineExceeded(explain(asked, found, do))
+            raise (late if error.process is None else late.of(error.process)) from error
 
     def _is_verified(self, *, scheduled: bool) -> bool:
         """True when this publish carries digests: on the schedule of the recipe and, unless verify is off, whenever it

@@ -41,6 +41,8 @@ COLLECT_S = 0.0003
 """CPU time that a collection from one replica costs this process, tokens apart."""
 COLLECT_SHARE = 0.1
 """Collections take at most this share of the process's time; beyond that they become rarer."""
+LONGEST_QUEUE = 4.0
+"""Times `rollout.request_timeout_s`: as long may a request wait at a replica that streams other responses."""
 
 
 def collection_interval_s(shortest_s: float, num_busy: int) -> float:
@@ -340,7 +342,8 @@ class GenerationClient:
             if not pending.sampled:
                 heard_at = max(pending.sent_at, pending.link.heard_at)
                 quiet_s = heard_at + self._request_timeout_s - time.monotonic()
-                look_s, late = max(0.0, min(look_s, quiet_s)), late or quiet_s <= 0
+                queued_s = pending.sent_at + LONGEST_QUEUE * self._request_timeout_s - time.monotonic()
+                look_s, late = max(0.0, min(look_s, quiet_s, queued_s)), late or min(quiet_s, queued_s) <= 0
             if late:
                 raise TimeoutError
             with contextlib.suppress(TimeoutError):

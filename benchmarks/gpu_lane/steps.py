@@ -3,6 +3,7 @@ missed."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +141,22 @@ def lonely_communicator(*, tiny: bool) -> None:
 # -- 3, 6: a step ----------------------------------------------------------------------------------------------------
 
 
-def step(size: str, sequences: int, *, tiny: bool, offload: bool = False, compiles: bool = False) -> None:
-    """Time, tokens per second and peak memory of a step of 16384 tokens in two micro-batches; capture, save, load."""
+def step(
+    size: str, sequences: int, *, tiny: bool, offload: bool = False, compiles: bool = False, saves: bool = False
+) -> None:
+    """Time, tokens per second and peak memory of a step of 16384 tokens in two micro-batches. `saves`: capture, save
+    and load, too, where the disk has room."""
     tokens = 512 if tiny else 16384
     with made(size, tiny=tiny) as path, trainer(path, compiles=compiles, offload_optimizer=offload) as own:
         plan = own.plan(_random_responses(2 * tokens, 2 * sequences), tokens)
         for _ in range(3):
             own.step(plan, 2 * tokens)
-        if compiles:
-            return
-        if _has_cuda():
+        if _has_cuda() and not compiles:
             _kernels(own, plan)
+        nbytes = 14 * sum(math.prod(spec.shape) for spec in own.worker.weight_specs())
+        if not saves or shutil.disk_usage(path).free < 1.2 * nbytes:
+            figure(checkpoint="left out" if not saves else f"left out: the disk has no room for {nbytes / 1e9:.0f} GB")
+            return
         own_s: dict[str, float] = {}
         saved = path / "saved"
         for name, call in (
@@ -247,23 +253,35 @@ def run_of_the_quickstart(*, tiny: bool) -> None:
         for tool in ("make_tiny_model.py", "make_arithmetic_dataset.py"):
             subprocess.run([sys.executable, f"tools/{tool}"], cwd=root, check=True, stdout=subprocess.DEVNULL)
         command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *overrides]
-        run = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        metrics = Path(directory) / "run" / "metrics.jsonl"
-        while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
-            time.sleep(0.5)
-        _kill_replica(run.pid)
-        said, _ = run.communicate(timeout=500)
-        figure(rc=run.returncode, steps=len(metrics.read_text().splitlines()) if metrics.exists() else 0)
-        if run.returncode != 0:
-            print(said[-4000:])
+        metrics, log = Path(directory) / "run" / "metrics.jsonl", Path(directory) / "log.txt"
+        with log.open("w") as out:
+            run = subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            while run.poll() is None and _num_lines(metrics) < 2:
+                time.sleep(0.5)
+            killed = run.poll() is None and _kill_replica(run.pid)
+            run.wait(timeout=500)
+        finally:
+            if run.poll() is None:
+                run.terminate()
+                run.wait(60)
+            figure(rc=run.returncode, steps=_num_lines(metrics))
+            print(log.read_text()[-4000:])
         assert run.returncode == 0, "the run failed"
+        assert killed, "no replica was found to kill"
 
 
-def _kill_replica(pid: int) -> None:
+def _num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _kill_replica(pid: int) -> bool:
     import psutil
 
     for process in psutil.Process(pid).children(recursive=True):
-        if "ray::Replica" in " ".join(process.cmdline()):
-            process.kill()
-            figure(killed=process.pid)
-            return
+        with suppress(psutil.Error):
+            if "ray::Replica" in " ".join(process.cmdline()):
+                process.kill()
+                figure(killed=process.pid)
+                return True
+    return False

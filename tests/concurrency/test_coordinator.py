@@ -390,6 +390,36 @@ async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_
     assert (rig.queue.committed, rig.queue.published_versions) == ([0], [0])
 
 
+async def test_a_stop_while_it_waits_for_groups_lets_a_publish_beside_training_end_and_saves_the_step(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", "run.shutdown_timeout_s=0.2", max_steps=4)
+    held = _Held(rig, 1)
+    rig.queue.hold(1)
+    running = rig.run()
+    await until(lambda: held.begun.is_set() and rig.queue.leases > 2)
+    rig.coordinator.stop()
+    await asyncio.sleep(0.5)  # longer than a stop may take
+    assert not running.done()
+    held.go.set()
+    await running
+    assert rig.saved() == ["step_1"]
+
+
+async def test_an_error_of_a_publish_beside_training_is_told_when_training_fails_first(tmp_path, caplog):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=4)
+    held = _Held(rig, 1, ProcessDied("the sending rank is gone"))
+
+    async def fails():
+        held.go.set()
+        await held.begun.wait()
+        await asyncio.sleep(0.05)
+        raise RunFailed("the loss is not finite")
+
+    rig.trainers.on_step = {1: fails}
+    with pytest.raises(RunFailed, match="not finite"):
+        await rig.run()
+    assert "the sending rank is gone" in caplog.text
+
+
 async def test_a_newcomer_that_comes_during_a_publish_beside_training_gets_that_version(tmp_path):
     rig = Rig(tmp_path, "weights.overlap=true", max_steps=2)
     held = _Held(rig, 1)

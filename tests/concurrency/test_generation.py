@@ -172,10 +172,22 @@ async def test_the_wait_for_a_place_does_not_count():
             return clock.left_s
 
         while elapsed_s < 1.2 * limit_s:
-            count, began = 2 * count, time.monotonic()
+            count, began = 3 * count // 2, time.monotonic()
             left_s = await asyncio.gather(*(one() for _ in range(count)))
             elapsed_s = time.monotonic() - began
             assert min(left_s) > 0
+
+
+async def test_the_wait_for_a_place_has_an_end_at_a_replica_that_streams_other_responses(monkeypatch):
+    monkeypatch.setattr("asyncrl.rollout.generation.LONGEST_QUEUE", 1.0)
+    async with Fleet(1, request_timeout_s=0.5, tick_s=0.005, num_slots=1) as fleet:
+        await fleet.publish(0)
+        asked = (fleet.client.generate(PROMPT, SamplingParams(max_tokens=20)) for _ in range(100))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [str(error) for error in found if isinstance(error, GenerationError)]
+        assert 0 < len(failed) < 100
+        assert all("within 0.5 s" in error for error in failed), failed
+        assert fleet.client.in_flight == 0
 
 
 async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_deadline():

@@ -48,6 +48,8 @@ with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE"
     os.chdir(own)
     refused(Path("/proc/self/cwd"), [])  # another directory for each process: not shared
     refused(shared, [("org/none", None)])
+    cluster.add_node(num_cpus=1, num_gpus=1)  # the parts go there alone, and the driver is elsewhere
+    refused(Path("/proc/self/cwd"), [])
 cluster.shutdown()
 """
 
@@ -62,8 +64,9 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "variable: heard" in done.stdout, "and a log that a node cannot write ends no process"
     assert "left behind: []" in done.stdout
-    directory, model = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
-    assert "run.dir=/proc/self/cwd on node" in directory
+    directory, model, alone = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
+    for refused in (directory, alone):
+        assert "run.dir=/proc/self/cwd on node" in refused
     assert "a file system that all nodes share" in directory
     assert "model org/none on node" in model
 

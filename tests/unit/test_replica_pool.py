@@ -6,7 +6,7 @@ import copy
 import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, RunFailed
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.inference.replica_pool import AWAY_AFTER, PoolSettings, ReplicaPool
 
 pytestmark = pytest.mark.unit
 
@@ -248,6 +248,26 @@ async def test_a_start_without_a_quorum_is_an_error_and_so_is_what_every_replica
     with pytest.raises(ConfigError):
         await rig.pool.start()
     assert len(rig.made) == 4, "nothing was replaced"
+
+
+async def test_one_that_never_comes_up_stays_away_and_leaves_the_budget_to_the_others():
+    def ill(control):
+        if control.replica_id == 2:
+            control.start_error = RuntimeError("no GPU is left")
+
+    rig = Rig(num=4, quorum=3, prepare=ill, max_restarts=1 + AWAY_AFTER)
+    ill(rig.made[2])
+    await rig.pool.start()
+    await settled()
+    assert sorted(rig.pool.members) == [0, 1, 3]
+    assert rig.pool.table.rows[2].state == "dead"
+    tries = [c for c in rig.made if c.replica_id == 2]
+    assert len(tries) == 1 + AWAY_AFTER
+    assert all(c.killed for c in tries)
+    watching = asyncio.create_task(rig.pool.watch())
+    await settled()
+    assert not watching.done(), "the run goes on"
+    watching.cancel()
 
 
 async def test_waiting_for_a_member_has_a_deadline():

@@ -246,7 +246,7 @@ def _end(held: list[Any]) -> None:
 def _abort_late(joining: futures.Future[Any]) -> None:
     """A group that forms after this side has left."""
     if joining.exception() is None:
-        joining.result().abort()
+        _let_go([joining.result()])
 
 
 def _options(deadline: Deadline) -> dist.BroadcastOptions:
