@@ -35,9 +35,13 @@ def test_layers_and_overrides_apply_in_order(tmp_path):
     [("sync", 0, "drain"), ("one_step_off", 1, "drain"), ("fully_async", 2, "abort_resume")],
 )
 def test_modes_are_presets(mode, max_lag, interrupt):
-    recipe = load_recipe(QUICKSTART, [f"mode={mode}", "staleness.pacing=just_in_time"])
+    recipe = load_recipe(QUICKSTART, [f"mode={mode}", "staleness.pacing=just_in_time", "weights.overlap=true"])
     assert (recipe.max_lag, recipe.interrupt) == (max_lag, interrupt)
     is_free = mode == "fully_async"
+    assert recipe.overlaps_publish == is_free
+    long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
+    if not is_free:  # no request waits at a gate
+        load_recipe(QUICKSTART, long_publish)
     assert (recipe.pacing == "just_in_time", recipe.empties_queue) == (is_free, not is_free)
 
 
