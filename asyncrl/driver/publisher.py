@@ -71,7 +71,8 @@ class Publisher:
     def check(self) -> None:
         """Raises the error of a publish beside training that has failed."""
         if self._beside is not None and self._beside.done():
-            self._beside.result()
+            beside, self._beside = self._beside, None
+            beside.result()
 
     async def catch_up(self, step: int) -> None:
         """Publishes to the newcomers. When the weights of `step` are not published yet, all replicas get them: the
@@ -91,7 +92,8 @@ class Publisher:
         return reports
 
     async def close(self) -> None:
-        """Cancels the publish in progress. The replicas' gates stay closed; the run is at its end."""
+        """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay closed;
+        the run is at its end."""
         if self._beside is not None:
             self._beside.cancel()
             (outcome,) = await asyncio.gather(self._beside, return_exceptions=True)
@@ -99,9 +101,12 @@ class Publisher:
                 logger.error("also: %s: %s", self._beside.get_name(), outcome)
 
     async def _end(self) -> None:
-        if self._beside is not None:
-            await self._beside
-            self._beside = None
+        if (beside := self._beside) is not None:
+            try:
+                await beside
+            finally:
+                if beside.done():
+                    self._beside = None
 
     async def _send(self, step: int, before: Sequence[ReplicaStats] | None) -> Published:
         parts = self._parts

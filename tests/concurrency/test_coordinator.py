@@ -378,7 +378,7 @@ async def test_a_publish_goes_on_beside_the_next_step_and_ends_before_its_commit
     assert [line["weights/replicas"] for line in metrics] == [0, 2, 2, 2], "each line has the publish that ended in it"
 
 
-async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_for_groups(tmp_path):
+async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_for_groups(tmp_path, caplog):
     rig = Rig(tmp_path, "weights.overlap=true", max_steps=4)
     held = _Held(rig, 1, ProcessDied("the sending rank is gone"))
     rig.queue.hold(1)
@@ -387,6 +387,7 @@ async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_
     held.go.set()
     with pytest.raises(ProcessDied, match="sending rank"):
         await running
+    assert "also:" not in caplog.text, "it is told once"
     assert (rig.queue.committed, rig.queue.published_versions) == ([0], [0])
 
 
