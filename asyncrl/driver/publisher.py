@@ -92,8 +92,8 @@ class Publisher:
         return reports
 
     async def close(self) -> None:
-        """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay closed;
-        the run is at its end."""
+        """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay
+        closed; the run is at its end."""
         if self._beside is not None:
             self._beside.cancel()
             (outcome,) = await asyncio.gather(self._beside, return_exceptions=True)
