@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import BadRequest, GenerationError
 from asyncrl.inference.vllm import VllmEngine
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.engine_suite import EngineConformance
@@ -100,8 +100,9 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
             await client.done()
             assert client.finish_reasons == ["stop"]
             assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add"}
-        with pytest.raises(GenerationError):
-            await within(Client(engine, make_request(json_schema='{"type": 5}')).done())
+        for refused in ('{"type": 5}', '{"$ref": "#/nowhere"}', '{"type": "string", "pattern": "["}'):
+            with pytest.raises(BadRequest, match="vLLM refuses the schema"):
+                await within(Client(engine, make_request(json_schema=refused)).done())
         with pytest.raises(GenerationError, match="first token"):
             await within(Client(engine, make_request(json_schema=schema, first_position=2)).done())
         free = await Client(engine, make_request(max_tokens=8)).done()
