@@ -165,15 +165,12 @@ async def test_a_schema_that_the_engine_refuses_is_the_fault_of_the_request():
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
     flat = {"type": "function", "name": "add", "parameters": schema}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    flat_form = {"type": "json_schema", "name": "x", "schema": schema}
     asked = [
         ("chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"}, "tools"),
         ("chat/completions", {**ASK, "response_format": form}, "response_format"),
         ("responses", {"input": "x", "tools": [flat], "tool_choice": "required"}, "tools"),
-        (
-            "responses",
-            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
-            "text",
-        ),
+        ("responses", {"input": "x", "text": {"format": flat_form}}, "text"),
     ]
     async with serving(guided=True, **LONG) as served:
         for path, body, param in asked:
@@ -189,15 +186,12 @@ async def test_a_schema_that_the_engine_refuses_is_the_fault_of_the_request():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 async def test_a_body_that_is_nested_deeply_is_refused_and_no_defect(path):
     async with serving(guided=True, **LONG) as served:
-        for levels in (100, 300, 900):
+        for levels in (40, 150, 300):
             schema = {"type": "object"}
             for _ in range(levels):
                 schema = {"properties": {"a": schema}}
             body = {
-                "/v1/chat/completions": {
-                    **ASK,
-                    "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
-                },
+                "/v1/chat/completions": {**ASK, "tools": [{"function": {"name": "f", "parameters": schema}}]},
                 "/v1/responses": {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema}]},
                 "/v1/messages": {**ASK, "max_tokens": 5, "tools": [{"name": "f", "input_schema": schema}]},
             }[path]
