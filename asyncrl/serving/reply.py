@@ -123,10 +123,9 @@ def made_call(call: ToolCall, made_id: str) -> MadeCall:
 
 def text_of(value: Any, where: str) -> str:
     """The value, which must be text. `where`: its name in the request. Raises ApiError naming it."""
-    if isinstance(value, str):
-        return value
-    found = "it is missing" if value is None else f"{short(value)} cannot be served"
-    raise bad_field(where, found, "send text: images and audio are not supported")
+    if not isinstance(value, str):
+        raise _no_text(value, where)
+    return value
 
 
 def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
@@ -136,9 +135,16 @@ def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
         return text_of(content, where)
     texts = []
     for number, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)
-        texts.append(text_of(part["text"] if is_text else part, f"{where}[{number}]"))
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise _no_text(part, f"{where}[{number}]")
+        texts.append(text)
     return "".join(texts)
+
+
+def _no_text(value: Any, where: str) -> ApiError:
+    found = "it is missing" if value is None else f"{short(value)} cannot be served"
+    return bad_field(where, found, "send text: images and audio are not supported")
 
 
 def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError
 from asyncrl.inference.vllm import VllmEngine
+from asyncrl.serving.protocol import forced_call, parse_chat
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
@@ -91,15 +92,17 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
     engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
     await within(engine.start(), START_S)
     try:
-        call = {"type": "object", "properties": {"name": {"const": "add"}}, "required": ["name"]}
-        schema = json.dumps(call | {"additionalProperties": False})
+        parameters = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"], "additionalProperties": False}
+        function = {"name": "add", "parameters": parameters | {"$defs": {"X": {"const": 7}}}}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": function}]}
+        schema = json.dumps(forced_call(parse_chat(body | {"tool_choice": "required"}), body["tools"]))
         clients = [
             Client(engine, make_request(max_tokens=200, seed=i, stop=(256,), json_schema=schema)) for i in range(3)
         ]
         for client in clients:
             await client.done()
             assert client.finish_reasons == ["stop"]
-            assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add"}
+            assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add", "arguments": {"x": 7}}
         for refused in ('{"type": 5}', '{"$ref": "#/nowhere"}', '{"type": "string", "pattern": "["}'):
             with pytest.raises(BadRequest, match="vLLM refuses the schema"):
                 await within(Client(engine, make_request(json_schema=refused)).done())

@@ -1,9 +1,10 @@
+import asyncio
 import json
 import re
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
 import jsonschema
 import numpy as np
 import openai
@@ -405,20 +406,34 @@ def test_a_stream_is_not_silent_while_a_call_is_written(reply, ping):
     assert PING_S == 5
 
 
-async def test_clients_skip_what_keeps_a_stream_alive():
-    def replayed(reply):
-        content = "".join(made for group in frames_of_a_long_call(reply) for made in group)
-        headers = {"content-type": "text/event-stream"}
-        return httpx.AsyncClient(
-            transport=httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, text=content))
-        )
+@asynccontextmanager
+async def replaying(frames):
+    """The URL of a server that answers everything with this stream of events."""
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
-    client = openai.AsyncOpenAI(base_url="http://x/v1", api_key="k", http_client=replayed(responses.ResponsesReply))
-    events = [event.type async for event in await client.responses.create(model="m", input="x", stream=True)]
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write((head + "".join(made for group in frames for made in group)).encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_openais_client_skips_what_keeps_a_stream_alive():
+    async with replaying(frames_of_a_long_call(responses.ResponsesReply)) as url:
+        client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, timeout=20)
+        events = [event.type async for event in await client.responses.create(model="m", input="x", stream=True)]
     assert events[-1] == "response.completed"
     assert "response.function_call_arguments.done" in events
+
+
+async def test_anthropics_client_skips_what_keeps_a_stream_alive():
     theirs = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
-    client = theirs.AsyncAnthropic(base_url="http://x", api_key="k", http_client=replayed(anthropic.MessagesReply))
-    async with client.messages.stream(model="m", max_tokens=5, messages=MESSAGES) as stream:
-        message = await stream.get_final_message()
+    async with replaying(frames_of_a_long_call(anthropic.MessagesReply)) as url:
+        client = theirs.AsyncAnthropic(base_url=url, api_key="k", max_retries=0, timeout=20)
+        async with client.messages.stream(model="m", max_tokens=5, messages=MESSAGES) as stream:
+            message = await stream.get_final_message()
     assert [block.type for block in message.content] == ["text", "tool_use"]
