@@ -92,17 +92,21 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
     engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
     await within(engine.start(), START_S)
     try:
-        parameters = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"], "additionalProperties": False}
-        function = {"name": "add", "parameters": parameters | {"$defs": {"X": {"const": 7}}}}
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": function}]}
-        schema = json.dumps(forced_call(parse_chat(body | {"tool_choice": "required"}), body["tools"]))
+        call = {"type": "object", "properties": {"name": {"const": "add"}}, "required": ["name"]}
+        schema = json.dumps(call | {"additionalProperties": False})
         clients = [
             Client(engine, make_request(max_tokens=200, seed=i, stop=(256,), json_schema=schema)) for i in range(3)
         ]
         for client in clients:
             await client.done()
             assert client.finish_reasons == ["stop"]
-            assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add", "arguments": {"x": 7}}
+            assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add"}
+        tree = {"properties": {"left": {"$ref": "#"}, "x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"const": 7}}}
+        tools = [{"function": {"name": name, "parameters": tree}} for name in ("a", "b")]
+        asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+        forced = json.dumps(forced_call(parse_chat(asked), tools))
+        begun = await Client(engine, make_request(max_tokens=4, json_schema=forced)).done()
+        assert bytes(begun.ids).startswith(b"{"), "references of tools lead somewhere"
         for refused in ('{"type": 5}', '{"$ref": "#/nowhere"}', '{"type": "string", "pattern": "["}'):
             with pytest.raises(BadRequest, match="vLLM refuses the schema"):
                 await within(Client(engine, make_request(json_schema=refused)).done())
