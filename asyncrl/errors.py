@@ -75,6 +75,10 @@ class GenerationError(AsyncRLError, RuntimeError):
     """A generation request cannot be served (no committed version in time, prompt too long, engine stopped)."""
 
 
+class BadRequest(GenerationError):
+    """A generation request that every replica would refuse: its JSON schema cannot guide a response."""
+
+
 class RunFailed(AsyncRLError, RuntimeError):
     """The run cannot continue: a failure budget is spent, or the off-policy guard has stopped it. The message says what
     failed and where to find the evidence."""

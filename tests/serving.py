@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.errors import BadRequest
 from asyncrl.inference.replica import Replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.rollout.generation import GenerationClient
@@ -38,6 +39,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no such role') }}{% endif %}"
     "<user>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+REFUSED_SCHEMA = "refuse this"
 REPLY = "Straße — 12€ and a 😀. The end of it."
 
 
@@ -83,7 +85,8 @@ class GatedTokenizer(PreTrainedTokenizerFast):
 
 class ScriptedEngine(FakeEngine):
     """Answers `reply`'s bytes and an end token; finds in its prefix cache what it was asked before. Of several replies
-    it says the one of this turn: as many as there are replies in the prompt come before it."""
+    it says the one of this turn: as many as there are replies in the prompt come before it. Refuses JSON schemas that
+    hold `REFUSED_SCHEMA`."""
 
     def __init__(self, script, reply=REPLY):
         super().__init__(script)
@@ -93,6 +96,8 @@ class ScriptedEngine(FakeEngine):
 
     async def generate(self, request):
         self.requests.append(request)
+        if REFUSED_SCHEMA in (request.sampling.json_schema or ""):
+            raise BadRequest(f"the schema: no such keyword: {REFUSED_SCHEMA}")
         blocks = prefix_blocks(request.prompt_ids)
         cached = BLOCK_TOKENS * sum(block in self._cache for block in blocks)
         self._cache.update(blocks)

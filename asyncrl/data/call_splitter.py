@@ -7,7 +7,8 @@ stays text. The parts do not depend on how the text was cut into pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.data.tool_calls import PARSERS, TAGS, MalformedCall, ParserName, ToolCall, ToolSignature
@@ -20,16 +21,24 @@ _PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written, and the tools that exist. `single`: the reply ends with its first call."""
+    """How calls are written, and the tools that exist. It serves all replies to a request.
+
+    Attributes:
+        single: the reply ends with its first call.
+        tags: the closing tag of each opening tag; empty where a whole reply is calls or text.
+        openings: finds the opening tags.
+    """
 
     parser: ParserName
     tools: tuple[ToolSignature, ...]
     single: bool = False
+    tags: dict[str, str] = field(init=False, repr=False, compare=False)
+    openings: StopTable = field(init=False, repr=False, compare=False)
 
-    @property
-    def tags(self) -> dict[str, str]:
-        """The closing tag of each opening tag; empty where a whole reply is calls or text."""
-        return {} if self.parser == "json" else TAGS[self.parser](self.tools)
+    def __post_init__(self) -> None:
+        tags = {} if self.parser == "json" else TAGS[self.parser](self.tools)
+        object.__setattr__(self, "tags", tags)
+        object.__setattr__(self, "openings", StopTable(list(tags)))
 
 
 class CallSplitter:
@@ -38,16 +47,18 @@ class CallSplitter:
     def __init__(self, form: CallFormat) -> None:
         self._form = form
         self._parse = PARSERS[form.parser]
-        self._tags = form.tags
-        self._openings = StopTable(list(self._tags))
-        self._text: StopStrings | None = StopStrings(self._openings)
+        self._text: StopStrings | None = StopStrings(form.openings)
         self._call: StopStrings | None = None
         self._body: list[str] = []
         """The opening tag and the text of the call in progress; of a reply in JSON, all of it."""
         self._begins = form.parser == "json"
         """It is still open whether the reply is JSON."""
+        self._head = ""
+        """How the reply begins, without blanks before it, while that is open."""
         self._is_json = False
-        self._blanks, self._after_call = "", False
+        self._blanks: list[str] = []
+        """Those at the end of the text so far, until it is known what follows them. None directly after a call."""
+        self._after_call = False
         self.num_calls = 0
 
     @property
@@ -73,7 +84,7 @@ class CallSplitter:
                 if (found := self._text.found) is None:
                     break
                 piece = self._text.rest
-                self._body, self._call = [found], StopStrings(StopTable([self._tags[found]]))
+                self._body, self._call = [found], StopStrings(StopTable([self._form.tags[found]]))
         return joined_parts(parts)
 
     def finish(self) -> tuple[Part, ...]:
@@ -87,28 +98,28 @@ class CallSplitter:
             self._say("".join(self._body) + self._call.finish(), parts)
         elif self._text is not None:
             self._say(self._text.finish(), parts)
-        if self.num_calls == 0 and self._blanks:
-            parts.append(self._blanks)
+        if self.num_calls == 0:
+            parts.extend(self._blanks)
         return joined_parts(parts)
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        text = self._blanks + text
         if self._after_call:
             text = text.lstrip()
         end = len(text.rstrip())
-        self._blanks = text[end:]
         if end:
-            self._after_call = False
-            parts.append(text[:end])
+            parts += [*self._blanks, text[:end]]
+            self._blanks, self._after_call = [], False
+        if text[end:]:
+            self._blanks.append(text[end:])
 
     def _end_call(self, closing: str, parts: list[Part]) -> None:
         text = "".join(self._body) + closing
-        self._body, self._call, self._text = [], None, StopStrings(self._openings)
+        self._body, self._call, self._text = [], None, StopStrings(self._form.openings)
         (call,) = self._parse(text, self._form.tools)
         if isinstance(call, MalformedCall):
             self._say(text, parts)
         else:
-            self._blanks, self._after_call = "", True
+            self._blanks, self._after_call = [], True
             self.num_calls += 1
             parts.append(call)
 
@@ -117,9 +128,9 @@ class CallSplitter:
         self._body.append(piece)
         if self._is_json:
             return ""
-        text = "".join(self._body).lstrip()
-        self._is_json = text.startswith(("{", _PYTHON_TAG))
-        if self._is_json or _PYTHON_TAG.startswith(text):
+        head = self._head = (self._head + piece).lstrip()
+        self._is_json = head.startswith(("{", _PYTHON_TAG))
+        if self._is_json or _PYTHON_TAG.startswith(head):
             return ""
         self._begins = False
         said, self._body = "".join(self._body), []
@@ -146,9 +157,9 @@ def split_calls(text: str, form: CallFormat) -> tuple[Part, ...]:
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """With neighbouring pieces of text as one."""
     made: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and made and isinstance(made[-1], str):
-            made[-1] += part
-        elif part != "":
-            made.append(part)
+    for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            made.extend(run)
+        elif text := "".join(part for part in run if isinstance(part, str)):
+            made.append(text)
     return tuple(made)

@@ -142,7 +142,7 @@ class Chat:
             text = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=True, tokenize=False, **self._options, **options
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             roles = [message.get("role") for message in messages]
             do = "correct the roles of the messages or the chat template"
             raise DataError(explain(f"a conversation of {roles}", f"the chat template fails: {error}", do)) from error

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError, explain
+from asyncrl.errors import (
+    AsyncRLError,
+    BadRequest,
+    DeadlineExceeded,
+    GenerationError,
+    ProcessDied,
+    WeightTransferError,
+    explain,
+)
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import (
     Digest,
@@ -296,7 +304,7 @@ class Replica:
             if self._lost_engine:
                 outbox.arrived.set()  # wakes `collect`, which raises: the client resumes the request elsewhere
             else:
-                outbox.add(_final(request, self._engine.health().version, error=str(e)))
+                outbox.add(_final(request, self._engine.health().version, str(e), isinstance(e, BadRequest)))
         except Exception as e:  # task boundary: the client gets it as the request's error
             logger.exception("request %s failed", request.request_id)
             outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
@@ -368,7 +376,9 @@ class CpuTime:
         return total
 
 
-def _final(request: GenerationRequest, version: int | None, error: str | None = None) -> TokenChunk:
+def _final(
+    request: GenerationRequest, version: int | None, error: str | None = None, bad_request: bool = False
+) -> TokenChunk:
     """The chunk that ends a request without a token: aborted, or refused because of `error`."""
     return TokenChunk(
         request_id=request.request_id,
@@ -377,4 +387,5 @@ def _final(request: GenerationRequest, version: int | None, error: str | None = 
         version=-1 if version is None else version,
         finish_reason="abort",
         error=error,
+        bad_request=bad_request,
     )

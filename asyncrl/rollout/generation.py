@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import Router
@@ -430,7 +430,8 @@ class GenerationClient:
         if pending is None:
             return  # the request was abandoned
         if chunk.error is not None:
-            self._fail(chunk.request_id, GenerationError(chunk.error))
+            refusal = BadRequest if chunk.bad_request else GenerationError
+            self._fail(chunk.request_id, refusal(chunk.error))
             return
         if pending.link.lost:
             return  # the attempt has ended with the tokens that had arrived before

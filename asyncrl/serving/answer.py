@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrl.data.call_splitter import CallFormat, joined_parts
-from asyncrl.data.stop_strings import StopTable
-from asyncrl.errors import AsyncRLError
-from asyncrl.serving.choice import Choice, Delta, Finished
+from asyncrl.errors import AsyncRLError, BadRequest
+from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
@@ -82,7 +81,7 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
     Raises ApiError: the question does not fit, a replica refused it, none serves, or the deadline passed.
     """
     options, loop = question.options, asyncio.get_running_loop()
-    stops = StopTable(options.stop)
+    form = ChoiceForm(text, options, question.calls)
     samplings = [sampling_of(options, len(p), text, question.json_schema) for p in question.prompts]
     seed = secrets.randbits(63) if options.seed is None else options.seed
     events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
@@ -100,7 +99,7 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
             return choice.stopped
 
         try:
-            choice = Choice(index, prompt_ids, text, options, sampling.stop_token_ids, stops, question.calls)
+            choice = Choice(index, prompt_ids, text, form, sampling.stop_token_ids)
             done = await fleet.generate(
                 prompt_ids,
                 sampling,
@@ -126,7 +125,7 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
                 found = "the answer was not finished in the longest time that a request may take"
                 raise ApiError(504, f"{found}; ask for fewer tokens", code="deadline_exceeded") from None
             if isinstance(event, BaseException):
-                raise _explained(event, fleet) from event
+                raise _explained(event, fleet, question) from event
             left -= isinstance(event, Finished)
             yield event
     finally:
@@ -135,11 +134,14 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _explained(error: BaseException, fleet: Fleet) -> ApiError:
+def _explained(error: BaseException, fleet: Fleet, question: Question) -> ApiError:
     """The ApiError for an error of the fleet. The request itself was checked before, so a refusal by a replica is an
-    error of the service."""
+    error of the service, unless it is of the JSON schema, which only the engine knows to judge."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, BadRequest):
+        param = "response_format" if question.calls is None else "tools"
+        return ApiError(400, f"{param}: {error}", param=param, code="invalid_value")
     if isinstance(error, AsyncRLError):
         reason = fleet.not_serving
         message = f"{error}; {reason}" if reason is not None and reason not in str(error) else str(error)

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from asyncrl.serving.errors import ApiError, unsupported
 from asyncrl.serving.fields import Fields, Length, Served, parsed
-from asyncrl.serving.reply import Dialect, End, Event, MadeCall, Reply, texts_joined, with_system
+from asyncrl.serving.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
@@ -67,7 +67,7 @@ def to_chat(body: object) -> dict[str, Any]:
     messages = [made for number, m in enumerate(asked.messages) for made in _messages(number, m)]
     made: dict[str, Any] = {
         "model": asked.model,
-        "messages": with_system(texts_joined(asked.system, ("text",)), messages),
+        "messages": with_system(texts_joined(asked.system or "", ("text",), "system"), messages),
         "tools": [_tool(tool) for tool in asked.tools],
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences or None,
@@ -92,23 +92,25 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
     """One message as those of chat completions: the results of tools in a user's message stand before its text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts: list[Any] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for place, block in enumerate(message.content):
+        where = f"messages[{number}].content[{place}]"
         match message.role, block.get("type"):
             case _, "text":
-                texts.append({"type": "text", "text": block.get("text")})
+                texts.append(text_of(block.get("text"), f"{where}.text"))
             case "assistant", "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "user", "tool_result":
-                text = texts_joined(block.get("content") or "", ("text",))
+                text = texts_joined(block.get("content") or "", ("text",), f"{where}.content")
+                text = f"Error: {text}" if block.get("is_error") else text  # chat completions have no such flag
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
             case _, kind:
-                where = f"messages[{number}].content[{place}].type"
-                raise unsupported(where, f"blocks of type {str(kind)[:40]!r} are not served for {message.role}")
-    said: dict[str, Any] = {"role": message.role, "content": texts_joined(texts, ("text",))}
+                found = f"blocks of type {str(kind)[:40]!r} are not served for {message.role}"
+                raise unsupported(f"{where}.type", found)
+    said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
     if calls:
         said["tool_calls"] = calls
     return [*results, said] if texts or calls or not results else results
@@ -116,6 +118,8 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
 
 class MessagesReply(Reply):
     """The content blocks of a message: text and calls in their order."""
+
+    ping = ("ping", {"type": "ping"})
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         super().__init__(model, asked)

@@ -181,7 +181,8 @@ class Api:
         calls = None
         if tools:
             parser = "json" if asked.forced else self._model.text.parser  # a guided call is bare JSON
-            calls = CallFormat(parser, signatures(tools), single=asked.forced or not asked.parallel_tool_calls)
+            single = asked.forced or not asked.parallel_tool_calls
+            calls = await asyncio.to_thread(CallFormat, parser, signatures(tools), single)
         question = self._question(request, (prompt,), asked)
         return replace(question, calls=calls, json_schema=guide)
 

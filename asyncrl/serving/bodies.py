@@ -6,7 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from asyncrl.data.call_splitter import Part
@@ -20,6 +20,10 @@ from asyncrl.serving.reply import End, Event, MadeCall, Reply, call_id, made_cal
 DONE = "data: [DONE]\n\n"
 """Ends a stream of chat completions."""
 
+PING_S = 5.0
+"""Longest silence of a stream while its model writes: proxies close connections on which nothing comes."""
+_COMMENT = ": the model is writing\n\n"
+"""Clients of server-sent events skip it."""
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -207,10 +211,17 @@ class CompletionBodies(Bodies):
 
 
 class DialectBodies:
-    """The one reply to a question in a dialect."""
+    """The one reply to a question in a dialect. While the model writes a call its stream has nothing to say, and sends
+    pings.
 
-    def __init__(self, question: Question, reply: Reply) -> None:
+    Args:
+        clock: seconds, for the pauses between pings.
+    """
+
+    def __init__(self, question: Question, reply: Reply, clock: Callable[[], float] = time.monotonic) -> None:
         self._reply = reply
+        self._clock = clock
+        self._sent_at = clock()
         self._prompt_tokens = len(question.prompts[0])
         self._begun = False
 
@@ -227,7 +238,13 @@ class DialectBodies:
         events += self._parts(event.parts)
         if isinstance(event, Finished):
             events += self._reply.end(self._end(event))
-        return (frame(data, name) for name, data in events)
+        now, ping = self._clock(), self._reply.ping
+        frames = [frame(data, name) for name, data in events]
+        if not frames and now - self._sent_at >= PING_S:
+            frames = [_COMMENT if ping is None else frame(ping[1], ping[0])]
+        if frames:
+            self._sent_at = now
+        return iter(frames)
 
     def last(self, finished: Sequence[Finished]) -> Iterator[str]:
         del finished  # its end says all

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.data.call_splitter import CallFormat, CallSplitter, Part, joined_parts
-from asyncrl.data.incremental_decoder import IncrementalDecoder
+from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
 from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
@@ -68,14 +68,30 @@ class Finished:
     interruptions: int
 
 
+class ChoiceForm:
+    """What the choices of one request share: it takes long with many tools, so it is built once.
+
+    Attributes:
+        stops: the table of the request's stop strings.
+        calls: how a response may call tools; None: it is text.
+        decode: token ids to text, without special tokens unless the request shows them or calls are written with them.
+    """
+
+    def __init__(self, text: ModelText, options: Options, calls: CallFormat | None) -> None:
+        self.options = options
+        self.stops = StopTable(options.stop)
+        self.calls = calls
+        tags = () if calls is None else (*calls.tags, *calls.tags.values())
+        hidden = options.skip_special_tokens and not text.hides(tags)
+        self.decode: Decode = text.decode if hidden else text.decode_with_special_tokens
+
+
 class Choice:
     """Follows one response. With stop strings, log-probabilities or a single call it works token by token, to know
     where each ends.
 
     Args:
         stop_token_ids: tokens that end the response; they are counted but are not part of its text.
-        stops: the table of the request's stop strings; its choices share it.
-        calls: how the response may call tools; None: it is text.
     """
 
     def __init__(
@@ -83,22 +99,18 @@ class Choice:
         index: int,
         prompt_ids: np.ndarray,
         text: ModelText,
-        options: Options,
+        form: ChoiceForm,
         stop_token_ids: Sequence[int],
-        stops: StopTable,
-        calls: CallFormat | None = None,
     ) -> None:
+        options, calls = form.options, form.calls
         self._index = index
         self._text = text
         self._options = options
         self._stop_ids = frozenset(stop_token_ids)
         self._calls = None if calls is None else CallSplitter(calls)
-        tags = () if calls is None else (*calls.tags, *calls.tags.values())
-        hidden = options.skip_special_tokens and not text.hides(tags)
-        decode = text.decode if hidden else text.decode_with_special_tokens
         self._by_token = bool(options.stop or options.logprobs or (calls is not None and calls.single))
-        self._decoder = IncrementalDecoder(decode, prompt_ids[-8:].tolist())
-        self._stops = StopStrings(stops)
+        self._decoder = IncrementalDecoder(form.decode, prompt_ids[-8:].tolist())
+        self._stops = StopStrings(form.stops)
         self._spans: list[VersionSpan] = []
         self._num_tokens = 0
         self._num_characters = 0

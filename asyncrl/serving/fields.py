@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -15,7 +17,30 @@ from asyncrl.serving.errors import ApiError, bad_field, unsupported
 NOT_SERVED = "not_served"
 """Type of a validation error whose message names a field that is not served."""
 
+MAX_DEPTH = 64
+"""Levels of lists and objects in the JSON of a request. Serializers, templates and checks of schemas are recursive."""
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
 M = TypeVar("M", bound=BaseModel)
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError: it is not JSON, or has more than `MAX_DEPTH` levels."""
+    try:
+        value = json.loads(text)
+        if text.count("[") + text.count("{") <= MAX_DEPTH or _depth(text) <= MAX_DEPTH:
+            return value
+    except RecursionError:
+        pass  # so many levels that they cannot be read
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _depth(text: str) -> int:
+    """Levels of lists and objects in a valid JSON text."""
+    brackets = np.frombuffer(_STRING.sub("", text).encode().translate(None, _NO_BRACKET), np.uint8)
+    opens = (brackets == ord("[")) | (brackets == ord("{"))
+    return int((opens * np.int8(2) - np.int8(1)).cumsum(dtype=np.int32).max(initial=0))
 
 
 def whole(value: Any) -> Any:

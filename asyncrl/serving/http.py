@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.serving.errors import ApiError
+from asyncrl.serving.fields import json_value
 
 T = TypeVar("T")
 
@@ -30,7 +31,8 @@ class ClientLeft(Exception):
 
 
 async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> object:
-    """The body of `request`. Raises ApiError: not JSON, not said to be, not Unicode, too large or too slow; ClientLeft.
+    """The body of `request`. Raises ApiError: not JSON, not said to be, not Unicode, too large, too deep or too
+    slow; ClientLeft.
 
     Requiring JSON keeps web pages out: a browser sends JSON to another origin only with its permission, which this
     server never gives. It sends text, forms and bodies without a type unasked.
@@ -52,18 +54,17 @@ async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> o
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s; send it at once") from None
     try:
         text = body.decode("utf-8-sig")
-        value = json.loads(text)
+        value = json_value(text)
         if re.search(r"\\u[dD]", text):  # a half of a surrogate pair stands for no character: no tokenizer takes it
             json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ApiError(400, f"the body is not JSON: {_reason(e)}", code="invalid_json") from e
     return value
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return "it holds a lone surrogate, which is no character"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+def _reason(error: ValueError) -> str:
+    surrogate = isinstance(error, UnicodeEncodeError)
+    return "it holds a lone surrogate, which is no character" if surrogate else str(error)
 
 
 def key_of(request: Request) -> str:

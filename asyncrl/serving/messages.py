@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.data.tool_calls import ToolSignature
-from asyncrl.serving.fields import Fields
+from asyncrl.serving.fields import MAX_DEPTH, Fields, json_value
 
 MAX_TOOLS = 1024
 
@@ -20,9 +19,10 @@ def _loaded(arguments: Any) -> Any:
     if arguments is None or arguments == "":
         return {}
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        raise PydanticCustomError("json", "send the arguments of a call as valid JSON") from None
+        return json_value(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        do = "send the arguments of a call as valid JSON of at most {levels} levels"
+        raise PydanticCustomError("json", do, {"levels": MAX_DEPTH}) from None
 
 
 Name = Annotated[

@@ -53,8 +53,8 @@ class ModelText:
 
         Raises ApiError: too long, or refused by it.
         """
-        self._require_short("messages", _num_characters(messages))
-        self._require_short("tools", _num_characters(tools))
+        self._require_short("messages", _written_size(messages))
+        self._require_short("tools", _written_size(tools))
         try:
             return self._chat.prompt(messages, ToolPrompt(tuple(tools), described(tools, self.parser)))
         except DataError as e:
@@ -96,15 +96,22 @@ class ModelText:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _num_characters(value: object) -> int:
-    """Of all texts in a JSON value, its keys included."""
-    found, left = 0, [value]
-    while left:
-        match left.pop():
-            case str() as text:
-                found += len(text)
-            case dict() as fields:
-                left += [*fields, *fields.values()]
-            case list() | tuple() as items:
-                left += items
+def _written_size(value: object) -> int:
+    """Characters of a JSON value when each value and each key stands on a line that is indented by its depth: templates
+    may write it like this."""
+    found, depth, level = 0, 0, [value]
+    while level:
+        deeper: list[object] = []
+        found += depth * len(level)
+        for item in level:
+            match item:
+                case str():
+                    found += len(item)
+                case dict():
+                    deeper += [*item, *item.values()]
+                case list() | tuple():
+                    deeper += item
+                case _:
+                    found += len(str(item))
+        depth, level = depth + 1, deeper
     return found

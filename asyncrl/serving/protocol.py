@@ -275,19 +275,37 @@ def parse_completion(body: object) -> CompletionRequest:
 
 
 def forced_call(asked: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of one call of the tool that `tool_choice` names, or of any. `tools`: as they were sent."""
+    """The JSON schema of one call of the tool that `tool_choice` names, or of any. `tools`: as they were sent.
+
+    The schema of each tool's arguments stands under `$defs`, and its references to itself lead there, so that two tools
+    may give one name to different definitions.
+    """
     named = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
     functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    calls: list[dict[str, Any]] = []
+    arguments: dict[str, Any] = {}
+    for number, function in enumerate(functions):
+        place = f"#/$defs/arguments{number}"
+        arguments[f"arguments{number}"] = _moved(function.get("parameters") or {"type": "object"}, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"$defs": arguments, **(calls[0] if len(calls) == 1 else {"anyOf": calls})}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A JSON schema whose references to its own root (`#`) lead to `place`, where that root stands now."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        made["$ref"] = place + reference[1:]
+    return made

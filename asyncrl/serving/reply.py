@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.data.tool_calls import ToolCall
-from asyncrl.serving.errors import ApiError
+from asyncrl.serving.errors import ApiError, bad_field
+from asyncrl.serving.fields import short
+
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
 Event = tuple[str, dict[str, Any]]
 """Name and data of a server-sent event."""
@@ -45,6 +49,9 @@ class End:
 class Reply(ABC):
     """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns the events of a stream; after `end`,
     `whole` is the body of an answer that is not streamed."""
+
+    ping: ClassVar[Event | None] = None
+    """The API's event that says nothing, for the time in which a stream has nothing to say; None: the API has none."""
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         """
@@ -103,8 +110,8 @@ class Dialect:
 
 
 def call_id() -> str:
-    """An id for a tool call; some templates want nine characters."""
-    return f"call{secrets.token_hex(3)[:5]}"
+    """An id for a tool call. Some templates want nine letters and digits."""
+    return "call" + "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(5))
 
 
 def made_call(call: ToolCall, made_id: str) -> MadeCall:
@@ -114,13 +121,30 @@ def made_call(call: ToolCall, made_id: str) -> MadeCall:
     return MadeCall(made_id, call.name.encode(errors="replace").decode(), arguments)
 
 
-def texts_joined(content: Any, kinds: Sequence[str]) -> Any:
-    """The text of a content that comes in parts of these types; other content as it is, for the check to refuse."""
+def text_of(value: Any, where: str) -> str:
+    """The value, which must be text. `where`: its name in the request. Raises ApiError naming it."""
+    if not isinstance(value, str):
+        raise _no_text(value, where)
+    return value
+
+
+def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
+    """The text of a content that is a string or comes in parts of these types. Raises ApiError naming what is neither;
+    `where`: the name of the content in the request."""
     if not isinstance(content, list):
-        return content
-    found = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in kinds]
-    texts = [text for text in found if isinstance(text, str)]
-    return content if len(texts) < len(content) else "".join(texts)
+        return text_of(content, where)
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise _no_text(part, f"{where}[{number}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _no_text(value: Any, where: str) -> ApiError:
+    found = "it is missing" if value is None else f"{short(value)} cannot be served"
+    return bad_field(where, found, "send text: images and audio are not supported")
 
 
 def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

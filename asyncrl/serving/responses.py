@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from asyncrl.serving.errors import ApiError, bad_field, unsupported
 from asyncrl.serving.fields import Fields, Length, Served, parsed
-from asyncrl.serving.reply import Dialect, End, Event, MadeCall, Reply, texts_joined, with_system
+from asyncrl.serving.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ITEM = Annotated[dict[str, Any], Field()]
@@ -49,10 +49,10 @@ class ResponsesRequest(Served):
         "background": (False,),
         "truncation": ("disabled",),
         "include": ([], ["reasoning.encrypted_content"]),
-        "reasoning": ({},),
+        "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
-        "stream_options": ({},),
+        "stream_options": ({}, {"include_obfuscation": False}),
     }
     information: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
@@ -94,42 +94,42 @@ def to_chat(body: object) -> dict[str, Any]:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: the text and the calls of one turn of the assistant become one message."""
+    """Items as messages: the text and the calls of one turn of the assistant become one message. Raises ApiError naming
+    the item."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     made: list[dict[str, Any]] = []
     for number, item in enumerate(items):
+        where = f"input[{number}]"
         match item.get("type", "message"):
             case "message":
-                role = "system" if item.get("role") == "developer" else item.get("role")
-                message = {"role": role, "content": texts_joined(item.get("content"), _TEXT_PARTS)}
+                role = "system" if item.get("role") == "developer" else text_of(item.get("role"), f"{where}.role")
+                text = texts_joined(item.get("content"), _TEXT_PARTS, f"{where}.content")
                 if role == "assistant":
-                    _add_to_turn(made, message)
+                    _turn(made)["content"].append(text)
                 else:
-                    made.append(message)
+                    made.append({"role": role, "content": [text]})
             case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                name = text_of(item.get("name"), f"{where}.name")
+                function = {"name": name, "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                _add_to_turn(made, {"role": "assistant", "content": "", "tool_calls": [call]})
+                _turn(made).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                content = texts_joined(item.get("output"), _TEXT_PARTS)
-                made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                text = texts_joined(item.get("output"), _TEXT_PARTS, f"{where}.output")
+                made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": [text]})
             case kind:
-                raise unsupported(f"input[{number}].type", f"items of type {str(kind)[:40]!r} are not served")
+                raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not served")
     if not made:
         raise bad_field("input", "it is empty", 'send "..."')
-    return made
+    return [{**message, "content": "".join(message["content"])} for message in made]
 
 
-def _add_to_turn(made: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    last = made[-1] if made else {}
-    before, content = last.get("content"), message["content"]
-    if last.get("role") != "assistant" or not isinstance(before, str) or not isinstance(content, str):
-        made.append(message)
-        return
-    last["content"] = before + content
-    if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-        last["tool_calls"] = calls
+def _turn(made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end of these; it is begun where another's is. Its `content` is a list of texts,
+    joined when all items are read: a turn may have very many."""
+    if not made or made[-1]["role"] != "assistant":
+        made.append({"role": "assistant", "content": []})
+    return made[-1]
 
 
 def _tool(flat: dict[str, Any]) -> dict[str, Any]:

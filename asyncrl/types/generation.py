@@ -70,7 +70,8 @@ class TokenChunk:
 
     `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
     the request continues; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
-    `cached_tokens`, on the chunk that has a finish_reason: tokens of the prompt that were found in the KV cache.
+    `bad_request`: every replica would refuse it (`errors.BadRequest`). `cached_tokens`, on the chunk that has a
+    finish_reason: tokens of the prompt that were found in the KV cache.
     """
 
     request_id: str
@@ -80,10 +81,11 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: int = 0
+    bad_request: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = packed(self.token_ids, np.int32), packed(self.logprobs, np.float32)
-        rest = (self.version, self.finish_reason, self.error, self.cached_tokens)
+        rest = (self.version, self.finish_reason, self.error, self.cached_tokens, self.bad_request)
         return _unpack_chunk, (self.request_id, *arrays, rest)
 
 

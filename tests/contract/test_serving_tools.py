@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.data.tool_calls import written
 from tests.environments import QWEN
-from tests.serving import ASK, byte_tokenizer, serving
+from tests.serving import ASK, REFUSED_SCHEMA, byte_tokenizer, serving
 
 pytestmark = pytest.mark.contract
 
@@ -154,12 +154,50 @@ async def test_what_needs_guided_decoding_is_refused_by_name_or_handed_to_the_en
             else:
                 assert message["content"] == call
         guides = [json.loads(r.sampling.json_schema) for r in served.engines[0].requests]
-        assert guides[0]["properties"] == {
-            "name": {"const": "add"},
-            "arguments": TOOL["function"]["parameters"],
-        }
+        assert guides[0]["properties"] == {"name": {"const": "add"}, "arguments": {"$ref": "#/$defs/arguments0"}}
+        assert guides[0]["$defs"] == {"arguments0": TOOL["function"]["parameters"]}
         assert guides[:2] == [guides[0]] * 2
         assert guides[2:] == [{"type": "object"}, schema]
+
+
+async def test_a_schema_that_the_engine_refuses_is_the_fault_of_the_request():
+    schema = {"type": "object", "description": REFUSED_SCHEMA}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    flat = {"type": "function", "name": "add", "parameters": schema}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    flat_form = {"type": "json_schema", "name": "x", "schema": schema}
+    asked = [
+        ("chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"}, "tools"),
+        ("chat/completions", {**ASK, "response_format": form}, "response_format"),
+        ("responses", {"input": "x", "tools": [flat], "tool_choice": "required"}, "tools"),
+        ("responses", {"input": "x", "text": {"format": flat_form}}, "text"),
+    ]
+    async with serving(guided=True, **LONG) as served:
+        for path, body, param in asked:
+            for stream in (False, True):
+                answer = await served.post(f"/v1/{path}", {**body, "stream": stream})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", param), error
+                assert "no such keyword" in error["message"]
+        assert served.fleet.not_serving is None
+        assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_body_that_is_nested_deeply_is_refused_and_no_defect(path):
+    async with serving(guided=True, **LONG) as served:
+        for levels in (40, 150, 300):
+            schema = {"type": "object"}
+            for _ in range(levels):
+                schema = {"properties": {"a": schema}}
+            body = {
+                "/v1/chat/completions": {**ASK, "tools": [{"function": {"name": "f", "parameters": schema}}]},
+                "/v1/responses": {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": schema}]},
+                "/v1/messages": {**ASK, "max_tokens": 5, "tools": [{"name": "f", "input_schema": schema}]},
+            }[path]
+            answer = await served.post(path, body)
+            assert answer.status_code == 400, answer.text
+            assert "nested deeper than 64 levels" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +212,8 @@ async def test_what_needs_guided_decoding_is_refused_by_name_or_handed_to_the_en
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"functions": [{"name": "add"}]}, "functions"),
         ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 200_000}}]}, "tools"),
+        ({"tools": [{**TOOL, "function": {"name": "add", "parameters": {"enum": [0] * 100_000}}}]}, "tools"),
+        ({"tools": [{**TOOL, "function": {"name": "add", "parameters": {"enum": [[]] * 100_000}}}]}, "tools"),
     ],
 )
 async def test_tools_that_make_no_sense_are_refused_by_name(body, param):

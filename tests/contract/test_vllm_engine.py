@@ -8,8 +8,9 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import GenerationError
+from asyncrl.errors import BadRequest, GenerationError
 from asyncrl.inference.vllm import VllmEngine
+from asyncrl.serving.protocol import forced_call, parse_chat
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
@@ -100,8 +101,15 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
             await client.done()
             assert client.finish_reasons == ["stop"]
             assert json.loads(bytes(i for i in client.ids if i < 256)) == {"name": "add"}
-        with pytest.raises(GenerationError):
-            await within(Client(engine, make_request(json_schema='{"type": 5}')).done())
+        tree = {"properties": {"left": {"$ref": "#"}, "x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"const": 7}}}
+        tools = [{"function": {"name": name, "parameters": tree}} for name in ("a", "b")]
+        asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+        forced = json.dumps(forced_call(parse_chat(asked), tools))
+        begun = await Client(engine, make_request(max_tokens=4, json_schema=forced)).done()
+        assert bytes(begun.ids).startswith(b"{"), "references of tools lead somewhere"
+        for refused in ('{"type": 5}', '{"$ref": "#/nowhere"}', '{"type": "string", "pattern": "["}'):
+            with pytest.raises(BadRequest, match="vLLM refuses the schema"):
+                await within(Client(engine, make_request(json_schema=refused)).done())
         with pytest.raises(GenerationError, match="first token"):
             await within(Client(engine, make_request(json_schema=schema, first_position=2)).done())
         free = await Client(engine, make_request(max_tokens=8)).done()

@@ -1,6 +1,7 @@
 """A reply divided into text and calls: the same however it arrives, and as the parsers of the environments read it."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -96,3 +97,15 @@ def test_a_call_is_known_as_soon_as_it_is_complete_and_text_as_soon_as_it_can_be
         ("Well,",), (), (" <tobe>",), (), (), (), (ToolCall("now", {}),), ("!",),
     ]  # fmt: skip
     assert splitter.finish() == ()
+
+
+@pytest.mark.parametrize(("parser", "said"), [("json", ""), ("hermes", ""), ("hermes", "Well")])
+def test_blanks_without_end_take_linear_time(parser, said):
+    splitter, blanks = CallSplitter(CallFormat(parser, TOOLS)), " " * 200_000
+    parts = [*splitter.feed(said)]
+    began = time.monotonic()
+    for blank in blanks:
+        parts += splitter.feed(blank)
+    parts = joined_parts([*parts, *splitter.finish()])
+    assert time.monotonic() - began < 4
+    assert parts == (said + blanks,)

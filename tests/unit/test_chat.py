@@ -92,3 +92,12 @@ def test_half_a_character_is_a_question_mark():
     chat = chat_with(QWEN)
     assert chat.encode("a \ud83d b").tolist() == chat.encode("a ? b").tolist()
     assert len(chat.prompt([{"role": "user", "content": "\udc00"}])) > 0
+
+
+def test_messages_that_are_nested_too_deeply_for_the_template_are_an_error():
+    arguments = {}
+    for _ in range(100_000):
+        arguments = {"a": arguments}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(DataError, match="recursion"):
+        chat_with(QWEN).prompt([{"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -1,10 +1,31 @@
+import asyncio
+import json
+import re
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import jsonschema
 import numpy as np
+import openai
 import pytest
 
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.call_splitter import CallFormat
+from asyncrl.data.stop_strings import StopTable
+from asyncrl.data.tool_calls import ToolCall, ToolSignature
 from asyncrl.inference.shared.request_checks import misfit
+from asyncrl.serving import anthropic, responses
+from asyncrl.serving.answer import Question
+from asyncrl.serving.bodies import PING_S, DialectBodies
+from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
 from asyncrl.serving.errors import ApiError
-from asyncrl.serving.protocol import parse_chat, parse_completion
+from asyncrl.serving.fields import MAX_DEPTH, json_value
+from asyncrl.serving.model_text import ModelText
+from asyncrl.serving.protocol import forced_call, parse_chat, parse_completion
+from asyncrl.serving.reply import call_id
 from asyncrl.types import GenerationRequest, SamplingParams
+from tests.serving import byte_tokenizer
 
 pytestmark = pytest.mark.unit
 
@@ -204,3 +225,215 @@ def test_defaults_and_synonyms():
 )
 def test_a_refusal_says_what_was_found_where_and_what_to_do(body, message):
     assert refused(parse_chat, body)["message"] == message
+
+
+# -- JSON and the schemas of tools -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["1", '"[[[{{{"', r'"\\\"[[["'])
+def test_json_is_read_down_to_the_deepest_level_that_is_served(inner):
+    def nested(levels):
+        return (
+            "[" * (levels // 2)
+            + '{"a]": ' * (levels - levels // 2)
+            + inner
+            + "}" * (levels - levels // 2)
+            + "]" * (levels // 2)
+        )
+
+    assert json_value(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
+    flat = "[" + ",".join(["[[]]"] * 100) + "]"
+    assert json_value(flat) == json.loads(flat)
+    for levels in (MAX_DEPTH + 1, 100_000):
+        with pytest.raises(ValueError, match="deeper than 64 levels"):
+            json_value(nested(levels))
+    with pytest.raises(ValueError, match="Expecting"):
+        json_value("[1,")
+
+
+def test_the_arguments_of_an_earlier_call_are_not_nested_deeper_either():
+    def body(levels):
+        arguments = '{"a": ' * levels + "1" + "}" * levels
+        call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"messages": [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    assert parse_chat(body(MAX_DEPTH)).messages[1].model_dump()["tool_calls"]
+    for levels in (MAX_DEPTH + 1, 300, 100_000):
+        assert "at most 64 levels" in refused(parse_chat, body(levels))["message"]
+
+
+def tool(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TREE = {"type": "object", "properties": {"value": {"type": "integer"}, "left": {"$ref": "#"}}, "required": ["value"]}
+TEXTS = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"], "$defs": {"X": {"type": "string"}}}
+NUMBERS = {
+    "properties": {"x": {"anyOf": [{"$ref": "#/definitions/X"}, {"$ref": "#/$defs/X"}]}},
+    "required": ["x"],
+    "definitions": {"X": {"const": 1}},
+    "$defs": {"X": {"const": 2}},
+}
+ODD = {"type": "object", "$defs": 5, "properties": {"$ref": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("choice", ["required", "one"])
+def test_the_schema_of_a_call_keeps_the_references_of_each_tool(choice):
+    tools = [tool("tree", TREE), tool("texts", TEXTS), tool("numbers", NUMBERS), tool("odd", ODD), tool("bare", None)]
+    calls = {
+        "tree": ({"value": 1, "left": {"value": 2}}, {"value": 1, "left": {"name": "tree", "arguments": {"value": 1}}}),
+        "texts": ({"x": "a"}, {"x": 1}),
+        "numbers": ({"x": 2}, {"x": "a"}),
+        "odd": ({"$ref": "#"}, {"$ref": 1}),
+        "bare": ({}, []),
+    }
+    for name, (good, bad) in calls.items():
+        named = "required" if choice == "required" else {"type": "function", "function": {"name": name}}
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": named}
+        check = jsonschema.Draft202012Validator(forced_call(parse_chat(body), tools))
+        assert check.is_valid({"name": name, "arguments": good})
+        assert not check.is_valid({"name": name, "arguments": bad})
+        assert not check.is_valid({"name": "other", "arguments": good})
+        assert check.is_valid({"name": "bare", "arguments": {}}) == (choice == "required" or name == "bare")
+
+
+def test_ids_of_calls_do_not_meet():
+    ids = [call_id() for _ in range(20_000)]
+    assert len(set(ids)) > 19_990, "20 bits would repeat about 190 of them"
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", made) for made in ids)
+
+
+def test_many_tools_cost_all_choices_of_a_request_as_much_as_one():
+    tools = tuple(ToolSignature(f"{number}{'x' * 120}") for number in range(1000))
+    text = ModelText(byte_tokenizer(), ModelConfig(path=str(Path(__file__).parent)), max_model_len=512)
+    began = time.monotonic()
+    form = ChoiceForm(text, parse_chat({"messages": MESSAGES}), CallFormat("tagged", tools))
+    one_s = time.monotonic() - began
+    for index in range(128):
+        Choice(index, np.zeros(4, np.int32), text, form, ())
+    assert time.monotonic() - began < 5 * one_s + 1
+    assert isinstance(form.calls.openings, StopTable)
+
+
+# -- dialects ----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_turn_of_the_assistant_takes_linear_time():
+    items = [{"type": "message", "role": "user", "content": "go"}]
+    for number in range(85_000):
+        items.append({"type": "function_call", "name": "f", "arguments": "{}", "call_id": str(number)})
+        items.append({"role": "assistant", "content": "ab"})
+    began = time.monotonic()
+    user, said = responses.to_chat({"input": items})["messages"]
+    assert time.monotonic() - began < 3
+    assert user == {"role": "user", "content": "go"}
+    assert said["content"] == "ab" * 85_000
+    assert [call["id"] for call in said["tool_calls"]] == [str(number) for number in range(85_000)]
+
+
+IMAGE = {"type": "image", "source": {}}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "param"),
+    [
+        (responses, {"input": [HI, HI, {"role": "user"}]}, "input[2].content"),
+        (responses, {"input": [HI, {"role": "user", "content": ["hi"]}]}, "input[1].content[0]"),
+        (responses, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]"),
+        (responses, {"input": [HI, {"role": "assistant", "content": 5}]}, "input[1].content"),
+        (responses, {"input": [HI, {"content": "hi"}]}, "input[1].role"),
+        (responses, {"input": [HI, {"type": "function_call", "arguments": "{}"}]}, "input[1].name"),
+        (responses, {"input": [HI, {"type": "function_call_output", "output": [IMAGE]}]}, "input[1].output[0]"),
+        (anthropic, {"messages": [HI, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
+        (
+            anthropic,
+            {"messages": [HI, {"role": "user", "content": [{"type": "tool_result", "content": [IMAGE]}]}]},
+            "messages[1].content[0].content[0]",
+        ),
+        (anthropic, {"messages": [HI], "system": [IMAGE]}, "system[0]"),
+    ],
+)
+def test_a_dialect_names_what_is_no_text_as_its_client_wrote_it(dialect, body, param):
+    error = refused(dialect.to_chat, {"max_tokens": 5, **body} if dialect is anthropic else body)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+def test_fields_of_responses_that_ask_for_nothing_are_taken():
+    nothing = {"reasoning": {"effort": None, "summary": None}, "stream_options": {"include_obfuscation": False}}
+    assert responses.to_chat({"input": "hi", "stream": True, **nothing})["messages"] == [HI]
+    for asked in ({"reasoning": {"effort": "high"}}, {"stream_options": {"include_obfuscation": True}}):
+        assert refused(responses.to_chat, {"input": "hi", **asked})["param"] == next(iter(asked))
+
+
+def test_a_tool_result_that_is_an_error_says_so():
+    def result(**fields):
+        block = {"type": "tool_result", "tool_use_id": "t", "content": "no such file", **fields}
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+        return anthropic.to_chat(body)["messages"][0]["content"]
+
+    assert result(is_error=True) == "Error: no such file"
+    assert result(is_error=False) == result() == "no such file"
+
+
+def frames_of_a_long_call(reply):
+    """What a stream sends whose model writes a call for 21 s, a token each second."""
+    now = [100.0]
+    question = Question((np.zeros(3, np.int32),), parse_chat({"messages": MESSAGES}))
+    bodies = DialectBodies(question, reply("tiny", {}), lambda: now[0])
+    frames = []
+    for second in range(22):
+        now[0] = 100.0 + second
+        frames.append([*bodies.frames(Delta(0, ("Well",) if second == 0 else (), (second,), (), 0, 0))])
+    call = ToolCall("add", {"a": 1})
+    frames.append([*bodies.frames(Finished(0, (call,), "tool_calls", None, (), 22, 0, 0))])
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("reply", "ping"),
+    [
+        (responses.ResponsesReply, ": the model is writing\n\n"),
+        (anthropic.MessagesReply, 'event: ping\ndata: {"type": "ping"}\n\n'),
+    ],
+)
+def test_a_stream_is_not_silent_while_a_call_is_written(reply, ping):
+    frames = frames_of_a_long_call(reply)
+    assert {second: made for second, made in enumerate(frames[1:-1], 1) if made} == {
+        second: [ping] for second in (5, 10, 15, 20)
+    }
+    assert PING_S == 5
+
+
+@asynccontextmanager
+async def replaying(frames):
+    """The URL of a server that answers everything with this stream of events."""
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write((head + "".join(made for group in frames for made in group)).encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_openais_client_skips_what_keeps_a_stream_alive():
+    async with replaying(frames_of_a_long_call(responses.ResponsesReply)) as url:
+        client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0, timeout=20)
+        events = [event.type async for event in await client.responses.create(model="m", input="x", stream=True)]
+    assert events[-1] == "response.completed"
+    assert "response.function_call_arguments.done" in events
+
+
+async def test_anthropics_client_skips_what_keeps_a_stream_alive():
+    theirs = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
+    async with replaying(frames_of_a_long_call(anthropic.MessagesReply)) as url:
+        client = theirs.AsyncAnthropic(base_url=url, api_key="k", max_retries=0, timeout=20)
+        async with client.messages.stream(model="m", max_tokens=5, messages=MESSAGES) as stream:
+            message = await stream.get_final_message()
+    assert [block.type for block in message.content] == ["text", "tool_use"]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Seque
 from typing import Any, ClassVar, Generic, TypeVar
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.errors import ConfigError, GenerationError, WeightTransferError, explain
+from asyncrl.errors import BadRequest, ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
@@ -37,9 +37,9 @@ class ProcessEngine(ABC, Generic[S]):
     package: ClassVar[str]
     """The engine's name in messages."""
     key: ClassVar[str]
+    """The engine's name in a recipe."""
     _guided = False
     """The engine has guided decoding."""
-    """The engine's name in a recipe."""
 
     def __init__(self, model: ModelConfig, *, max_running: int, context_tokens: int, load_real_weights: bool) -> None:
         """`load_real_weights`: start as version 0; otherwise with version None."""
@@ -86,7 +86,8 @@ class ProcessEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _sample(self, stream: S) -> None:
-        """Sends the request, sets `stream.entered`, and calls `_hand_over` for each output until the last."""
+        """Sends the request, sets `stream.entered`, and calls `_hand_over` for each output until the last. Raises
+        BadRequest, or whatever the package raises."""
 
     @abstractmethod
     async def _abort_inside(self, streams: list[S]) -> None:
@@ -244,6 +245,8 @@ class ProcessEngine(ABC, Generic[S]):
         request = stream.request
         try:
             await self._sample(stream)
+        except BadRequest as error:
+            self._finish(stream, error)
         except Exception as error:  # task boundary: it becomes the request's error
             if reason := self._death():
                 self._end(reason)

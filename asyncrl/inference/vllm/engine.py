@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import GenerationError, explain
+from asyncrl.errors import BadRequest, GenerationError, explain
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
@@ -87,12 +87,19 @@ class VllmEngine(ProcessEngine[VllmStream]):
         return VllmStream(request)
 
     async def _sample(self, stream: VllmStream) -> None:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
 
         request, llm = stream.request, self._llm
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._salt))
         params = sampling_params(request, self._vocab_size())
-        collector = await llm.add_request(request.request_id, prompt, params)
+        try:
+            collector = await llm.add_request(request.request_id, prompt, params)
+        except (ValueError, VLLMClientError) as error:  # the rest of the request was checked before
+            if request.sampling.json_schema is None:
+                raise
+            asked = "a response that is guided by this JSON schema"
+            raise BadRequest(explain(asked, f"vLLM refuses the schema: {error}", "correct or simplify it")) from error
         stream.enter(collector, llm.output_processor.request_states.get(collector.request_id))
         if stream.fate is not None:
             await self._abort_inside([stream])
