@@ -41,8 +41,7 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
         DeadlineExceeded, ProcessDied: naming the node.
     """
     nodes = usable_nodes(ray.nodes())
-    here = ray.get_runtime_context().get_node_id()
-    shares = any(node["NodeID"] != here for node in nodes)
+    shares = spans(nodes, ray.get_runtime_context().get_node_id())
     if not shares and not models:
         return
     deadline = time.monotonic() + timeout_s
@@ -74,6 +73,11 @@ def usable_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of `ray.nodes()` those on which parts of a run may be placed: the ones with GPUs if any has, else all."""
     alive = [node for node in nodes if node["Alive"]]
     return [node for node in alive if node["Resources"].get("GPU")] or alive
+
+
+def spans(nodes: Sequence[dict[str, Any]], here: str) -> bool:
+    """True when parts of a run may be placed elsewhere than on the driver's node `here`, which has the directory."""
+    return any(node["NodeID"] != here for node in nodes)
 
 
 def _ask(node: dict[str, Any], place: Path | None, token: str, models: Sequence[HubModel]) -> ray.ObjectRef:

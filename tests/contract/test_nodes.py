@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cluster import nodes
-from asyncrl.cluster.nodes import usable_nodes
+from asyncrl.cluster.nodes import spans, usable_nodes
 
 pytestmark = pytest.mark.contract
 
@@ -48,8 +48,6 @@ with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE"
     os.chdir(own)
     refused(Path("/proc/self/cwd"), [])  # another directory for each process: not shared
     refused(shared, [("org/none", None)])
-    cluster.add_node(num_cpus=1, num_gpus=1)  # the parts go there alone, and the driver is elsewhere
-    refused(Path("/proc/self/cwd"), [])
 cluster.shutdown()
 """
 
@@ -64,9 +62,8 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "variable: heard" in done.stdout, "and a log that a node cannot write ends no process"
     assert "left behind: []" in done.stdout
-    directory, model, alone = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
-    for refused in (directory, alone):
-        assert "run.dir=/proc/self/cwd on node" in refused
+    directory, model = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
+    assert "run.dir=/proc/self/cwd on node" in directory
     assert "a file system that all nodes share" in directory
     assert "model org/none on node" in model
 
@@ -103,3 +100,5 @@ def test_nodes_without_gpus_are_left_alone_where_others_have_them():
     found = [node("head", CPU=8), node("gpus", CPU=8, GPU=8.0), node("lost", alive=False, GPU=8.0)]
     assert [n["NodeID"] for n in usable_nodes(found)] == ["gpus"]
     assert [n["NodeID"] for n in usable_nodes(found[:1])] == ["head"]
+    assert spans(usable_nodes(found), "head"), "one node, which is not the driver's"
+    assert not spans(usable_nodes(found[:1]), "head")
