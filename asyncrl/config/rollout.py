@@ -218,8 +218,8 @@ class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each."""
     min_replicas: PositiveInt | None = None
-    """Replicas that a start needs. Those that fail beyond these are replaced while the others work. None: three
-    quarters of them, rounded up."""
+    """Replicas that a start needs. Those that fail beyond these are replaced while the others work; one that never
+    comes up in three tries stays away while there are as many others. None: three quarters of them, rounded up."""
     engine: Literal["torch", "vllm", "sglang"] = "torch"
     """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
     each needs the package of its name."""
@@ -249,7 +249,8 @@ class RolloutConfig:
     """Longest wait of a request for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: Positive = 1800.0
     """Longest time for one response over all its attempts. The wait for a place at a replica does not count, as long as
-    the replica streams tokens of other responses; one that streams nothing for this long fails those that wait."""
+    the replica streams tokens of other responses of the same rollouter, and at most four times this long; one that
+    streams nothing for this long fails those that wait."""
     trajectory_timeout_s: Positive = 3600.0
     """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
     least request_timeout_s. The wait for a place at a replica does not count here either, but it does for an answer of
