@@ -95,7 +95,10 @@ class WandbSink:
 
     def _begin(self) -> Any:
         import wandb
+        import wandb.util
 
+        # W&B would import pandas, where it is installed, to ask of every chart whether it is a data frame: 80 MB.
+        wandb.util.pd_available = False
         if not (online := logged_in()):
             do = f"`asyncrl-dashboard sync {self._directory}` uploads it"
             logger.warning("no W&B login: recording offline; %s", do)
