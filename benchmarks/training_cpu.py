@@ -1,4 +1,5 @@
-"""What a training step costs on a CPU, by attention's padding and threads; the loss path; the copy of a checkpoint.
+"""What a training step costs on a CPU, by attention's padding, threads and shared prompts; the loss path; the copy of a
+checkpoint.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/training_cpu.py [--rounds 7] [--write]
 
@@ -70,11 +71,12 @@ class Load:
     trajectories: dict[TrajectoryKey, Trajectory]
     manifest: LeaseManifest
 
-    def plan(self, budget: int) -> RankPlan:
+    def plan(self, budget: int, *, share_prompts: bool = False) -> RankPlan:
         """For one rank, with random advantages."""
         draw = np.random.default_rng(0)
         advantages = [draw.normal(size=GROUP_SIZE) for _ in self.manifest.groups]
-        return plan_step(self.manifest, advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget))[0]
+        rules = PackingRules(num_plans=1, max_tokens_per_microbatch=budget, share_prompts=share_prompts)
+        return plan_step(self.manifest, advantages, rules)[0]
 
 
 def main() -> None:
@@ -91,6 +93,8 @@ def main() -> None:
         model = write_random_qwen3(Path(directory), vocab_size=VOCABULARY, **layers)
         lines = [
             *step_rows(model, rounds, options.threads, tiny=options.tiny),
+            "",
+            *prompt_rows(model, rounds, tiny=options.tiny),
             "",
             *loss_rows(rounds, tiny=options.tiny),
         ]
@@ -121,11 +125,7 @@ def step_rows(model: Path, rounds: int, threads: Sequence[int], *, tiny: bool) -
     tail = draw.integers(8, 48, 2 * groups * GROUP_SIZE)
     tail[draw.random(len(tail)) < 0.05] = 256
     loads = [load("toy job", [64] * (groups * GROUP_SIZE)), load("long tail", tail.tolist())]
-    trainer = TrainerConfig(
-        lr=1e-9, device="cpu", fsdp=FsdpConfig(reshard_after_forward=False), max_tokens_per_microbatch=BUDGET
-    )
-    spec = TrainerSpec(model=ModelConfig(path=str(model)), trainer=trainer, algorithm=AlgorithmConfig())
-    backend = build_backend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    backend = build(model, share_prompts=False)
     rows = [
         "## A step",
         "",
@@ -147,6 +147,35 @@ def step_rows(model: Path, rounds: int, threads: Sequence[int], *, tiny: bool) -
     return rows
 
 
+def prompt_rows(model: Path, rounds: int, *, tiny: bool) -> list[str]:
+    """Groups of 8 with prompts that are computed for each trajectory, and once for the group, on one thread."""
+    groups = 1 if tiny else 8
+    rows = [
+        "## Prompts of a group, on one thread",
+        "",
+        "| prompt, tokens | response, tokens | each its own, ms | shared, ms | ratio |",
+        "|" + "---|" * 5,
+    ]
+    backends = {share: build(model, share_prompts=share) for share in (False, True)}
+    for prompt, response in ((6, 64), (12, 6), (128, 128), (512, 64)):
+        one = load("", [response] * (groups * GROUP_SIZE), prompt)
+        variants = {
+            share: partial(step, backends[share], one, one.plan(BUDGET, share_prompts=share), "by classes", 1)
+            for share in (False, True)
+        }
+        cost = alternate(variants, rounds)
+        own, shared = cost[False].wall_s, cost[True].wall_s
+        rows.append(f"| {prompt} | {response} | {own * 1e3:.0f} | {shared * 1e3:.0f} | {shared / own:.2f} |")
+    return rows
+
+
+def build(model: Path, *, share_prompts: bool) -> TrainBackend:
+    fsdp = FsdpConfig(reshard_after_forward=False, share_prompts=share_prompts)
+    trainer = TrainerConfig(lr=1e-9, device="cpu", fsdp=fsdp, max_tokens_per_microbatch=BUDGET)
+    spec = TrainerSpec(model=ModelConfig(path=str(model)), trainer=trainer, algorithm=AlgorithmConfig())
+    return build_backend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+
+
 def step(backend: TrainBackend, one: Load, plan: RankPlan, padding: str, threads: int) -> None:
     torch.set_num_threads(threads)
     before = mock.patch.object(batch, "length_classes", one_class)  # how attention padded before there were classes
@@ -161,13 +190,13 @@ def one_class(lengths: np.ndarray, **limits: object) -> tuple[np.ndarray, ...]:
     return (np.arange(len(lengths)),)
 
 
-def load(name: str, responses: Sequence[int]) -> Load:
+def load(name: str, responses: Sequence[int], prompt_tokens: int = PROMPT_TOKENS) -> Load:
     """Groups of GROUP_SIZE with responses of these lengths."""
     draw = np.random.default_rng(1)
     trajectories: dict[TrajectoryKey, Trajectory] = {}
     groups = []
     for ordinal in range(len(responses) // GROUP_SIZE):
-        prompt = draw.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
+        prompt = draw.integers(0, VOCABULARY, prompt_tokens).astype(np.int32)
         sizes = responses[ordinal * GROUP_SIZE : (ordinal + 1) * GROUP_SIZE]
         for index, size in enumerate(sizes):
             trajectories[ordinal, index] = Trajectory(
@@ -178,7 +207,7 @@ def load(name: str, responses: Sequence[int]) -> Load:
                 segments=(Segment(0, size, 0, 0),),
                 reward=0.0,
             )
-        lengths = tuple(Lengths(PROMPT_TOKENS, size, size) for size in sizes)
+        lengths = tuple(Lengths(prompt_tokens, size, size) for size in sizes)
         rewards = (0.0,) * GROUP_SIZE
         groups.append(GroupSummary(ordinal, 0, lengths, rewards, lags=(), segments=GROUP_SIZE, interrupted=0))
     return Load(name, trajectories, LeaseManifest(0, tuple(groups)))

@@ -27,6 +27,9 @@ class FsdpConfig:
     """Keep the optimizer's state in host memory between steps."""
     attention: Literal["auto", "packed_sdpa", "flash_attention_2"] = "auto"
     """How packed sequences attend only to themselves; auto takes flash_attention_2 where it is installed."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all of its trajectories in a micro-batch. The gradient is the same. It
+    needs attention packed_sdpa, and no router loss; otherwise each trajectory has its own prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

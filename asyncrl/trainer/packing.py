@@ -12,15 +12,18 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSequence
+
+FAMILIES_PER_RANK = 8
+"""So many parts of groups for each rank differ little in sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRules:
     """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
     `num_minibatches`: updates per epoch, among which the groups are distributed at random. `num_epochs`: passes over
-    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed."""
+    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: trajectories of a
+    group in one micro-batch share the computation of their prompt."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -29,6 +32,7 @@ class PackingRules:
     seed: int = 0
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     fixed_tokens: int = 1
+    share_prompts: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> PackingRules:
@@ -40,6 +44,7 @@ class PackingRules:
             seed=recipe.run.seed,
             aggregation=recipe.algorithm.aggregation,
             fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
+            share_prompts=recipe.trainer.backend == "fsdp" and recipe.trainer.fsdp.share_prompts,
         )
 
 
@@ -52,8 +57,10 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
 
     Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
     differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
-    attention pads similar sequences to the longest of them (`length_classes`). All ranks get the same number of
-    micro-batches, since every forward pass is collective; a rank with too few sequences gets empty ones.
+    attention pads similar sequences to the longest of them (`length_classes`). With `share_prompts`, families of
+    sequences of a group take the place of single ones, with the tokens of their prompt counted once; the budget still
+    counts every token of every sequence. All ranks get the same number of micro-batches, since every forward pass is
+    collective; a rank with too few sequences gets empty ones.
 
     Args:
         advantages: one [G] array per group of the manifest, finite.
@@ -101,7 +108,8 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
     """The micro-batches of each rank."""
     weigh = _token_weight([s.lengths for s in sequences], rules)
     weighed = [replace(s, token_weight=weigh(s.lengths)) for s in sequences]
-    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(weighed, rules.num_plans)]
+    families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
+    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
@@ -116,30 +124,6 @@ def _token_weight(lengths: list[Lengths], rules: PackingRules) -> Callable[[Leng
             return lambda n: 1 / (len(trained) * n.trained) if n.trained else 0.0
         case "fixed":
             return lambda n: 1 / (everything * rules.fixed_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class PackingStatistics:
-    """`attention_fill`: real tokens over positions that padded attention computes; `rank_balance`: mean over maximum
-    of the ranks' tokens. 1 is perfect for both. `microbatches`: per rank."""
-
-    attention_fill: float
-    rank_balance: float
-    microbatches: int
-
-
-def packing_statistics(plans: Sequence[RankPlan]) -> PackingStatistics:
-    filled = [run for plan in plans for run in plan.microbatches if run]
-    tokens = [sum(s.lengths.total for run in plan.microbatches for s in run) for plan in plans]
-    lengths = [np.array([s.lengths.total for s in run]) for run in filled]
-    positions = sum(
-        len(c) * sizes[c].max() for sizes in lengths for c in length_classes(sizes, spared=spared_work("cpu"))
-    )
-    return PackingStatistics(
-        attention_fill=sum(tokens) / positions if positions else 1.0,
-        rank_balance=sum(tokens) / len(tokens) / max(tokens) if any(tokens) else 1.0,
-        microbatches=len(plans[0].microbatches),
-    )
 
 
 def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> list[list[TrainSequence]]:
@@ -160,19 +144,42 @@ def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> lis
     return sequences
 
 
-def _balance(sequences: list[TrainSequence], num_plans: int) -> list[list[TrainSequence]]:
-    """Longest-processing-time-first; each rank's list comes out longest first."""
+def _families(sequences: list[TrainSequence], num_plans: int) -> list[list[TrainSequence]]:
+    """Each group in as few parts as give every rank `FAMILIES_PER_RANK` of them, so that ranks can be balanced; one
+    group is one part where there is one rank. A part has the longest sequences first."""
+    groups: dict[int, list[TrainSequence]] = {}
+    for s in sequences:
+        groups.setdefault(s.ordinal, []).append(s)
+    parts = 1 if num_plans == 1 else math.ceil(FAMILIES_PER_RANK * num_plans / max(1, len(groups)))
+    found = []
+    for group in groups.values():
+        ordered, count = sorted(group, key=_longest_first), min(parts, len(group))
+        found += [ordered[start::count] for start in range(count)]
+    return found
+
+
+def _balance(families: list[list[TrainSequence]], num_plans: int) -> list[list[TrainSequence]]:
+    """Longest-processing-time-first; the sequences of each rank, its longest family first."""
     ranks: list[list[TrainSequence]] = [[] for _ in range(num_plans)]
     tokens = [0] * num_plans
-    for s in sorted(sequences, key=lambda s: (-s.lengths.total, s.ordinal, s.index)):
+    for family in sorted(families, key=lambda family: (-_computed(family), *_longest_first(family[0]))):
         rank = min(range(num_plans), key=lambda r: (tokens[r], r))
-        ranks[rank].append(s)
-        tokens[rank] += s.lengths.total
+        ranks[rank] += family
+        tokens[rank] += _computed(family)
     return ranks
 
 
+def _computed(family: list[TrainSequence]) -> int:
+    """Tokens of a family whose prompt is computed once."""
+    return max(s.lengths.prompt for s in family) + sum(s.lengths.response for s in family)
+
+
+def _longest_first(s: TrainSequence) -> tuple[int, int, int]:
+    return -s.lengths.total, s.ordinal, s.index
+
+
 def _runs(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
-    """Cuts a list sorted by length into consecutive runs of at most `budget` tokens."""
+    """Cuts the list into consecutive runs of at most `budget` tokens."""
     runs: list[list[TrainSequence]] = []
     room = 0
     for s in sequences:

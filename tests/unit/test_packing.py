@@ -1,13 +1,14 @@
 """Properties of the packing planner, over random leases."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.packing import PackingRules, packing_statistics, plan_step
+from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 
 pytestmark = pytest.mark.unit
@@ -155,15 +156,55 @@ def test_the_divisor_of_fixed_depends_on_no_mask(groups, num_plans):
     assert {s.token_weight for p in plans for run in p.microbatches for s in run} == {1 / (count * 25)}
 
 
-def test_statistics_say_how_full_the_plan_is():
-    manifest, advantages = lease([[(1, 9, 9), (1, 9, 9), (1, 4, 4)]])
-    (plan,) = plan_step(manifest, advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=100))
-    found = packing_statistics([plan])
-    assert (found.attention_fill, found.rank_balance, found.microbatches) == (25 / 30, 1.0, 1)
-    plans = plan_step(manifest, advantages, PackingRules(num_plans=2, max_tokens_per_microbatch=100))
-    assert packing_statistics(plans).rank_balance == 12.5 / 15
-    empty = plan_step(replace(manifest, groups=()), [], PackingRules(num_plans=2, max_tokens_per_microbatch=10))
-    assert packing_statistics(empty).attention_fill == 1.0
+def rows(plan):
+    """For each micro-batch of a plan the tokens that are computed when prompts are shared."""
+    return [
+        sum(max(s.lengths.prompt for s in run if s.ordinal == ordinal) for ordinal in {s.ordinal for s in run})
+        + sum(s.lengths.response for s in run)
+        for run in plan.microbatches
+    ]
+
+
+SHARED = st.lists(
+    st.tuples(st.integers(1, 15), st.lists(st.integers(0, 25), min_size=1, max_size=6)).map(
+        lambda group: [(group[0], response, response) for response in group[1]]
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(SHARED, ranks, budgets)
+def test_sharing_prompts_keeps_groups_together(groups, num_plans, budget):
+    manifest, advantages = lease(groups)
+    rules = PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget, share_prompts=True)
+    plans = plan_step(manifest, advantages, rules)
+    found = sorted((s.ordinal, s.index) for p in plans for run in p.microbatches for s in run)
+    assert found == [(g.ordinal, i) for g in manifest.groups for i in range(len(g.lengths))]
+    assert all(sum(s.lengths.total for s in run) <= budget for p in plans for run in p.microbatches)
+    longest = max(group[0][0] + sum(response for _, response, _ in group) for group in groups)
+    tokens = [
+        sum(
+            max(s.lengths.prompt for s in of_group) + sum(s.lengths.response for s in of_group)
+            for ordinal in p.ordinals
+            for of_group in [[s for run in p.microbatches for s in run if s.ordinal == ordinal]]
+        )
+        for p in plans
+    ]
+    assert num_plans > 1 or sum(tokens) == sum(g[0][0] + sum(r for _, r, _ in g) for g in groups)
+    assert max(tokens) - min(tokens) <= longest
+    for plan in plans:
+        order = [s.ordinal for run in plan.microbatches for s in run]
+        changes = sum(a != b for a, b in pairwise(order))
+        assert num_plans > 1 or changes == len(plan.ordinals) - 1
+
+
+def test_few_groups_are_divided_among_many_ranks():
+    manifest, advantages = lease([[(4, 8, 8)] * 16, [(4, 8, 8)] * 16])
+    rules = PackingRules(num_plans=4, max_tokens_per_microbatch=1000, share_prompts=True)
+    plans = plan_step(manifest, advantages, rules)
+    assert [len(run) for p in plans for run in p.microbatches] == [8, 8, 8, 8]
+    assert {sum(rows(p)) for p in plans} == {8 * 8 + 2 * 4} == {rows(plans[0])[0]}
 
 
 def minibatches(groups, rules, *, order=None, step=7):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.trainer.fsdp import lora, sharded_state
+from asyncrl.trainer.fsdp.attention import PACKED_SDPA
+from asyncrl.trainer.fsdp.model import choose_attention
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.host_copies import HostCopies
@@ -34,7 +36,14 @@ class FsdpBackend:
         self._models = Models(spec, init_device_mesh(device.type, (world_size,)))
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy = self._models.policy
-        self._step = TrainingStep(spec, self._models.of_step(), peers=Peers(dist.group.WORLD), device=device)
+        fsdp = spec.trainer.fsdp
+        self._step = TrainingStep(
+            spec,
+            self._models.of_step(),
+            peers=Peers(dist.group.WORLD),
+            device=device,
+            share_prompts=fsdp.share_prompts and choose_attention(fsdp, device) == PACKED_SDPA,
+        )
         self._publication = Publication(self._policy.causal_lm, spec, device)
         self._copies = HostCopies()
         self._captured: dict[str, torch.Tensor] | None = None

@@ -12,6 +12,7 @@ import torch
 
 from asyncrl.algorithms.loss import LossInputs
 from asyncrl.trainer.length_classes import length_classes, spared_work
+from asyncrl.trainer.step.packed_row import PackedRow
 from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
 
 Trajectories = Mapping[TrajectoryKey, Trajectory]
@@ -38,12 +39,14 @@ class PaddedClass:
 class PackedLayout:
     """Where the sequences of one packed row lie, and which of them attention pads together; made by `of`.
 
+    Legend: M tokens of all sequences, N tokens of the row. They differ where sequences share the tokens of a prompt.
+
     Attributes:
         max_length: tokens of the longest sequence.
-        boundaries: [sequences + 1] int32, cumulative lengths from 0.
+        boundaries: [sequences + 1] int32, cumulative lengths from 0: where the sequences lie, if they share nothing.
         classes: hold every sequence once, longest first.
-        order, places: [tokens] int64: which token of the row comes at each place of the order of `classes`, and the
-            place of each token in it. None, both: the row is in that order, as the planner's rows are.
+        order: [M] int64, which token of the row comes at each place of the order of `classes`.
+        places: [N] int64, a place of each token of the row in that order. None, both: the row is in that order.
     """
 
     max_length: int
@@ -58,12 +61,15 @@ class PackedLayout:
         lengths: Sequence[int] | np.ndarray,
         device: torch.device,
         classes: Sequence[np.ndarray] | None = None,
+        rows: np.ndarray | None = None,
     ) -> PackedLayout:
-        """The layout of a row of sequences one behind the other, with its tensors on `device`.
+        """The layout of a row, with its tensors on `device`.
 
         Args:
-            lengths: [S] tokens of each, at least 1.
+            lengths: [S] tokens of each sequence, at least 1.
             classes: indices of the sequences of each class; None: as `length_classes` finds them for the device.
+            rows: [M] int64, index in the row of each token of the first sequence, then of the second, and so on; every
+                token of the row is among them. None: they lie one behind the other.
         """
         sizes = np.asarray(lengths, np.int64)
         if classes is None:
@@ -73,13 +79,14 @@ class PackedLayout:
         starts = sizes[chosen].cumsum() - sizes[chosen]
         order = np.repeat((ends - sizes)[chosen] - starts, sizes[chosen]) + np.arange(ends[-1])
         place = partial(_place, device=device)
-        is_ordered = bool((np.diff(chosen) > 0).all())
+        is_ordered = rows is None and bool((np.diff(chosen) > 0).all())
+        order = order if rows is None else rows[order]
         return cls(
             max_length=int(sizes.max()),
             boundaries=place(np.append(0, ends), dtype=torch.int32),
             classes=tuple(_padded_classes([sizes[members] for members in classes], place)),
             order=None if is_ordered else place(order),
-            places=None if is_ordered else place(order.argsort()),
+            places=None if is_ordered else place(np.unique(order, return_index=True)[1]),
         )
 
 
@@ -105,11 +112,12 @@ def _place(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTokens:
-    """The input of a model: the sequences of a micro-batch in one row of N tokens, n of which are predicted.
+    """The input of a model: the sequences of a micro-batch in one row of N tokens, and n predictions. Sequences may
+    share the tokens of their prompt, whose last token then predicts the first one of several responses.
 
     Attributes:
-        input_ids, position_ids: [1, N] int64; positions restart at 0 with every sequence.
-        predictors: [n] int64, index in the row of the token before each predicted token.
+        input_ids, position_ids: [1, N] int64; positions are those in the sequences.
+        predictors: [n] int64, index in the row of the token before each predicted one.
         targets: [n] int64, the predicted tokens.
         temperature: divisor of the logits.
         balance: [L, E] float32, what each sum `given` of the routers (`TokenOutputs`) adds to the loss; None without a
@@ -131,7 +139,7 @@ class PackedBatch:
     of its sequence in the micro-batch, lag in optimizer steps, and whether it counts.
 
     A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
-    forward and backward pass, and with it the same collectives. `num_tokens` counts real tokens only.
+    forward and backward pass, and with it the same collectives. `num_tokens` counts the tokens of the sequences.
     """
 
     tokens: PackedTokens
@@ -166,42 +174,39 @@ def pack(
     device: torch.device,
     step: int = 0,
     temperature: float = 1.0,
+    share_prompts: bool = False,
 ) -> PackedBatch:
-    """Packs in the order of `microbatch`; predicts the tokens of `loss_mask`, or all of the response. `step`:
-    `global_steps`, for lags.
+    """Packs in the order of `microbatch`.
+
+    Args:
+        predict: the tokens of `loss_mask`, or all of the response.
+        step: `global_steps`, for lags.
+        share_prompts: trajectories of a group with the same prompt share its tokens in the row.
 
     Raises:
         ValueError: a trajectory is missing or differs from the lengths that it was planned with.
     """
     chosen = [_checked(microbatch, i, trajectories) for i in range(len(microbatch))]
-    ids = [part for t in chosen for part in (t.prompt_ids, t.response_ids)] or [np.zeros(1, np.int32)]
-    lengths = np.array([s.lengths.total for s in microbatch] or [1])
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    row = PackedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
     picks = [np.flatnonzero(t.loss_mask) if predict == "trained" else np.arange(len(t.response_ids)) for t in chosen]
     counts = [len(p) for p in picks]
     empty = not any(counts)
-    predictors = np.concatenate(
-        [start + len(t.prompt_ids) - 1 + p for start, t, p in zip(starts, chosen, picks, strict=False)]
-        if not empty
-        else [np.zeros(1, np.int64)]
-    )
-    input_ids = np.concatenate(ids).astype(np.int64)
     behavior = np.concatenate([t.logprobs[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[0.0]])
     sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
     advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
+    predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
+    targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
 
     def place(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return _place(array, device, dtype)
 
-    targets = input_ids[predictors + 1] if not empty else np.zeros(1, np.int64)
     return PackedBatch(
         tokens=PackedTokens(
-            input_ids=place(input_ids, torch.int64)[None],
-            position_ids=place(positions, torch.int64)[None],
-            layout=PackedLayout.of(lengths, device),
+            input_ids=place(row.input_ids, torch.int64)[None],
+            position_ids=place(row.positions, torch.int64)[None],
+            layout=PackedLayout.of(row.lengths, device, rows=row.rows),
             predictors=place(predictors, torch.int64),
             targets=place(targets, torch.int64),
             temperature=temperature,
@@ -212,7 +217,7 @@ def pack(
         sequences=place(sequences, torch.int64),
         lags=place(step - np.concatenate(versions), torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
-        num_tokens=int(lengths.sum()) if microbatch else 0,
+        num_tokens=int(row.lengths.sum()) if microbatch else 0,
     )
 
 

@@ -34,12 +34,28 @@ from asyncrl.types.metrics import Metric
 class TrainingStep:
     """Implements `train_step`, `logprobs` and `reference_kl` of `TrainBackend`, over the models of any backend."""
 
-    def __init__(self, spec: TrainerSpec, models: StepModels, *, peers: Peers, device: torch.device) -> None:
-        """`device`: where the models read micro-batches."""
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        models: StepModels,
+        *,
+        peers: Peers,
+        device: torch.device,
+        share_prompts: bool = False,
+    ) -> None:
+        """
+        Args:
+            device: where the models read micro-batches.
+            share_prompts: the models understand rows in which sequences share tokens; see `PackedLayout`.
+        """
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
         self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
-        self._pack = partial(pack, predict="trained", device=device, temperature=spec.temperature or 1.0)
+        # Each token of a row counts once for the balance of routers: shared prompts would count less.
+        share = share_prompts and spec.algorithm.router_aux_coefficient == 0
+        self._pack = partial(
+            pack, predict="trained", device=device, temperature=spec.temperature or 1.0, share_prompts=share
+        )
         self._preparer = Preparer(
             spec.algorithm,
             models,
@@ -92,7 +108,7 @@ class TrainingStep:
     def logprobs(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, torch.Tensor]:
         """[T] float32 on the CPU for each sequence of the plan, at temperature 1; see `TrainBackend`."""
         self._train(False)
-        batches = [pack(m, trajectories, predict="response", device=self._device) for m in plan.microbatches]
+        batches = [self._pack(m, trajectories, predict="response", temperature=1.0) for m in plan.microbatches]
         found: dict[TrajectoryKey, torch.Tensor] = {}
         outputs = self._models.policy.evaluate([batch.tokens for batch in batches])
         for microbatch, output in zip(plan.microbatches, outputs, strict=True):
