@@ -81,14 +81,16 @@ def run(spec: RunSpec, console: Console) -> RunResult:
     down."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
     settings = spec.recipe.ray
-    with ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster:
+    with (
+        ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster,
+        reserved(spec.recipe) as places,
+    ):
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
-        with reserved(spec.recipe) as places:
-            current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
-            try:
-                return asyncio.run(current.run())
-            finally:
-                current.left.set()
+        current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
+        try:
+            return asyncio.run(current.run())
+        finally:
+            current.left.set()
 
 
 class _Run:
