@@ -159,9 +159,9 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
 def describe_demand(demand: Demand) -> str:
     """What a run takes, before its nodes are known."""
     if not demand.num_gpus:
-        return "on CPUs"
+        return "none: everything computes on CPUs"
     whole = plan_placement(demand, [max(demand.num_gpus, demand.replica_gpus)])
-    text = words([bundle for bundle in whole.bundles if bundle.gpus])
+    text = "where there are any: " + words([bundle for bundle in whole.bundles if bundle.gpus])
     if demand.may_share:
         text += "; processes share GPUs where there are fewer, at most one rank on each"
     elif max(bundle.num_ranks for bundle in whole.bundles) > 1:

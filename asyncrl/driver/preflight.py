@@ -238,7 +238,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
     )
-    emit(f"GPUs      where there are any: {describe_demand(Demand.of(recipe))}")
+    emit(f"GPUs      {describe_demand(Demand.of(recipe))}")
     if not trainer.device.startswith("cuda"):
         cores = local_cores()
         emit(

@@ -174,12 +174,14 @@ def test_a_recipe_says_what_it_takes():
     assert Demand.of(recipe(*VLLM)) == whole(2, 1, 2)
     of_four = Demand.of(recipe(*VLLM, "rollout.vllm.tensor_parallel_size=4"))
     assert of_four == whole(2, 4, 2)
-    assert describe_demand(of_four).startswith("2 bundles of 4 GPUs (a replica), 1 of 2 GPUs (2 trainer ranks)")
+    assert describe_demand(of_four).startswith(
+        "where there are any: 2 bundles of 4 GPUs (a replica), 1 of 2 GPUs (2 trainer ranks)"
+    )
     torch = Demand.of(recipe())
     assert torch == whole(2, 1, 1, may_share=True, one_node=True)
     assert "at most one rank on each" in describe_demand(torch)
     cpu = Demand.of(recipe("trainer.device=cpu", "rollout.torch.device=cpu"))
-    assert (cpu.num_gpus, describe_demand(cpu)) == (0, "on CPUs")
+    assert (cpu.num_gpus, describe_demand(cpu)) == (0, "none: everything computes on CPUs")
     assert plan_placement(cpu, [8]).rank_gpus == 0, "GPUs that nobody asked for are left alone"
 
 
