@@ -275,7 +275,7 @@ def _require_fit(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[
 
 def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> ConfigError:
     largest, total, size = max(node_gpus), sum(node_gpus), max(bundle.gpus for bundle in bundles)
-    found = f"nodes with {', '.join(str(gpus) for gpus in node_gpus)} GPUs"
+    found = f"nodes with {', '.join(str(gpus) for gpus in sorted(node_gpus, reverse=True))} GPUs"
     do = "add nodes, or lower rollout.num_replicas or trainer.num_ranks"
     if size > largest:
         found += ": a replica lives on one node"

@@ -137,5 +137,5 @@ def _free() -> str:
     """What the living nodes have free, in words."""
     free = available_resources_per_node()
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    gpus = ", ".join(f"{free.get(node, {}).get('GPU', 0):g}" for node in alive)
-    return f"{len(alive)} node(s) with {gpus} GPUs free"
+    gpus = sorted((free.get(node, {}).get("GPU", 0) for node in alive), reverse=True)
+    return f"{len(alive)} node(s) with {', '.join(f'{number:g}' for number in gpus)} GPUs free"

@@ -124,7 +124,7 @@ def test_a_replica_and_a_rank_share_a_gpu_and_no_two_ranks_do(cluster):
 def test_what_cannot_fit_is_refused_before_anything_starts(cluster):
     with pytest.raises(ConfigError) as raised, reserved(recipe("rollout.vllm.tensor_parallel_size=8")):
         pytest.fail("it has no place")
-    for part in ("2 bundles of 8 GPUs (a replica)", "nodes with 0, 4, 8, 4 GPUs", "16 of 17", "add nodes"):
+    for part in ("2 bundles of 8 GPUs (a replica)", "nodes with 8, 4, 4, 0 GPUs", "16 of 17", "add nodes"):
         assert part in str(raised.value)
     assert free_gpus() == [4, 4, 8]
 
@@ -137,8 +137,12 @@ def test_gpus_that_others_use_are_waited_for_until_the_deadline_and_an_error_giv
     with pytest.raises(DeadlineExceeded) as raised, reserved(asked):
         pytest.fail("it has no place")
     assert time.monotonic() - began < ANSWER_S
-    for part in ("1 bundle of 8 GPUs (a replica)", "not free within 2 s", "2 GPUs free", "ray.start_timeout_s"):
-        assert part in str(raised.value).replace("2, ", "2 "), raised.value
+    for part in (
+        "1 bundle of 8 GPUs (a replica)",
+        "not free within 2 s; 4 node(s) with 4, 4, 2, 0 GPUs free",
+        "ray.start_t",
+    ):
+        assert part in str(raised.value)
     remove_placement_group(others)
     until(lambda: free_gpus() == [4, 4, 8])
     with pytest.raises(KeyError), reserved(asked):
