@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, SMALL, assert_audited
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 START_S = 60
 LIMITS = (f"ray.start_timeout_s={START_S}", "recovery.max_replica_restarts=20", "weights.transport=collective")
