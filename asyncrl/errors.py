@@ -55,6 +55,10 @@ class DeadlineExceeded(AsyncRLError, TimeoutError):
     exit_code = 4
 
 
+class NoPlace(DeadlineExceeded):
+    """No node had room for a process in time, for example because the node that it ran on was lost."""
+
+
 class ProcessDied(AsyncRLError, RuntimeError):
     """A process that the run needs has died; the message names its role."""
 

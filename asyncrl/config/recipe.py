@@ -219,6 +219,8 @@ class Recipe:
             found="requests that wait for the end of a publish would fail before it",
             do=f"set rollout.gate_timeout_s to at least {publish_s:g}, or lower weights.publish_timeout_s",
         )
+        if self.rollout.settings.gpu_share < 1:
+            self._check_shared_gpus()
         if self.weights.encoding == "delta":
             self._check_delta()
         if self.weights.transport != "vllm_nccl":
@@ -247,6 +249,22 @@ class Recipe:
             asked=f"weights.transport=vllm_nccl with trainer.megatron.pipeline_parallel={stages}",
             found="each pipeline stage sends its own tensors, and vLLM's own backend receives from one sender",
             do="set weights.transport to collective, or trainer.megatron.pipeline_parallel=1",
+        )
+
+    def _check_shared_gpus(self) -> None:
+        """Checks what GPUs that replicas share with trainer ranks require of the other parts."""
+        key = f"rollout.{self.rollout.engine}.gpu_share={self.rollout.settings.gpu_share:g}"
+        require(
+            self.weights.transport in ("ipc", "disk"),
+            asked=f"{key} with weights.transport={self.weights.transport}",
+            found="NCCL refuses two processes on one GPU (Duplicate GPU detected)",
+            do="set weights.transport=ipc, or disk on several nodes",
+        )
+        require(
+            self.trainer.device != "cpu",
+            asked=f"{key} with trainer.device=cpu",
+            found="no trainer rank would take the rest of the GPU",
+            do="leave gpu_share out, or set trainer.device=cuda",
         )
 
     def _check_delta(self) -> None:

@@ -40,6 +40,35 @@ class SamplingConfig:
         require_temperature("rollout.sampling.temperature", self.temperature)
 
 
+DEFAULT_MEMORY_SHARE = 0.85
+"""Share of its part of a GPU's memory that a replica takes; the rest is for what its engine does not count."""
+
+
+def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig, memory_key: str) -> None:
+    """Checks what a GPU that a replica shares with a trainer rank requires of the section of its engine."""
+    share, memory = config.gpu_share, getattr(config, memory_key)
+    if share == 1:
+        return
+    require(
+        0.05 <= share <= 0.95,
+        asked=f"{section}.gpu_share={share:g}",
+        found="a trainer rank takes the rest of the GPU, and neither part works with less than a twentieth",
+        do=f"set {section}.gpu_share between 0.05 and 0.95, or to 1 for a GPU of its own",
+    )
+    require(
+        config.tensor_parallel_size == 1,
+        asked=f"{section}.gpu_share={share:g} with {section}.tensor_parallel_size={config.tensor_parallel_size}",
+        found="a replica shares one GPU only",
+        do=f"set {section}.tensor_parallel_size=1, or {section}.gpu_share=1",
+    )
+    require(
+        memory is None or memory <= share,
+        asked=f"{section}.{memory_key}={memory} with {section}.gpu_share={share:g}",
+        found="the replica would take memory of the trainer rank on its GPU",
+        do=f"set {section}.{memory_key} to {share:g} or less, or leave it out",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEngineConfig:
     num_slots: PositiveInt = 64
@@ -75,6 +104,11 @@ class TorchEngineConfig:
         """Processes of one replica that hold weights, each a receiver of every publish."""
         return 1
 
+    @property
+    def gpu_share(self) -> float:
+        """Share of a GPU that each worker takes; this engine shares them evenly where they are fewer than processes."""
+        return 1.0
+
 
 OWN_ENGINE_ARGS = frozenset([
     "model", "tokenizer", "revision", "trust_remote_code", "dtype", "load_format", "seed", "tensor_parallel_size",
@@ -100,8 +134,11 @@ class VllmEngineConfig:
     """Requests that one replica decodes at once."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
-    gpu_memory_utilization: PositiveShare = 0.85
-    """Share of the GPU's memory that vLLM takes."""
+    gpu_share: PositiveShare = 1.0
+    """Below 1: each replica shares one GPU with a trainer rank, which takes the rest. Needs tensor_parallel_size=1 and
+    weights.transport=ipc, or disk."""
+    gpu_memory_utilization: PositiveShare | None = None
+    """Share of the GPU's memory that vLLM takes, at most gpu_share. None takes 0.85 of gpu_share."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
     enable_prefix_caching: bool = True
@@ -120,6 +157,7 @@ class VllmEngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.vllm.", self)
+        _check_gpu_share("rollout.vllm", self, "gpu_memory_utilization")
         own = sorted(n for n in self.engine_args if n in OWN_ENGINE_ARGS or n.startswith(("data_parallel", "spec")))
         require(
             not own,
@@ -143,6 +181,15 @@ class VllmEngineConfig:
         """As of engine torch."""
         return self.tensor_parallel_size
 
+    @property
+    def memory_share(self) -> float:
+        """`gpu_memory_utilization`, set or derived."""
+        return (
+            DEFAULT_MEMORY_SHARE * self.gpu_share
+            if self.gpu_memory_utilization is None
+            else self.gpu_memory_utilization
+        )
+
 
 OWN_SERVER_ARGS = frozenset([
     "model_path", "revision", "trust_remote_code", "dtype", "load_format", "random_seed", "tp_size",
@@ -164,8 +211,11 @@ class SglangEngineConfig:
     """As rollout.torch.max_model_len; at least 4096 in place of 512."""
     max_running_requests: PositiveInt = 256
     """Requests that one replica decodes at once."""
+    gpu_share: PositiveShare = 1.0
+    """As rollout.vllm.gpu_share."""
     mem_fraction_static: PositiveShare | None = None
-    """Share of the GPU's memory for weights and KV cache; None leaves it to SGLang."""
+    """Share of the GPU's memory for weights and KV cache, at most gpu_share. None leaves it to SGLang, and on a shared
+    GPU takes 0.85 of gpu_share."""
     max_total_tokens: PositiveInt | None = None
     """Tokens that the KV cache holds; None takes what mem_fraction_static leaves, on a CPU 65,536."""
     stream_interval: PositiveInt = 8
@@ -186,6 +236,7 @@ class SglangEngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.sglang.", self)
+        _check_gpu_share("rollout.sglang", self, "mem_fraction_static")
         own = sorted(name for name in self.server_args if name in OWN_SERVER_ARGS or name.startswith("speculative"))
         require(
             not own,
@@ -208,6 +259,13 @@ class SglangEngineConfig:
     def num_workers(self) -> int:
         """As of engine torch."""
         return self.tensor_parallel_size
+
+    @property
+    def memory_share(self) -> float | None:
+        """`mem_fraction_static`, set or derived; None leaves it to SGLang."""
+        if self.mem_fraction_static is None and self.gpu_share < 1:
+            return DEFAULT_MEMORY_SHARE * self.gpu_share
+        return self.mem_fraction_static
 
 
 EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig

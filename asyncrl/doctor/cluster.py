@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cluster.placement import place_run, words
 from asyncrl.config.recipe import Recipe
-from asyncrl.doctor.observation import Observation, bad, ok, warning
+from asyncrl.doctor.observation import Observation, bad, guarded, ok, warning
 from asyncrl.errors import Process
 from asyncrl.remote.reply import reply_now
 
@@ -38,8 +39,16 @@ def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
             text = f"{'started' if address is None else 'joined ' + address} in {took_s:.1f} s: {len(nodes)} node(s), "
             text += f"{has.get('CPU', 0):g} CPUs, {gpus:g} GPUs"
             yield ok("Ray", text)
+            yield from guarded("placement", lambda: _of_placement(recipe, nodes))
             if address is not None:
                 yield from _of_nodes(recipe, nodes)
+
+
+def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
+    """Whether the nodes have room for the run. Raises ConfigError: they have none."""
+    placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
+    how = {"PACK": "on as few nodes as hold them", "STRICT_PACK": "on one node", "SPREAD": "spread over the nodes"}
+    yield ok("placement", f"{words(placement.bundles)}; {how[placement.strategy]}")
 
 
 def _of_nodes(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:

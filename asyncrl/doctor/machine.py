@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from asyncrl.checkpoint.run_directory import package_versions
+from asyncrl.cluster.placement import place_run, words
 from asyncrl.config.recipe import Recipe
 from asyncrl.doctor.observation import Observation, bad, ok, warning
-from asyncrl.inference.engines import ENGINES
 
 FILES_PER_PROCESS = 512
 """Open files and sockets of one process of a run, generously."""
@@ -59,20 +59,8 @@ def check_gpus(recipe: Recipe, *, joins: bool) -> Iterator[Observation]:
         return
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
     yield ok("GPUs", f"{count} x {torch.cuda.get_device_name(0)}, {min(sizes) / 2**30:.0f} GiB each")
-    rollout = recipe.rollout
-    if not ENGINES[rollout.engine].takes_whole_gpus or joins:
-        return
-    workers = rollout.settings.num_workers
-    needed = rollout.num_replicas * workers + recipe.trainer.num_ranks
-    if needed > count:
-        fits = (count - recipe.trainer.num_ranks) // workers
-        text = f"{rollout.num_replicas} replicas x {workers} + {recipe.trainer.num_ranks} ranks need {needed} GPUs"
-        do = (
-            f"set rollout.num_replicas={fits}"
-            if fits > 0
-            else "lower trainer.num_ranks, or join a cluster (ray.address)"
-        )
-        yield bad("GPUs", text, do)
+    if not joins:
+        yield ok("GPUs", words(place_run(recipe, [count]).bundles))
 
 
 def check_shared_memory() -> Iterator[Observation]:

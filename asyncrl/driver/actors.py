@@ -11,20 +11,20 @@ The handles here are the only ones that keep the actors alive: none is detached,
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.cluster.places import Places
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
-from asyncrl.inference.replica_actor import gpu_share, replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
@@ -49,8 +49,9 @@ END_TIMEOUT_S = 30.0
 class Actors:
     """The actors of a run and the channels to them."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, events: EventLog) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, places: Places, events: EventLog) -> None:
         self._spec = spec
+        self._places = places
         self._recipe = recipe = spec.recipe
         self._events = events
         self._on_driver = {
@@ -58,18 +59,11 @@ class Actors:
             "max_concurrency": 1000,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
-        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
-        require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
+        self._environment = cluster.engine_environment(recipe.rollout.engine)
         recovery = recipe.recovery
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         self.replicas = ReplicaPool(
-            functools.partial(
-                spawn_replica,
-                recipe.rollout,
-                recipe.model,
-                num_gpus=gpus,
-                environment=cluster.engine_environment(recipe.rollout.engine),
-            ),
+            self._spawn_replica,
             recipe.rollout.num_replicas,
             PoolSettings(
                 max_restarts=recovery.replica_restarts(recipe.rollout.num_replicas),
@@ -126,9 +120,10 @@ class Actors:
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
         cores, num_nodes = _smallest_node()
+        if self._places.placement.strategy == "STRICT_PACK":
+            num_nodes = 1
         spec = TrainerSpec.of(recipe, num_threads=trainer_threads(recipe, cores=cores, num_nodes=num_nodes))
-        start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
-        trainers = asyncio.ensure_future(start)
+        trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self.rollouter.set_replicas)
         try:
             async with asyncio.TaskGroup() as group:
@@ -143,6 +138,21 @@ class Actors:
                 raise
             raise cause(error.exceptions) from None
         self.trainers = trainers.result()
+
+    async def _start_trainers(self, spec: TrainerSpec) -> TrainerPool:
+        timeout_s, gpus = self._recipe.ray.start_timeout_s, self._places.placement.rank_gpus
+        places = await self._places.of_ranks(timeout_s)
+        return await TrainerPool.start(spec, self.queue.handle, gpus, timeout_s, places=places)
+
+    def _spawn_replica(self, replica_id: int) -> ReplicaControl:
+        return spawn_replica(
+            self._recipe.rollout,
+            self._recipe.model,
+            replica_id,
+            num_gpus=self._places.placement.replica_gpus,
+            environment=self._environment,
+            place=self._places.of_replica(replica_id),
+        )
 
     def _new_queue(self) -> QueueControl:
         recipe = self._recipe
@@ -188,12 +198,6 @@ class Actors:
                 for index in range(count)
             ]
         )
-
-    def _rank_gpus(self) -> float:
-        """GPUs of one trainer rank; replicas that take whole GPUs leave the others to the ranks."""
-        recipe = self._recipe
-        beside = 0 if ENGINES[recipe.rollout.engine].takes_whole_gpus else recipe.rollout.num_replicas
-        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
 
 
 def _smallest_node() -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from asyncrl.cluster.placement import Demand, describe_demand
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
@@ -237,6 +238,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
     )
+    emit(f"GPUs      {describe_demand(Demand.of(recipe))}")
     if not trainer.device.startswith("cuda"):
         cores = local_cores()
         emit(

@@ -39,6 +39,7 @@ from rich.console import Console
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.cluster.janitor import processes_of
 from asyncrl.cluster.nodes import prepare_nodes
+from asyncrl.cluster.places import Places, reserved
 from asyncrl.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.actors import Actors
 from asyncrl.driver.coordinator import Coordinator
@@ -80,9 +81,12 @@ def run(spec: RunSpec, console: Console) -> RunResult:
     down."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
     settings = spec.recipe.ray
-    with ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster:
+    with (
+        ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster,
+        reserved(spec.recipe) as places,
+    ):
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
-        current = _Run(spec, console, cluster, MetricsLog(spec.directory.metrics, sinks))
+        current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
         finally:
@@ -92,14 +96,14 @@ def run(spec: RunSpec, console: Console) -> RunResult:
 class _Run:
     """One process of a run, from the start of its actors to their end."""
 
-    def __init__(self, spec: RunSpec, console: Console, cluster: Cluster, metrics: MetricsLog) -> None:
+    def __init__(self, spec: RunSpec, console: Console, cluster: Cluster, places: Places, metrics: MetricsLog) -> None:
         self._spec, self._cluster, self._metrics = spec, cluster, metrics
         self._recipe = recipe = spec.recipe
         self._events = EventLog(spec.directory.events, spec.hide)
         live = recipe.observability.progress and console.is_terminal
         self._progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
         self._checkpoints = CheckpointStore(spec.directory.checkpoints, recipe.checkpoint.keep)
-        self._actors = Actors(spec, cluster, self._events)
+        self._actors = Actors(spec, cluster, places, self._events)
         self._coordinator: Coordinator | None = None
         self._signals: list[int] = []
         self._stopped = asyncio.Event()

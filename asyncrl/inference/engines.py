@@ -38,7 +38,8 @@ class EngineSpec:
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
-    """Each worker takes a GPU of its own; otherwise replicas and trainer ranks share those of the cluster."""
+    """Each worker takes a GPU of its own, or `gpu_share` of one; otherwise replicas and trainer ranks share
+    those of the cluster."""
     stop_timeout_s: float = 3.0
     """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -27,34 +27,37 @@ GRACE_S = 5.0
 """Time that a call has beyond the replica's own deadline, so that the replica's error arrives."""
 
 
-def gpu_share(device: str, num_actors: int) -> float:
-    """GPUs of one of `num_actors` processes that share the GPUs of the cluster: a whole one, or a part of one."""
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where Ray starts the processes of one replica. `strategy`: Ray's scheduling strategy. `ready`: returns within so
+    many seconds when a node has the place, else raises NoPlace."""
+
+    strategy: Any
+    ready: Callable[[float], Awaitable[None]]
+
+
+def replica_gpus(rollout: RolloutConfig) -> float:
+    """GPUs of one replica where replicas have those of the cluster for themselves: a part of one where the engine may
+    take one and there are fewer GPUs than replicas."""
     total = ray.cluster_resources().get("GPU", 0)
-    if device == "cpu" or not total:
+    if not total:
         return 0
-    return math.floor(100 / math.ceil(num_actors / total)) / 100
-
-
-def replica_gpus(rollout: RolloutConfig, num_actors: int) -> float:
-    """GPUs of one replica; `num_actors` processes share those of the cluster where the engine takes a part of one."""
     if ENGINES[rollout.engine].takes_whole_gpus:
-        return rollout.settings.num_workers if ray.cluster_resources().get("GPU", 0) else 0
-    return gpu_share(rollout.torch.device, num_actors)
+        return rollout.settings.num_workers * rollout.settings.gpu_share
+    return 0 if rollout.torch.device == "cpu" else math.floor(100 / math.ceil(rollout.num_replicas / total)) / 100
 
 
-def require_gpus(per_replica: float, num_replicas: int, *, others: float = 0) -> None:
+def require_gpus(per_replica: float, num_replicas: int) -> None:
     """Returns when the cluster that Ray has joined can hold these replicas; actors beyond that would wait forever.
 
     Args:
         per_replica: GPUs of one replica, all on one node; 0 asks for none.
-        others: GPUs of all other actors of the run.
 
     Raises ConfigError: there are fewer GPUs, or no node has enough for one replica.
     """
     asked = f"{num_replicas} replicas with {per_replica:g} GPUs each"
-    asked += f" beside {others:g} GPUs for other processes" if others else ""
     total = ray.cluster_resources().get("GPU", 0)
-    needed = per_replica * num_replicas + others
+    needed = per_replica * num_replicas
     if needed > total + 1e-6:
         do = "ask for fewer replicas or smaller ones, or add nodes to the cluster"
         raise ConfigError(explain(asked, f"that is {needed:g} GPUs, Ray's cluster has {total:g}", do))
@@ -71,6 +74,7 @@ def spawn_replica(
     *,
     num_gpus: float,
     environment: Mapping[str, str],
+    place: ReplicaPlace | None = None,
     load_real_weights: bool = False,
 ) -> ReplicaControl:
     """A new process for a replica, not started.
@@ -78,6 +82,7 @@ def spawn_replica(
     Args:
         num_gpus: GPUs that Ray reserves for it; 0 runs it on the CPU.
         environment: variables that the engine needs before it is imported.
+        place: None leaves it to Ray.
         load_real_weights: it serves the model's files at once; otherwise its gate waits for the first publish.
     """
     if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
@@ -89,6 +94,7 @@ def spawn_replica(
             num_cpus=0,
             num_gpus=num_gpus,
             max_concurrency=1000,
+            scheduling_strategy="DEFAULT" if place is None else place.strategy,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
         .remote(
@@ -99,20 +105,25 @@ def spawn_replica(
             node=ray.util.get_node_ip_address,
         )
     )
-    return ReplicaControl(replica_id, handle)
+    return ReplicaControl(replica_id, handle, place)
 
 
 class ReplicaControl:
     """The calls of the pool and the checkpoint engine to one replica."""
 
-    def __init__(self, replica_id: int, handle: ActorHandle) -> None:
+    def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None) -> None:
         self._id = replica_id
         self.handle = handle
+        self._place = place
         self._actor = ActorClient(handle, replica(replica_id))
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
     async def start(self, timeout_s: float) -> ReplicaStats:
+        """As `Replica.start`, once the replica has a place. Raises NoPlace: it has none after `timeout_s`, of which a
+        start in a place has as much again."""
+        if self._place is not None:
+            await self._place.ready(timeout_s)
         return await self._call(timeout_s, Replica.start)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:
@@ -144,7 +155,7 @@ class ReplicaControl:
         for ended in self._open:
             if not ended.done():
                 ended.set_result(None)
-        return ReplicaControl(self._id, self.handle)
+        return ReplicaControl(self._id, self.handle, self._place)
 
     def kill(self) -> None:
         self._actor.kill()

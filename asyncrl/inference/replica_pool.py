@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFailed, explain
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, NoPlace, RunFailed, explain
 from asyncrl.inference.membership import Membership
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
@@ -386,8 +386,8 @@ class ReplicaPool:
         control.kill()
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
-        if self._stays_away(replica_id):
-            logger.error("replica %d did not start in %d tries and stays away", replica_id, AWAY_AFTER + 1)
+        if self._stays_away(replica_id, why):
+            logger.error("replica %d did not start and stays away; the others go on", replica_id)
             self._changed.set()
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
             return
@@ -407,8 +407,11 @@ class ReplicaPool:
             self._spawn_task(start, f"replace replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
-    def _stays_away(self, replica_id: int) -> bool:
-        """True for one that never came up, while a quorum is up: trying again would spend the budget of the others."""
+    def _stays_away(self, replica_id: int, why: BaseException | str) -> bool:
+        """True for one that never came up, while a quorum is up: trying again would spend the budget of the others. And
+        for one that no node has room for, while any other is up: it has waited for one as long as a start may take."""
+        if isinstance(why, NoPlace) and (self.members or self.leased):
+            return True
         member, quorum = self._membership.members[replica_id], self._settings.quorum
         if (
             member.served

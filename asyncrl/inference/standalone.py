@@ -30,7 +30,7 @@ def standalone_pool(
     start_timeout_s: float,
 ) -> ReplicaPool:
     """A pool of replicas, not started. Raises ConfigError: too few GPUs for them."""
-    gpus = replica_gpus(rollout, rollout.num_replicas)
+    gpus = replica_gpus(rollout)
     require_gpus(gpus, rollout.num_replicas)
     options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
     settings = PoolSettings(

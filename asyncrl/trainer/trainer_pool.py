@@ -152,7 +152,13 @@ class TrainerPool:
 
     @classmethod
     async def start(
-        cls, spec: TrainerSpec, queue_handle: ActorHandle, num_gpus_per_rank: float, timeout_s: float
+        cls,
+        spec: TrainerSpec,
+        queue_handle: ActorHandle,
+        num_gpus_per_rank: float,
+        timeout_s: float,
+        *,
+        places: Sequence[Any] | None = None,
     ) -> TrainerPool:
         """`spec.trainer.num_ranks` actors with the model loaded.
 
@@ -160,6 +166,7 @@ class TrainerPool:
             queue_handle: actor handle of the MessageQueue.
             num_gpus_per_rank: 0 trains on the CPU.
             timeout_s: for all of it.
+            places: Ray's scheduling strategy of each rank; None leaves all of them to Ray.
 
         Raises:
             ConfigError: the model cannot be read or trained.
@@ -178,7 +185,9 @@ class TrainerPool:
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerActor)
         fetch = QueueFetch(queue_handle)
-        pool = cls(spec, [actor_class.remote(spec, rank, fetch) for rank in range(spec.trainer.num_ranks)])
+        chosen = ["DEFAULT"] * spec.trainer.num_ranks if places is None else places
+        actors = [actor_class.options(scheduling_strategy=place) for place in chosen]
+        pool = cls(spec, [actor.remote(spec, rank, fetch) for rank, actor in enumerate(actors)])
         deadline = time.monotonic() + timeout_s
         try:
             host, port = await pool._actors[0].call(timeout_s, TrainerActor.open_rendezvous)

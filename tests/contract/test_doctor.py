@@ -141,3 +141,4 @@ def test_every_node_of_a_cluster_is_asked(inputs):
     assert "2 node(s)" in done.stdout
     assert "GB/s to this machine" in done.stdout
     assert "weights.transport=ipc reaches one machine" in done.stdout
+    assert "2 bundles without GPUs (a replica), 1 without GPUs (a trainer rank); on one node" in done.stdout

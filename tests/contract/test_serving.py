@@ -550,13 +550,12 @@ def nodes_with_two_and_one_gpu():
 
 
 def test_replicas_that_no_gpu_is_left_for_are_refused_at_once(nodes_with_two_and_one_gpu):
-    for fits in ((0, 100, 0), (1, 3, 0), (1, 1, 2), (2, 1, 1), (0.33, 9, 0), (0.04, 70, 0.2)):
-        require_gpus(fits[0], fits[1], others=fits[2])
-    for per_replica, count, others, found in (
-        (1, 4, 0, "that is 4 GPUs, Ray's cluster has 3"),
-        (1, 2, 2, "that is 4 GPUs, Ray's cluster has 3"),
-        (2, 2, 0, "that is 4 GPUs, Ray's cluster has 3"),
-        (3, 1, 0, "the largest has 2 GPUs"),
+    for per_replica, count in ((0, 100), (1, 3), (2, 1), (0.33, 9), (0.04, 70)):
+        require_gpus(per_replica, count)
+    for per_replica, count, found in (
+        (1, 4, "that is 4 GPUs, Ray's cluster has 3"),
+        (2, 2, "that is 4 GPUs, Ray's cluster has 3"),
+        (3, 1, "the largest has 2 GPUs"),
     ):
         with pytest.raises(ConfigError, match=found):
-            require_gpus(per_replica, count, others=others)
+            require_gpus(per_replica, count)

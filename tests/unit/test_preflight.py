@@ -128,3 +128,10 @@ def test_the_plan_says_how_many_threads_compute_on_a_cpu(checked) -> None:
     line = f"threads   on CPUs with {cores} cores: {cores} for each trainer rank, 3 for each replica"
     assert line in checked("mode=sync", "rollout.torch.num_threads=3")
     assert not any(line.startswith("threads") for line in checked("trainer.device=cuda"))
+
+
+def test_the_plan_says_which_gpus_are_reserved(checked) -> None:
+    (line,) = [line for line in checked("trainer.num_ranks=1") if line.startswith("GPUs")]
+    assert "2 bundles of 1 GPU (a replica), 1 of 1 GPU (a trainer rank); processes share GPUs" in line
+    on_cpus = "trainer.device=cpu", "rollout.torch.device=cpu"
+    assert "GPUs      none: everything computes on CPUs" in checked(*on_cpus)

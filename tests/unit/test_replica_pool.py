@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, RunFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
 from asyncrl.inference.replica_pool import AWAY_AFTER, PoolSettings, ReplicaPool
 
 pytestmark = pytest.mark.unit
@@ -268,6 +268,31 @@ async def test_one_that_never_comes_up_stays_away_and_leaves_the_budget_to_the_o
     await settled()
     assert not watching.done(), "the run goes on"
     watching.cancel()
+
+
+async def test_one_that_no_node_has_room_for_stays_away_as_long_as_another_serves():
+    """Also one that had served, below the quorum, and without a budget: the others go on."""
+
+    def lost(control):
+        control.start_error = NoPlace("no node had room for it")
+
+    rig = Rig(num=3, quorum=3, prepare=lost, max_restarts=3)
+    await rig.pool.start()
+    await rig.pool.committed(rig.pool.controls)
+    for replica_id in (1, 2):
+        rig.pool.fail(replica_id, rig.pool.controls[replica_id], ProcessDied("its node was lost"))
+    await settled()
+    assert sorted(rig.pool.serving) == [0]
+    assert [rig.pool.table.rows[i].state for i in (1, 2)] == ["dead", "dead"]
+    assert len(rig.made) == 5, "each has waited for a place once"
+    assert all(control.killed for control in rig.made[1:])
+    watching = asyncio.create_task(rig.pool.watch())
+    await settled()
+    assert not watching.done(), "the run goes on"
+    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its node was lost too"))
+    await settled()
+    with pytest.raises(RunFailed, match="no node had room"):
+        await watching
 
 
 async def test_waiting_for_a_member_has_a_deadline():

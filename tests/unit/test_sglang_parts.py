@@ -172,6 +172,10 @@ def test_the_arguments_of_sglang(tmp_path):
     made = engine_arguments(model, settings, load_real_weights=False, seed=3, on_cpu=False)
     assert (made["tp_size"], made["load_format"], made["random_seed"], made["ep_size"]) == (2, "dummy", 3, 2)
     assert not made["disable_overlap_schedule"]
+    assert made["mem_fraction_static"] is None
+    shared = SglangEngineConfig(gpu_share=0.5)
+    made = engine_arguments(model, shared, load_real_weights=False, seed=3, on_cpu=False)
+    assert made["mem_fraction_static"] == pytest.approx(0.425), "the rest is the trainer rank's"
     on_cpu = engine_arguments(model, settings, load_real_weights=True, seed=3, on_cpu=True)
     assert (on_cpu["device"], on_cpu["load_format"], on_cpu["disable_overlap_schedule"]) == ("cpu", "auto", True)
 

@@ -243,6 +243,8 @@ def test_what_vllm_is_started_with():
     assert (arguments()["load_format"], arguments(real=True)["load_format"]) == ("dummy", "auto")
     assert arguments(VllmEngineConfig(tensor_parallel_size=2))["distributed_executor_backend"] == "mp"
     assert arguments()["logprobs_mode"] == "processed_logprobs"
+    assert arguments()["gpu_memory_utilization"] == 0.85
+    assert arguments(VllmEngineConfig(gpu_share=0.5))["gpu_memory_utilization"] == pytest.approx(0.425)
 
 
 def test_other_arguments_of_vllm_are_passed_on_and_asyncrls_own_are_refused():

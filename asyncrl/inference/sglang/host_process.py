@@ -60,7 +60,7 @@ def engine_arguments(
         "context_length": settings.context_tokens + SPARE_TOKENS,
         "max_running_requests": settings.max_running_requests,
         "max_total_tokens": settings.max_total_tokens,
-        "mem_fraction_static": settings.mem_fraction_static,
+        "mem_fraction_static": settings.memory_share,
         "stream_interval": settings.stream_interval,
         "disable_radix_cache": settings.disable_radix_cache,
         "disable_overlap_schedule": settings.disable_overlap_schedule,

@@ -49,7 +49,7 @@ def engine_arguments(
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         # After a part of a prompt vLLM rewinds the request's generator, which generators on a CPU do not support.
         "enable_chunked_prefill": not on_cpu,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "gpu_memory_utilization": settings.memory_share,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "stream_interval": settings.stream_interval,

@@ -1,0 +1,288 @@
+"""Which processes of a run share a bundle of GPUs, and on which node each bundle fits. Pure.
+
+A bundle is what Ray reserves on one node. A replica is one bundle with all of its GPUs, so that tensor parallelism
+never leaves a machine. Trainer ranks are as few bundles as the nodes allow, of equal size, so that neighbours share a
+machine. Where processes share GPUs, each GPU is a bundle of its own with at most one rank: NCCL refuses two ranks on
+one GPU, and Ray puts two halves onto one GPU where a bundle has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from asyncrl.config.checks import require
+from asyncrl.config.recipe import Recipe
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.engines import ENGINES
+
+Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """`gpus`: whole GPUs of one node; 0: its processes compute on a CPU. `replicas`: their ids. `num_ranks`: trainer
+    ranks, whose numbers follow from where Ray puts the bundles (`Placement.bundle_of_rank`)."""
+
+    gpus: int
+    replicas: tuple[int, ...] = ()
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a recipe asks for.
+
+    Attributes:
+        replica_gpus: of one replica, on one node; 0: it computes on a CPU.
+        rank_gpus: of one trainer rank, 0 or 1.
+        gpu_share: below 1, each replica shares its GPU with a trainer rank, and takes this share of it.
+        may_share: processes share GPUs evenly where there are fewer GPUs than processes.
+        one_node: weights reach replicas on the trainer's node only.
+        ranks_together: this many consecutive ranks exchange the most, and should share a node; divides `num_ranks`.
+    """
+
+    num_replicas: int
+    num_ranks: int
+    replica_gpus: int = 0
+    rank_gpus: int = 0
+    gpu_share: float = 1.0
+    may_share: bool = False
+    one_node: bool = False
+    ranks_together: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Demand:
+        rollout, trainer, weights = recipe.rollout, recipe.trainer, recipe.weights
+        takes_whole = ENGINES[rollout.engine].takes_whole_gpus
+        on_cpu = not takes_whole and rollout.torch.device == "cpu"
+        return cls(
+            num_replicas=rollout.num_replicas,
+            num_ranks=trainer.num_ranks,
+            replica_gpus=0 if on_cpu else rollout.settings.num_workers,
+            rank_gpus=0 if trainer.device == "cpu" else 1,
+            gpu_share=rollout.settings.gpu_share,
+            may_share=not takes_whole,
+            one_node=weights.transport == "ipc" or (weights.transport == "disk" and not weights.disk_directory),
+            ranks_together=trainer.layout.tensor * trainer.layout.context,
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs with which no process shares one that could have its own."""
+        if self.gpu_share < 1:
+            return max(self.num_replicas, self.num_ranks)
+        return self.num_replicas * self.replica_gpus + self.num_ranks * self.rank_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The bundles of a run.
+
+    Attributes:
+        replica_gpus, rank_gpus: what one process takes of its bundle, possibly a part of a GPU.
+        strategy: Ray's, by which it chooses the nodes of the bundles.
+    """
+
+    bundles: tuple[Bundle, ...]
+    replica_gpus: float
+    rank_gpus: float
+    strategy: Strategy
+
+    @property
+    def bundle_of_replica(self) -> dict[int, int]:
+        """Index of the bundle of each replica."""
+        return {replica_id: i for i, bundle in enumerate(self.bundles) for replica_id in bundle.replicas}
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True when several processes compute on one GPU."""
+        return any(b.gpus and len(b.replicas) + b.num_ranks > b.gpus for b in self.bundles)
+
+    def bundle_of_rank(self, nodes: Sequence[str]) -> list[int]:
+        """Index of the bundle of each trainer rank: the ranks of a node are consecutive.
+
+        Args:
+            nodes: of each bundle.
+        """
+        own = [i for i, bundle in enumerate(self.bundles) if bundle.num_ranks]
+        in_order = [i for node in dict.fromkeys(nodes[i] for i in own) for i in own if nodes[i] == node]
+        return [i for i in in_order for _ in range(self.bundles[i].num_ranks)]
+
+
+def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
+    """The bundles of a run on nodes with so many GPUs each.
+
+    Raises ConfigError: they do not fit, whoever else uses the nodes; or processes that share a GPU would have to
+    exchange weights over NCCL.
+    """
+    found = plan_placement(Demand.of(recipe), node_gpus)
+    transport = recipe.weights.transport
+    require(
+        not found.shares_gpus or transport not in ("collective", "vllm_nccl"),
+        asked=f"weights.transport={transport}; {words(found.bundles)}",
+        found=f"processes share the {sum(node_gpus)} GPUs, and NCCL refuses two processes on one GPU",
+        do="set weights.transport=ipc (disk on several nodes), or use fewer processes or more GPUs",
+    )
+    return found
+
+
+def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
+    """The bundles that `demand` takes of nodes with so many GPUs each; without GPUs all of it computes on CPUs.
+
+    Raises ConfigError: they do not fit. The message says what is missing.
+    """
+    if not any(node_gpus):
+        demand = replace(demand, replica_gpus=0, rank_gpus=0, gpu_share=1.0)
+    if not demand.num_gpus:
+        return Placement(tuple(_on_cpus(demand)), 0, 0, "STRICT_PACK" if demand.one_node else "SPREAD")
+    if demand.gpu_share < 1:
+        pairs = _pairs(demand)
+        _require_fit(demand, pairs, node_gpus)
+        shares = demand.gpu_share, round(1 - demand.gpu_share, 4)
+        return Placement(tuple(pairs), *shares, _strategy(demand, pairs, node_gpus))
+    if demand.may_share and demand.num_gpus > sum(node_gpus):
+        return _evenly(demand, node_gpus)
+    largest = max(node_gpus)
+    for ranks in _divisions(demand, largest):
+        bundles = [*ranks, *_replicas(demand)]
+        if fit(bundles, node_gpus) is not None:
+            strategy = _strategy(demand, bundles, node_gpus)
+            return Placement(tuple(bundles), demand.replica_gpus, demand.rank_gpus, strategy)
+    singly = [*_ranks([1] * demand.num_ranks, demand.rank_gpus), *_replicas(demand)]
+    raise _too_few(demand, singly, node_gpus)
+
+
+def describe_demand(demand: Demand) -> str:
+    """What a run takes, before its nodes are known."""
+    if not demand.num_gpus:
+        return "none: everything computes on CPUs"
+    whole = plan_placement(demand, [max(demand.num_gpus, demand.replica_gpus)])
+    text = "where there are any: " + words([bundle for bundle in whole.bundles if bundle.gpus])
+    if demand.may_share:
+        text += "; processes share GPUs where there are fewer, at most one rank on each"
+    elif max(bundle.num_ranks for bundle in whole.bundles) > 1:
+        text += "; ranks are divided evenly where no node holds all of them"
+    return text
+
+
+def fit(bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> list[int] | None:
+    """Index of a node for each bundle, as Ray's strategy PACK chooses it; None: they do not fit.
+
+    Ray fills the node with the most free GPUs with all bundles that fit there, large ones first, then the next.
+    """
+    chosen: dict[int, int] = {}
+    left = sorted(range(len(bundles)), key=lambda i: -bundles[i].gpus)
+    free = dict(enumerate(node_gpus))
+    while left:
+        if not free:
+            return None
+        node = max(free, key=lambda n: free[n])
+        room = free.pop(node)
+        for i in left:
+            if bundles[i].gpus <= room:
+                room -= bundles[i].gpus
+                chosen[i] = node
+        left = [i for i in left if i not in chosen]
+    return [chosen[i] for i in range(len(bundles))]
+
+
+def words(bundles: Sequence[Bundle]) -> str:
+    """The bundles, equal ones counted: "2 bundles of 4 GPUs (a replica), 1 of 8 GPUs (8 trainer ranks)"."""
+    found = Counter((b.gpus, b.num_ranks, len(b.replicas)) for b in bundles)
+    parts = []
+    for (gpus, ranks, replicas), count in sorted(found.items(), key=lambda item: (-item[0][2], item[0])):
+        held = [_counted(replicas, "replica")] * (replicas > 0) + [_counted(ranks, "trainer rank")] * (ranks > 0)
+        size = f"of {gpus} GPU{'s' * (gpus > 1)}" if gpus else "without GPUs"
+        noun = "" if parts else " bundles" if count > 1 else " bundle"
+        parts.append(f"{count}{noun} {size} ({' and '.join(held)})")
+    return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"a {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _ranks(sizes: Sequence[int], gpus: int) -> list[Bundle]:
+    return [Bundle(size * gpus, num_ranks=size) for size in sizes]
+
+
+def _replicas(demand: Demand) -> list[Bundle]:
+    return [Bundle(demand.replica_gpus, (i,)) for i in range(demand.num_replicas)]
+
+
+def _on_cpus(demand: Demand) -> list[Bundle]:
+    return [*_ranks([1] * demand.num_ranks, 0), *_replicas(demand)]
+
+
+def _pairs(demand: Demand) -> list[Bundle]:
+    """One GPU each, for a replica and a rank as long as there are both."""
+    return [
+        Bundle(1, (i,) if i < demand.num_replicas else (), num_ranks=int(i < demand.num_ranks))
+        for i in range(demand.num_gpus)
+    ]
+
+
+def _evenly(demand: Demand, node_gpus: Sequence[int]) -> Placement:
+    """More processes than GPUs: one rank on a GPU, then replicas where the fewest processes are."""
+    total = sum(node_gpus)
+    num_ranks = demand.num_ranks * demand.rank_gpus
+    require(
+        num_ranks <= total,
+        asked=f"trainer.num_ranks={num_ranks} on {total} GPU{'s' * (total > 1)}",
+        found="NCCL refuses two ranks on one GPU",
+        do=f"set trainer.num_ranks to {total} or less, or trainer.device=cpu",
+    )
+    ranks = [1] * num_ranks + [0] * (total - num_ranks)
+    replicas: list[list[int]] = [[] for _ in range(total)]
+    for replica_id in range(demand.num_replicas * demand.replica_gpus):
+        least = min(range(total), key=lambda gpu: ranks[gpu] + len(replicas[gpu]))
+        replicas[least].append(replica_id)
+    bundles = [Bundle(1, tuple(ids), rank) for ids, rank in zip(replicas, ranks, strict=True)]
+    if not demand.rank_gpus:
+        bundles += _ranks([1] * demand.num_ranks, 0)
+    if not demand.replica_gpus:
+        bundles += _replicas(demand)
+    share = math.floor(100 / max(len(b.replicas) + b.num_ranks for b in bundles[:total])) / 100
+    shares = share * demand.replica_gpus, share * demand.rank_gpus
+    return Placement(tuple(bundles), *shares, _strategy(demand, bundles, node_gpus))
+
+
+def _divisions(demand: Demand, largest: int) -> Iterator[list[Bundle]]:
+    """Bundles of the ranks: as few as possible first, of sizes that differ by one unit at most."""
+    if not demand.rank_gpus:
+        yield _ranks([1] * demand.num_ranks, 0)
+        return
+    for unit in dict.fromkeys((demand.ranks_together, 1)):
+        units = demand.num_ranks // unit
+        for parts in range(math.ceil(demand.num_ranks / largest), units + 1):
+            small, more = divmod(units, parts)
+            yield _ranks([unit * (small + (i < more)) for i in range(parts)], 1)
+
+
+def _strategy(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> Strategy:
+    fits_one = sum(bundle.gpus for bundle in bundles) <= max(node_gpus)
+    return "STRICT_PACK" if demand.one_node and fits_one else "PACK"
+
+
+def _require_fit(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> None:
+    if fit(bundles, node_gpus) is None:
+        raise _too_few(demand, bundles, node_gpus)
+
+
+def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> ConfigError:
+    largest, total, size = max(node_gpus), sum(node_gpus), max(bundle.gpus for bundle in bundles)
+    found = f"nodes with {', '.join(str(gpus) for gpus in sorted(node_gpus, reverse=True))} GPUs"
+    do = "add nodes, or lower rollout.num_replicas or trainer.num_ranks"
+    if size > largest:
+        found += ": a replica lives on one node"
+        do = f"set tensor_parallel_size of its engine to {largest} or less, or add larger nodes"
+    elif demand.num_gpus > total:
+        found += f": {total} of {demand.num_gpus}"
+    else:
+        room = sum(gpus // size for gpus in node_gpus)
+        found += f", which hold {room} of the {demand.num_replicas} replicas of {size} GPUs whole"
+    return ConfigError(explain(words(bundles), found, do))
