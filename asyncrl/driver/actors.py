@@ -20,12 +20,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
+from asyncrl.driver.colocation import shared_gpus
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import gpu_share, replica_gpus, require_gpus, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
@@ -58,7 +60,10 @@ class Actors:
             "max_concurrency": 1000,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
-        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
+        self._gpus_in_turns = shared_gpus(recipe, _cluster_gpus()) if recipe.is_colocated else None
+        gpus = self._gpus_in_turns
+        if gpus is None:
+            gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
         require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
         recovery = recipe.recovery
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
@@ -81,14 +86,21 @@ class Actors:
                 quorum=recipe.rollout.start_quorum,
             ),
             on_event=events.write,
+            devices=SharedDevices() if recipe.is_colocated else None,
         )
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
 
     async def start(self) -> None:
-        """Starts all of them at once. Raises what any of them raises."""
-        await self._start_training_side(self.replicas.start())
+        """Starts all of them at once; where they share devices, the trainer ranks when the engines have loaded and
+        sleep. Raises what any of them raises."""
+        if self._recipe.is_colocated:
+            await self.replicas.start()
+            await self.replicas.sleep()
+            await self._start_training_side()
+        else:
+            await self._start_training_side(self.replicas.start())
 
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
@@ -104,6 +116,8 @@ class Actors:
         for client_id in self.rollouter.client_ids:
             await self.replicas.forget_client(client_id)
         await self.replicas.fence()
+        if self._recipe.is_colocated:  # the new ranks load in the trainer's turn
+            await self.replicas.sleep()
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         await self._start_training_side()
@@ -192,8 +206,14 @@ class Actors:
     def _rank_gpus(self) -> float:
         """GPUs of one trainer rank; replicas that take whole GPUs leave the others to the ranks."""
         recipe = self._recipe
+        if self._gpus_in_turns is not None:
+            return self._gpus_in_turns
         beside = 0 if ENGINES[recipe.rollout.engine].takes_whole_gpus else recipe.rollout.num_replicas
         return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
+
+
+def _cluster_gpus() -> float:
+    return ray.cluster_resources().get("GPU", 0)
 
 
 def _smallest_node() -> tuple[int, int]:
