@@ -303,10 +303,14 @@ class ReplicaPool:
         await self._tell()
 
     async def wake(self) -> None:
-        """The engines have the devices again: a publish follows, which wakes them. Replacements may load.
+        """The engines have the devices again: a publish follows, which wakes them. Replacements may load. Does nothing
+        while the engines generate: they are awake.
 
-        Raises what the listener raises."""
+        Raises what the listener raises.
+        """
         devices = self._shared()
+        if devices.turns.phase == "generating":
+            return
         devices.turns.wake()
         devices.changed()
         self._membership.generation += 1
@@ -507,8 +511,8 @@ class ReplicaPool:
         """Books the exit of a killed process. One that does not exit keeps its memory: the next `sleep` raises then."""
         try:
             await control.ended(EXIT_S)
-        except DeadlineExceeded as error:
-            logger.error("replica %d was killed and does not exit: %s", replica_id, error)
+        except DeadlineExceeded:
+            logger.exception("replica %d was killed and does not exit", replica_id)
         else:
             devices.turns.exited(replica_id)
             devices.changed()

@@ -15,8 +15,8 @@ class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
     falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank on a CPU.
-    `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the device's
-    memory between the steps.
+    `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
+    of the device between the steps.
     """
 
     model: ModelConfig
