@@ -45,7 +45,8 @@ class Turns:
         with self._clock().time.during(Metric.TRAINER_SLEEP):
             await self._parts.replicas.sleep()
         self._begin_s += time.monotonic() - began
-        asleep = [i for i, row in self._parts.replicas.table.rows.items() if row.asleep]
+        up = self._parts.replicas.table.those("newcomer", "serving")
+        asleep = [i for i, row in up.items() if row.asleep]
         self._parts.events.write(EnginesSlept(step, replicas=tuple(sorted(asleep)), begin_s=self._begin_s))
 
     async def give(self) -> None:

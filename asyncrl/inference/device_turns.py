@@ -64,11 +64,12 @@ class DeviceTurns:
     def killed(self, engine: int) -> None:
         """The process of the engine was killed. It keeps the memory that it has until it has exited."""
         self._exiting.add(engine)
+        self._asleep.discard(engine)
 
     def exited(self, engine: int) -> None:
         """The killed process of the engine has exited, and its memory with it."""
-        for engines in (self._awake, self._asleep, self._exiting):
-            engines.discard(engine)
+        self._awake.discard(engine)
+        self._exiting.discard(engine)
 
     def rest(self) -> None:
         """The engines are asked to sleep."""

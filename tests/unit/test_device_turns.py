@@ -164,7 +164,7 @@ class Devices(RuleBasedStateMachine):
         if self.turns.phase in ("training", "waking"):
             self.computes = False
             self.turns.wake()
-            self.memory = {i: m.replace("asleep", "awake") for i, m in self.memory.items()}
+            self.memory = {i: "awake" if m == "asleep" else m for i, m in self.memory.items()}
         else:
             with pytest.raises(ValueError, match="nobody is to be woken"):
                 self.turns.wake()
@@ -173,7 +173,7 @@ class Devices(RuleBasedStateMachine):
     @rule()
     def a_publish_ends(self):
         self.turns.generate()
-        assert not any("asleep" in memory for memory in self.memory.values()), "an engine generates while it sleeps"
+        assert "asleep" not in self.memory.values(), "an engine generates while it sleeps"
 
     @invariant()
     def no_engine_holds_memory_while_the_trainer_computes(self):
@@ -182,6 +182,7 @@ class Devices(RuleBasedStateMachine):
         holding = {i for i, memory in self.memory.items() if memory in ("awake", "exiting, awake")}
         assert not (self.computes and holding)
         assert self.turns.awake == holding
+        assert self.turns.asleep == {i for i, memory in self.memory.items() if memory == "asleep"}
         assert (self.turns.phase == "training") == self.computes
 
     def teardown(self):
