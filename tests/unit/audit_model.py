@@ -59,6 +59,8 @@ class Run:
         self.checkpoints: dict[str, Saved] = {}
         self.replicas: dict[int, str] = {}
         self.restarts: Counter = Counter()
+        self.takes_turns = seed % 5 == 1
+        """Engines sleep before every step."""
         self.published = -1
         self.writing: int | None = None
         self.checkpoint = -1
@@ -360,11 +362,16 @@ class Run:
                 self.group("released", ordinal)
             return
         lag_max = max(state.step - state.groups[o][2] for o in leased)
+        if self.takes_turns:
+            asleep = [i for i, now in self.replicas.items() if now == "serving"]
+            self.write("engines_slept", step=state.step + 1, replicas=asleep, begin_s=0.1)
         self.write("step", step=state.step + 1, ordinals=leased, lag_max=lag_max)
         for ordinal in leased:
             self.end(ordinal, "trained")
         state.step += 1
-        if self.rng.random() < 0.7:
+        if self.takes_turns and not any(now in ("new", "serving") for now in self.replicas.values()):
+            self.mend_all()  # the publish that wakes engines waits for one
+        if self.takes_turns or self.rng.random() < 0.7:
             self.publish()
         self.guard()
         line = {"step": state.step, "staleness/lag_max": lag_max}
