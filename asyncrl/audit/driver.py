@@ -238,7 +238,7 @@ class Driver:
         if event.step != step + 1 or self._turn is not None:
             self._find(f"engines sleep for step {event.step} after step {step}, without a publish since {self._turn}")
         if len(asleep) < len(event.replicas) or not asleep <= up:
-            self._find(f"engines of replicas {event.replicas} sleep; up were {sorted(up)}")
+            self._find(f"engines of replicas {list(event.replicas)} sleep; up were {sorted(up)}")
         self._takes_turns, self._turn = True, event.step
 
     def _on_replica(self, event: events.ReplicaEvent) -> None:
