@@ -168,7 +168,9 @@ class Coordinator:
         self._publisher.take()  # it belongs to no step
         self._restored.set()
         initial = await self._evaluations.before_training() if self._step == 0 else {}
-        self._clock.mark(await parts.replicas.stats())
+        started = await parts.replicas.stats()
+        self._clock.mark(started)
+        self._turns.take_metrics(started)  # the start belongs to no step
         self._clock.time.take()
         while self._step < recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped):
             record = await self._one_step()

@@ -37,7 +37,8 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "the two lines tell of things that do not depend on each other": {
         "exchanged": (
             *(*GROUP, "evaluation", "evaluation_failed", "evaluation_skipped", "evaluation_started", "publish"),
-            *(*REPLICA, "engines_slept", "replica_returned", "restored", "rollouter_failed", "rollouter_restarted", "snapshot"),
+            *(*REPLICA, "engines_slept", "replica_returned", "restored", "rollouter_failed", "rollouter_restarted"),
+            "snapshot",
         ),
     },
     "what is left is the log of a process that died, failed to start or was given up at this moment": {
