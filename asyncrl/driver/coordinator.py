@@ -201,6 +201,7 @@ class Coordinator:
         waited_s = self._clock.lap()
         self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
         await self._turns.take(self._step + 1)
+        self._clock.start()  # the engines' way to sleep is no part of the optimizer step
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         bounds = self._guard.correction_bounds
         plans = self._planner.plan(manifest, correction_bounds=bounds)
