@@ -70,6 +70,7 @@ class FakeEngine:
         self._waiting: deque[_Stream] = deque()
         self._running: dict[str, _Stream] = {}
         self._paused = False
+        self._asleep: set[str] = set()
         self._draining = False
         self._stalled = False
         self._refusals = 0
@@ -123,6 +124,7 @@ class FakeEngine:
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._require_alive()
         assert self._paused, "load_weights on an engine that samples"
+        assert "weights" not in self._asleep, "load_weights on weights that sleep"
         digest = await self.script.load_hook(manifest, source, timeout_s)
         self.loaded.append(manifest)
         return digest
@@ -136,8 +138,26 @@ class FakeEngine:
 
     async def resume(self) -> None:
         self._require_alive()
+        if self._asleep:
+            raise GenerationError(explain("resume()", f"{sorted(self._asleep)} sleep", "await wake_up() first"))
         self._end_pause_wait(paused=False)
         self._changed.set()
+
+    async def sleep(self, level: int = 1) -> None:
+        self._require_alive()
+        if not self._paused or self._running:
+            raise GenerationError(explain("sleep", "the engine is not paused and empty", "await pause('abort') first"))
+        self._asleep = {"weights", "kv_cache"}
+        self._version = self._version if level == 1 else None
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self._require_alive()
+        self._asleep -= self._asleep if tags is None else set(tags)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts that have given their memory back."""
+        return frozenset(self._asleep)
 
     def health(self) -> EngineHealth:
         running, waiting, busy_s = len(self._running), len(self._waiting), self._busy_ticks * self.script.tick_s

@@ -84,6 +84,25 @@ STEPS = (
         limit_s=400.0,
     ),
     Step("quickstart", "ends well, with a replica killed in the middle", steps.run_of_the_quickstart, 560.0, ("ray",)),
+    Step(
+        "colocated",
+        "a rank and a replica take turns on one GPU; a replica is killed in the middle",
+        partial(steps.run_of_the_quickstart, "placement=colocated", "mode=sync", "trainer.num_ranks=1"),
+        limit_s=560.0,
+        needs=("ray",),
+    ),
+    Step(
+        "colocated_vllm",
+        "the same with vLLM, which sleeps and wakes",
+        partial(
+            steps.run_of_the_quickstart,
+            *("placement=colocated", "mode=sync", "trainer.num_ranks=1"),
+            *("rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.5"),
+            needs_cuda=True,
+        ),
+        limit_s=560.0,
+        needs=("ray", "vllm"),
+    ),
 )
 
 

@@ -68,6 +68,10 @@ class Driver:
         """Step of the newest checkpoint."""
         self._told: set[tuple[int, str]] = set()
         self._beside: _Beside | None = None
+        self._takes_turns = False
+        """Engines have slept since `start`: they do so before every step."""
+        self._turn: int | None = None
+        """The step for which the trainer has the devices; None from a publish on."""
 
     @property
     def trains(self) -> bool:
@@ -83,6 +87,10 @@ class Driver:
                 self._on_life(event)
             case events.StepTrained():
                 self.settled(event.kind)
+                if self._takes_turns and self._turn != event.step:
+                    self._find(f"step {event.step} is trained, but nothing tells that the engines slept for it")
+            case events.EnginesSlept():
+                self._on_turn(event, step)
             case events.WeightsPublished():
                 self._on_publish(event, step)
             case events.CheckpointSaved() | events.CheckpointFailed():
@@ -103,6 +111,7 @@ class Driver:
         self._replicas.clear()
         self._restarts.clear()
         self._checkpoint = -1
+        self._takes_turns = False
 
     def end(self, outcome: str, step: int) -> None:
         if self.life in ("none", "ended"):
@@ -146,7 +155,7 @@ class Driver:
             self._find(f"resume at step {step} from {checkpoint}")
         self.life = "training"
         self._checkpoint = -1 if checkpoint is None else step
-        self._published = self._captured = self._beside = None
+        self._published = self._captured = self._beside = self._turn = None
         self._is_due = self._rollouter_is_gone = False
         self._joined = self._left = 0
         self._versions.clear()
@@ -218,9 +227,19 @@ class Driver:
             self._find(
                 f"publish of version {version} is {'' if verified else 'not '}verified with weights.verify={verify}"
             )
+        self._turn = None
         self.version = self._published = version
         self._versions.add(version)
         self._is_due, self._joined, self._left = False, 0, 0
+
+    def _on_turn(self, event: events.EnginesSlept, step: int) -> None:
+        asleep = set(event.replicas)
+        up = {i for i, state in self._replicas.items() if state not in ("down", "suspended")}
+        if event.step != step + 1 or self._turn is not None:
+            self._find(f"engines sleep for step {event.step} after step {step}, without a publish since {self._turn}")
+        if len(asleep) < len(event.replicas) or not asleep <= up:
+            self._find(f"engines of replicas {list(event.replicas)} sleep; up were {sorted(up)}")
+        self._takes_turns, self._turn = True, event.step
 
     def _on_replica(self, event: events.ReplicaEvent) -> None:
         replica = event.replica

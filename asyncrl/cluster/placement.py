@@ -21,6 +21,9 @@ from asyncrl.inference.engines import ENGINES
 
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
 
+SHARE_IN_TURNS = 0.5
+"""What a replica reserves of the GPU on which it takes turns with a trainer rank, which reserves the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -39,7 +42,8 @@ class Demand:
     Attributes:
         replica_gpus: of one replica, on one node; 0: it computes on a CPU.
         rank_gpus: of one trainer rank, 0 or 1.
-        gpu_share: below 1, each replica shares its GPU with a trainer rank, and takes this share of it.
+        gpu_share: below 1, each replica shares its GPU with a trainer rank, and takes this share of it. Where they take
+            turns (`Recipe.is_colocated`), it only says how Ray counts them: each has the GPU to itself in its turn.
         may_share: processes share GPUs evenly where there are fewer GPUs than processes.
         one_node: weights reach replicas on the trainer's node only.
         ranks_together: this many consecutive ranks exchange the most, and should share a node; divides `num_ranks`.
@@ -59,12 +63,13 @@ class Demand:
         rollout, trainer, weights = recipe.rollout, recipe.trainer, recipe.weights
         takes_whole = ENGINES[rollout.engine].takes_whole_gpus
         on_cpu = not takes_whole and rollout.torch.device == "cpu"
+        turns = recipe.is_colocated and not on_cpu and trainer.device != "cpu"
         return cls(
             num_replicas=rollout.num_replicas,
             num_ranks=trainer.num_ranks,
             replica_gpus=0 if on_cpu else rollout.settings.num_workers,
             rank_gpus=0 if trainer.device == "cpu" else 1,
-            gpu_share=rollout.settings.gpu_share,
+            gpu_share=SHARE_IN_TURNS if turns else rollout.settings.gpu_share,
             may_share=not takes_whole,
             one_node=weights.transport == "ipc" or (weights.transport == "disk" and not weights.disk_directory),
             ranks_together=trainer.layout.tensor * trainer.layout.context,

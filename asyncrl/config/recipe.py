@@ -17,6 +17,7 @@ from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.observability import ObservabilityConfig
+from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
 from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import RolloutConfig
@@ -33,6 +34,9 @@ Interrupt = Literal["abort_resume", "keep", "drain"]
 class Recipe:
     mode: Mode = "fully_async"
     """sync, one_step_off and fully_async are presets of lag limit and publish behaviour over the same machinery."""
+    placement: Placement = "separate"
+    """separate: replicas and trainer ranks have devices of their own. colocated, in modes sync and one_step_off: they
+    share them and take turns; the engines give their memory back while the trainer has its turn (docs/modes.md)."""
     resume: str = "never"
     """never: refuse a directory that holds a run. auto: resume from its newest intact checkpoint. A path names a
     checkpoint."""
@@ -136,6 +140,10 @@ class Recipe:
         self._check_algorithm()
         self._check_schedule()
         self._check_weights()
+        if self.is_colocated:
+            require_turns(self.mode, self.rollout, staleness, self.eval)
+            require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
+            object.__setattr__(self, "rollout", with_sleep(self.rollout))
 
     def _resolve_lengths(self) -> None:
         """Sets every length that the recipe leaves out."""
@@ -290,6 +298,11 @@ class Recipe:
         )
 
     @property
+    def is_colocated(self) -> bool:
+        """True where generation and training take turns on the same devices."""
+        return self.placement == "colocated"
+
+    @property
     def max_lag(self) -> int:
         """The lag limit that the mode resolves to, in optimizer steps."""
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
@@ -321,8 +334,11 @@ class Recipe:
 
     @property
     def interrupt(self) -> Interrupt:
-        """How a publish treats generations in flight, as the mode resolves it."""
-        return self.rollout.interrupt if self.mode == "fully_async" else "drain"
+        """How a publish treats generations in flight, as mode and placement resolve it. Engines that sleep have no
+        request: it ended with the tokens so far."""
+        if self.mode == "fully_async":
+            return self.rollout.interrupt
+        return "drain" if self.empties_queue else "abort_resume"
 
     @property
     def pacing(self) -> Literal["eager", "just_in_time"]:
@@ -331,8 +347,9 @@ class Recipe:
 
     @property
     def empties_queue(self) -> bool:
-        """True where a publish waits until no group is being generated or can be admitted."""
-        return self.mode != "fully_async"
+        """True where a publish waits until no group is being generated or can be admitted. Where the trainer takes
+        its turn as soon as a step has its groups, the others go on after the publish."""
+        return self.mode == "sync" or (self.mode == "one_step_off" and not self.is_colocated)
 
     @property
     def overlaps_publish(self) -> bool:

@@ -148,7 +148,7 @@ class VllmEngineConfig:
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
-    """Let the engine release its GPU memory while it is paused. Not on a CPU."""
+    """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class SglangEngineConfig:
     disable_cuda_graph: bool = False
     """Skip CUDA graphs."""
     enable_memory_saver: bool = False
-    """Let the engine give its GPU memory back while it is paused. Not on a CPU."""
+    """Let the engine give its GPU memory back while it is paused. Not on a CPU. placement=colocated sets it."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of SGLang's ServerArgs, by their names in Python, such as attention_backend or ep_size."""
 
@@ -288,7 +288,8 @@ class RolloutConfig:
     sglang: SglangEngineConfig = field(default_factory=SglangEngineConfig)
     """Settings of engine sglang."""
     interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
-    """How a publish treats generations in flight. Modes sync and one_step_off always drain."""
+    """How a publish treats generations in flight. Modes sync and one_step_off always drain; one_step_off with
+    placement=colocated is as abort_resume."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How the tokens of a rollout are sampled."""
     environment: str = "single_turn"

@@ -44,7 +44,7 @@ class StalenessConfig:
     """Limit on the lag of every trained token, in optimizer steps. Read in mode fully_async; sync has 0, one_step_off
     has 1."""
     publish_every_steps: PositiveInt = 1
-    """Optimizer steps between publishes; at most max_lag + 1."""
+    """Optimizer steps between publishes; at most max_lag + 1. With placement=colocated always 1."""
     on_overdue: Literal["wait", "refill", "mask"] = "wait"
     """What a step does when a group that it must train is not ready although enough others are. wait: wait for it.
     refill: end the group as `expired` and generate its prompt again. mask: train the group in a later step, without the

@@ -23,6 +23,7 @@ def rank_threads(
 
     In mode sync the replicas are idle while a rank works: the ranks divide all cores. In the other modes replicas
     generate at that time, and each keeps its threads; the ranks divide the rest. Cores that do not divide stay free.
+    Colocated replicas sleep while a rank works, in any mode.
 
     Args:
         cores: of the node.
@@ -44,7 +45,7 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1) -> int:
     if trainer.num_threads is not None:
         return trainer.num_threads
     return rank_threads(
-        recipe.mode,
+        "sync" if recipe.is_colocated else recipe.mode,
         cores=cores,
         num_ranks=math.ceil(trainer.num_ranks / num_nodes),
         num_replicas=math.ceil(rollout.num_replicas / num_nodes),

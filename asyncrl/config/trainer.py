@@ -110,7 +110,8 @@ class TrainerConfig:
     """auto takes cuda where there is one."""
     num_threads: PositiveInt | None = None
     """Threads with which a rank computes on a CPU. None takes the rank's share of its node's cores: of all cores in
-    mode sync, where replicas are idle while a rank works, and of those that the replicas leave in the other modes."""
+    mode sync or with placement=colocated, where replicas are idle while a rank works, and otherwise of those that the
+    replicas leave."""
     lr: Positive = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0

@@ -23,9 +23,10 @@ from asyncrl.config.threads import trainer_threads
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
-from asyncrl.inference.engines import ENGINES
+from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
@@ -60,6 +61,8 @@ class Actors:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
         self._environment = cluster.engine_environment(recipe.rollout.engine)
+        if recipe.is_colocated and not places.placement.shares_gpus:
+            require_sleep(recipe.rollout.engine)
         recovery = recipe.recovery
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         self.replicas = ReplicaPool(
@@ -75,14 +78,21 @@ class Actors:
                 quorum=recipe.rollout.start_quorum,
             ),
             on_event=events.write,
+            devices=SharedDevices() if recipe.is_colocated else None,
         )
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
 
     async def start(self) -> None:
-        """Starts all of them at once. Raises what any of them raises."""
-        await self._start_training_side(self.replicas.start())
+        """Starts all of them at once; where they share devices, the trainer ranks when the engines have loaded and
+        sleep. Raises what any of them raises."""
+        if self._recipe.is_colocated:
+            await self.replicas.start()
+            await self.replicas.sleep()
+            await self._start_training_side()
+        else:
+            await self._start_training_side(self.replicas.start())
 
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
@@ -98,6 +108,8 @@ class Actors:
         for client_id in self.rollouter.client_ids:
             await self.replicas.forget_client(client_id)
         await self.replicas.fence()
+        if self._recipe.is_colocated:  # the new ranks load in the trainer's turn
+            await self.replicas.sleep()
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         await self._start_training_side()

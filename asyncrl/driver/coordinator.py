@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.colocation import Turns
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.off_policy import GuardLoop
@@ -66,7 +67,8 @@ class Coordinator:
         self._finishing = False
         """The last step is done; what is left, its publish and its checkpoint, has deadlines of its own."""
         self._shares = ReplicaShares(recipe.rollout.num_replicas)
-        self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares)
+        self._turns = Turns(recipe, parts, lambda: self._clock)
+        self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares, turns=self._turns)
         self._evaluations = Evaluations(
             recipe,
             parts,
@@ -151,8 +153,8 @@ class Coordinator:
 
         Consumes: one lease per step.
         Produces: optimizer steps, commits, publishes, evaluations, checkpoints, one line of metrics per step.
-        Waits for: the lease (long polls of 1 s), the trainer ranks, the replicas, the evaluation; the recipe has a
-        deadline for each of them.
+        Waits for: the lease (long polls of 1 s), the engines that sleep before a step (placement=colocated), the
+        trainer ranks, the replicas, the evaluation; there is a deadline for each of them.
         Unblocked by: puts of the rollouter that complete a lease.
         Stops when: `run.max_steps` steps are trained, or `stop` was called; `run` cancels it when another task fails.
         When the off-policy guard stops the run, it raises RunFailed after the last checkpoint.
@@ -166,7 +168,9 @@ class Coordinator:
         self._publisher.take()  # it belongs to no step
         self._restored.set()
         initial = await self._evaluations.before_training() if self._step == 0 else {}
-        self._clock.mark(await parts.replicas.stats())
+        started = await parts.replicas.stats()
+        self._clock.mark(started)
+        self._turns.take_metrics(started)  # the start belongs to no step
         self._clock.time.take()
         while self._step < recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped):
             record = await self._one_step()
@@ -196,6 +200,8 @@ class Coordinator:
             return None
         waited_s = self._clock.lap()
         self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
+        await self._turns.take(self._step + 1)
+        self._clock.start()  # the engines' way to sleep is no part of the optimizer step
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         bounds = self._guard.correction_bounds
         plans = self._planner.plan(manifest, correction_bounds=bounds)
@@ -244,6 +250,8 @@ class Coordinator:
         if evaluated:
             stats = await parts.replicas.stats()
         for name, value in (*guarded.items(), *evaluated.items()):
+            record.add(name, value)
+        for name, value in self._turns.take_metrics(stats).items():
             record.add(name, value)
         record.of_time(self._clock, stats, waited_s)
         record.of_processes(stats, self._health)

@@ -31,7 +31,7 @@ from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.inference.engines import require_package, require_runs, require_transport
+from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
@@ -40,6 +40,14 @@ from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TURNS = {
+    "sync": "generate a step's groups, sleep, train, publish and wake",
+    "one_step_off": "generate until a step has its groups, sleep, train, publish and wake; the other groups, up to as "
+    "many again, go on under the new weights",
+}
+"""Mode -> the phases of a colocated run, which repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
     """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
     if trains:
+        if recipe.is_colocated and (recipe.trainer.device == "cpu" or _is_cpu_build()):
+            require_sleep(recipe.rollout.engine)
         require_transport(recipe.rollout.engine, recipe.weights.transport)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
@@ -205,13 +215,16 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
     require_package(recipe.rollout)
     require_backend(recipe.trainer.backend)
     if recipe.weights.transport == "vllm_nccl":
-        torch = metadata.version("torch")
         require(
-            not torch.endswith("+cpu"),
+            not _is_cpu_build(),
             asked="weights.transport=vllm_nccl",
-            found=f"torch {torch} is built without CUDA: it has no NCCL",
+            found=f"torch {metadata.version('torch')} is built without CUDA: it has no NCCL",
             do="install torch and vllm with CUDA, or set weights.transport to ipc or collective",
         )
+
+
+def _is_cpu_build() -> bool:
+    return metadata.version("torch").endswith("+cpu")
 
 
 def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> None:
@@ -225,6 +238,8 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"mode      {recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
         f"step(s), generations in flight: {recipe.interrupt}"
     )
+    if recipe.is_colocated:
+        emit(f"placement colocated, in turns: {TURNS[recipe.mode]}")
     emit(
         f"batch     {batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
         f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.colocation import Turns
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
 from asyncrl.types import LedgerCounts, PublishReport, ReplicaStats
@@ -27,13 +28,16 @@ Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
 class Publisher:
     """Owns the published version and the publish in progress beside training, of which there is at most one."""
 
-    def __init__(self, recipe: Recipe, parts: Parts, *, clock: Callable[[], StepClock], shares: ReplicaShares) -> None:
+    def __init__(
+        self, recipe: Recipe, parts: Parts, *, clock: Callable[[], StepClock], shares: ReplicaShares, turns: Turns
+    ) -> None:
         """
         Args:
             clock: returns the clock of the run; the time that training waits is booked there.
             shares: is told how long replicas were held up.
+            turns: gives the devices back to the engines.
         """
-        self._recipe, self._parts = recipe, parts
+        self._recipe, self._parts, self._turns = recipe, parts, turns
         self._clock, self._shares = clock, shares
         self._version = -1
         self._beside: asyncio.Task[Published] | None = None
@@ -112,6 +116,7 @@ class Publisher:
         parts = self._parts
         if before is None:
             before = await parts.replicas.stats()
+        await self._turns.give()
         report = await parts.weights.publish(step)
         assert report is not None, "only a catch-up can be for nobody"
         counts, stats = await asyncio.gather(parts.queue.published(step), parts.replicas.stats())

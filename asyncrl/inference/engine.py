@@ -75,5 +75,6 @@ class SleepingEngine(Protocol):
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the memory back (None: all of it); the engine stays paused. Raises as `sleep`."""
+        """Takes the memory back, of "weights" or "kv_cache" or (None) all of it; the engine stays paused. Raises as
+        `sleep`."""
         ...

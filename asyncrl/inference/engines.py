@@ -44,6 +44,8 @@ class EngineSpec:
     """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE
     """Values of `weights.transport` that the workers receive from."""
+    sleeps_on_cpu: bool = False
+    """It can give its memory back on a CPU too; every engine can on GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a replica's processes need before the engine is imported."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
@@ -57,6 +59,7 @@ ENGINES: dict[str, EngineSpec] = {
         engine="asyncrl.inference.torch_engine.engine:TorchEngine",
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
+        sleeps_on_cpu=True,
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
@@ -112,6 +115,17 @@ def require_transport(engine: str, transport: str) -> None:
         asked=f"weights.transport={transport} with rollout.engine={engine}",
         found=f"engine {engine} receives by {', '.join(able)}",
         do=f"set weights.transport to one of these, or rollout.engine={' or '.join(others)}",
+    )
+
+
+def require_sleep(engine: str) -> None:
+    """Raises ConfigError: the engine runs on a CPU and cannot give its memory back there."""
+    able = " or ".join(name for name, spec in ENGINES.items() if spec.sleeps_on_cpu)
+    require(
+        ENGINES[engine].sleeps_on_cpu,
+        asked=f"placement=colocated with rollout.engine={engine} on a CPU",
+        found=f"engine {engine} gives memory back on GPUs only: on a CPU it would keep weights and KV cache",
+        do=f"set rollout.engine={able}, or placement=separate, or run it on GPUs",
     )
 
 

@@ -28,6 +28,7 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.sleep import EngineSleep
 from asyncrl.types import (
     Digest,
     GenerationRequest,
@@ -120,6 +121,7 @@ class Replica:
         self._node = node() if callable(node) else node
         self._cpu = CpuTime()
         self._engine = build_engine()
+        self._sleep = EngineSleep(self._engine)
         self._gate_timeout_s = gate_timeout_s
         self._serves_at_once = serves_at_once
         self._gate = asyncio.Event()
@@ -217,9 +219,22 @@ class Replica:
     # -- publish -------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled."""
+        """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled. An engine
+        that sleeps takes the memory of its weights back, and that of its KV cache at the commit."""
         self._close_gate("a publish of weights is in progress")
         await self._engine.pause(mode)
+        await self._sleep.wake_weights()
+
+    async def sleep(self) -> None:
+        """Closes the gate until the next commit, and gives the memory of weights and KV cache back. Requests that the
+        engine has end with the tokens so far. Idempotent.
+
+        Raises GenerationError: the engine cannot sleep.
+        """
+        self._close_gate("the trainer has its turn on the devices that they share")
+        self._received = None
+        await self._engine.pause("abort")
+        await self._sleep.begin()
 
     async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """Receives and applies a publish; the gate stays closed until `commit`. Returns this side's digest.
@@ -251,6 +266,7 @@ class Replica:
         if digest is not None and self._received[1] != digest:
             raise WeightTransferError(f"replica {self._id}: the digest of publish {publish_id} differs")
         resets = self._resets
+        await self._sleep.end()
         await self._engine.commit(version)
         if self._engine.health().version is None:
             raise WeightTransferError(f"replica {self._id}: the first publish must carry a version")
@@ -261,12 +277,19 @@ class Replica:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
+    async def ping(self) -> int:
+        """The process of the replica, whether or not its engine is alive."""
+        return os.getpid()
+
     async def stats(self) -> ReplicaStats:
         """Raises ProcessDied when the engine is no longer alive: the replica is useless then."""
         self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
-        return ReplicaStats(self._id, os.getpid(), health, paused_s, self._cpu.total_s(), self._node)
+        slept = self._sleep
+        return ReplicaStats(
+            self._id, os.getpid(), health, paused_s, self._cpu.total_s(), self._node, slept.asleep_s, slept.waking_s
+        )
 
     async def stop(self) -> None:
         self._stopping = True

@@ -145,6 +145,9 @@ class ReplicaControl:
     async def forget_client(self, client_id: str, timeout_s: float) -> None:
         await self._call(timeout_s, Replica.forget_client, client_id)
 
+    async def sleep(self, timeout_s: float) -> None:
+        await self._call(timeout_s, Replica.sleep)
+
     async def stop(self, timeout_s: float) -> None:
         await self._call(timeout_s, Replica.stop)
 
@@ -159,6 +162,10 @@ class ReplicaControl:
 
     def kill(self) -> None:
         self._actor.kill()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the killed process has exited. Raises DeadlineExceeded."""
+        await self._actor.ended(timeout_s, Replica.ping)
 
     async def _call(
         self, timeout_s: float, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs

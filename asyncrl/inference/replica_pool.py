@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, NoPlace, RunFailed, explain
 from asyncrl.inference.membership import Membership
+from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import replica
@@ -26,7 +27,11 @@ logger = logging.getLogger(__name__)
 AWAY_AFTER = 2
 """Further tries to start a replica that never came up, while others are a quorum."""
 ASK_AGAIN_S = 0.2
-"""Pause between two health checks of a suspended replica."""
+"""Pause between two health checks of a suspended replica, or between two looks for engines that are awake."""
+SLEEP_S = 60.0
+"""Longest time that an engine may take to give its memory back before its process is killed."""
+EXIT_S = 30.0
+"""Longest time for a killed process to exit, where its devices are shared."""
 
 UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held")
 ROUTED: tuple[ReplicaState, ...] = ("serving", "held")
@@ -74,15 +79,18 @@ class ReplicaPool:
         settings: PoolSettings,
         *,
         on_event: Callable[[events.Event], None],
+        devices: SharedDevices | None = None,
     ) -> None:
         """
         Args:
             spawn: makes the process of replica i, not started.
             on_event: `EventLog.write`.
+            devices: the devices that the replicas share with the trainer; None: they have their own.
         """
         self._spawn = spawn
         self._settings = settings
         self._on_event = on_event
+        self._devices = devices
         self._controls: dict[int, ReplicaHandle] = {i: spawn(i) for i in range(num_replicas)}
         self._budget = RestartBudget(settings.max_restarts, settings.window_s)
         self._membership = Membership(self._controls, self._budget, restart_delay_s=settings.restart_delay_s)
@@ -130,10 +138,13 @@ class ReplicaPool:
     def table(self) -> ReplicaTable:
         """All of them, as the listener gets it."""
         members = self._membership.members
+        asleep = frozenset[int]() if self._devices is None else self._devices.turns.asleep
         return ReplicaTable(
             self._membership.generation,
             {
-                i: ReplicaRow(self._controls[i], m.state, m.incarnation, m.version, self._details.get(i, ""))
+                i: ReplicaRow(
+                    self._controls[i], m.state, m.incarnation, m.version, self._details.get(i, ""), i in asleep
+                )
                 for i, m in members.items()
             },
         )
@@ -155,7 +166,7 @@ class ReplicaPool:
 
         async def one(replica_id: int, control: ReplicaHandle) -> None:
             try:
-                await control.start(self._settings.start_timeout_s)
+                await self._load(replica_id, control)
             except ConfigError:
                 raise
             except Exception as error:
@@ -258,8 +269,52 @@ class ReplicaPool:
                 self._details.pop(replica_id, None)
                 if joins:
                     self._on_event(events.ReplicaServing(replica_id))
+        if self._devices is not None and self._devices.turns.phase == "waking":
+            self._devices.turns.generate()
         await self._tell()
         return len(self._current(controls))
+
+    async def sleep(self) -> None:
+        """Returns when the trainer may have the devices: every engine that was up sleeps, and every other process has
+        exited. Requests in flight end with the tokens that they have, and wait for the next publish.
+
+        A replica that loads is waited for. One that is late, or cannot sleep, is killed; it is replaced after the next
+        `wake`. Raises RunFailed; DeadlineExceeded: an engine still holds memory; what the listener raises.
+        """
+        devices, loop = self._shared(), asyncio.get_running_loop()
+        devices.turns.rest()
+        limit_s = self._settings.start_timeout_s + SLEEP_S + EXIT_S
+        deadline = loop.time() + limit_s
+        while awake := devices.turns.awake:
+            if self._failure is not None:
+                raise self._failure
+            if loop.time() > deadline:
+                asked, found = "the trainer's turn on the devices", f"replicas {sorted(awake)} hold memory of them"
+                do = "see the log of the run for why they neither sleep nor exit"
+                raise DeadlineExceeded(explain(asked, f"{found} after {limit_s:g} s", do))
+            for replica_id in set(self._those("suspended")) & awake:
+                self._replace(replica_id, self._controls[replica_id], "it answers late, and the trainer needs its turn")
+            up = {i: control for i, control in self.members.items() if i in awake}
+            await asyncio.gather(*(self._put_to_sleep(i, control) for i, control in up.items()))
+            if devices.turns.awake:
+                await devices.change(ASK_AGAIN_S)
+        devices.turns.train()
+        self._membership.generation += 1
+        await self._tell()
+
+    async def wake(self) -> None:
+        """The engines have the devices again: a publish follows, which wakes them. Replacements may load. Does nothing
+        while the engines generate: they are awake.
+
+        Raises what the listener raises.
+        """
+        devices = self._shared()
+        if devices.turns.phase == "generating":
+            return
+        devices.turns.wake()
+        devices.changed()
+        self._membership.generation += 1
+        await self._tell()
 
     async def fence(self) -> None:
         """Makes every replica a newcomer: it closes its gate and drops its requests until the next publish.
@@ -384,6 +439,9 @@ class ReplicaPool:
         logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event(events.ReplicaFailed(replica_id, str(why), restarts=self._budget.total))
         control.kill()
+        if self._devices is not None:
+            self._devices.turns.killed(replica_id)
+            self._spawn_task(self._exit(self._devices, replica_id, control), f"exit of replica {replica_id}")
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
         if self._stays_away(replica_id, why):
@@ -425,7 +483,7 @@ class ReplicaPool:
     async def _start(self, replica_id: int, control: ReplicaHandle, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         try:
-            await control.start(self._settings.start_timeout_s)
+            await self._load(replica_id, control)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, error)
             return
@@ -434,6 +492,37 @@ class ReplicaPool:
             self._on_event(events.ReplicaStarted(replica_id))
             self._changed.set()
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
+
+    async def _load(self, replica_id: int, control: ReplicaHandle) -> None:
+        """Starts a replica, in the engines' turn where the devices are shared. Raises what its start raises."""
+        if self._devices is not None:
+            await self._devices.turn_to_load(replica_id)
+        await control.start(self._settings.start_timeout_s)
+
+    async def _put_to_sleep(self, replica_id: int, control: ReplicaHandle) -> None:
+        """One that does not sleep in time is killed: it would keep its memory."""
+        try:
+            await control.sleep(SLEEP_S)
+        except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
+            if self._controls[replica_id] is control and not self._stopping and self._failure is None:
+                self._replace(replica_id, control, error)
+        else:
+            if self._controls[replica_id] is control and replica_id in self.members:
+                self._shared().turns.slept(replica_id)
+
+    async def _exit(self, devices: SharedDevices, replica_id: int, control: ReplicaHandle) -> None:
+        """Books the exit of a killed process. One that does not exit keeps its memory: the next `sleep` raises then."""
+        try:
+            await control.ended(EXIT_S)
+        except DeadlineExceeded:
+            logger.exception("replica %d was killed and does not exit", replica_id)
+        else:
+            devices.turns.exited(replica_id)
+            devices.changed()
+
+    def _shared(self) -> SharedDevices:
+        assert self._devices is not None, "the replicas have devices of their own"
+        return self._devices
 
     def _is_awaited(self, replica_id: int, control: ReplicaHandle) -> bool:
         return self._controls[replica_id] is control and not self._stopping and self._failure is None

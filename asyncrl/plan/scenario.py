@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.config.checks import require
 from asyncrl.config.recipe import Interrupt, Recipe
 from asyncrl.queue.pacing import PacingName
 from asyncrl.queue.staleness import OnOverdue
@@ -41,6 +42,13 @@ class Scenario:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Scenario:
+        """Raises ConfigError: the simulation does not know how the recipe's parts take turns."""
+        require(
+            not recipe.is_colocated or recipe.mode == "sync",
+            asked=f"a forecast of placement=colocated in mode {recipe.mode}",
+            found="the simulated replicas generate while the trainer trains; only mode sync takes turns there",
+            do="set mode=sync or placement=separate for the forecast",
+        )
         rolls = recipe.weights.rolling and recipe.mode == "fully_async"
         return cls(
             groups_per_step=recipe.batch.groups_per_step,

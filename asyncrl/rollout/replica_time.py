@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ReplicaCause = Literal["generating", "gate_closed", "slots_exhausted", "environment", "evaluation", "recovering"]
+ReplicaCause = Literal[
+    "generating", "gate_closed", "slots_exhausted", "environment", "evaluation", "asleep", "recovering"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class ReplicaUse:
         serving: replicas that take requests; `busy` of them have some.
         held: replicas that take no new ones because of a publish; `held_busy` of them still have some.
         leased: replicas of an evaluation.
+        asleep: replicas that sleep in the trainer's turn, whether or not requests wait at their gates.
         absent: replicas that start, are late or have died.
         working: trajectories that have no request: their environment or reward works.
     """
@@ -26,6 +29,7 @@ class ReplicaUse:
     held: int = 0
     held_busy: int = 0
     leased: int = 0
+    asleep: int = 0
     absent: int = 0
     working: int = 0
 
@@ -41,6 +45,7 @@ class ReplicaUse:
             "environment": idle if self.working else 0,
             "slots_exhausted": 0 if self.working else idle,
             "evaluation": self.leased,
+            "asleep": self.asleep,
             "recovering": self.absent,
         }
 

@@ -116,6 +116,7 @@ class Rollouter:
         self._time = ReplicaTime(time.monotonic())
         self._states: Counter[ReplicaState] = Counter()
         self._held: Set[int] = set()
+        self._asleep: Set[int] = set()
         self._open = 0
         """Trajectories in progress."""
         self.client: GenerationClient
@@ -176,6 +177,7 @@ class Rollouter:
         if table.generation >= self._replicas.generation:
             self._replicas = mine = table if own is None else table.only(own)
             self._held = mine.those("held").keys()
+            self._asleep = {i for i, row in mine.those("serving").items() if row.asleep}
             self._states = Counter(row.state for row in mine.rows.values())
             self.client.set_replicas(mine)
             if self._lent is not None:
@@ -418,13 +420,14 @@ class Rollouter:
 
     def _observe(self) -> Mapping[ReplicaCause, float]:
         """Books the time of the replicas up to now; returns their seconds by cause."""
-        client, counted, held = self.client, self._states, self._held
+        client, counted, held, asleep = self.client, self._states, self._held, self._asleep
         use = ReplicaUse(
-            serving=counted["serving"],
-            busy=len(client.busy - held),
+            serving=counted["serving"] - len(asleep),
+            busy=len(client.busy - held - asleep),
             held=counted["held"],
             held_busy=len(client.busy & held),
             leased=counted["leased"],
+            asleep=len(asleep),
             absent=counted["starting"] + counted["newcomer"] + counted["suspended"] + counted["dead"],
             working=max(0, self._open - client.in_flight),
         )

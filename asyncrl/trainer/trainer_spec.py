@@ -15,7 +15,8 @@ class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
     falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank on a CPU.
-    `sends_snapshots`: weights are sent from a copy, while the rank trains.
+    `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
+    of the device between the steps.
     """
 
     model: ModelConfig
@@ -26,6 +27,7 @@ class TrainerSpec:
     total_steps: int = 1
     num_threads: int = 1
     sends_snapshots: bool = False
+    shares_device: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -38,4 +40,5 @@ class TrainerSpec:
             total_steps=recipe.run.max_steps,
             num_threads=num_threads,
             sends_snapshots=recipe.overlaps_publish,
+            shares_device=recipe.is_colocated,
         )

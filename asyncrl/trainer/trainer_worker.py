@@ -113,6 +113,7 @@ class TrainerWorker:
             timeout=self._timeout,
         )
         self._backend = build_backend(self._spec, rank=self._rank, world_size=self._world_size, device=self._device)
+        self._leave_device()
         logger.info(
             "trainer rank %d of %d ready on %s, pid %d", self._rank, self._world_size, self._device, os.getpid()
         )
@@ -123,11 +124,19 @@ class TrainerWorker:
         Raises:
             RunFailed: loss or gradient is not finite; nothing was changed.
         """
-        return self._backend.train_step(plan, self._trajectories(plan))
+        metrics = self._backend.train_step(plan, self._trajectories(plan))
+        self._leave_device()
+        return metrics
 
     def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
         """As `TrainBackend.reference_kl`, for the trajectories of this rank's plan; collective."""
         return self._backend.reference_kl(plan, self._trajectories(plan))
+
+    def _leave_device(self) -> None:
+        """Gives back what the allocator keeps for the next step: activations and gradients. Weights and, without
+        offload_optimizer, the optimizer's state stay on the device."""
+        if self._spec.shares_device and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
         groups = self._fetch(plan.ordinals) if plan.ordinals else ()

@@ -134,6 +134,15 @@ class WeightsPublished(Event, kind="publish"):
     replicas: Whole
 
 
+class EnginesSlept(Event, kind="engines_slept"):
+    """With placement=colocated: the trainer has the devices for `step`. These `replicas` have given their memory back,
+    which took `begin_s`; every other process of a replica had exited. The next publish wakes them."""
+
+    step: Whole
+    replicas: tuple[Whole, ...]
+    begin_s: NonNegative
+
+
 class ReplicaFailed(ReplicaEvent, kind="replica_failed"):
     """The replica is killed and, within `recovery.max_replica_restarts`, replaced."""
 

@@ -136,7 +136,8 @@ class EngineHealth:
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
-    those below it; `node`: address of its machine, where it is known."""
+    those below it; `node`: address of its machine, where it is known. `asleep_s`: time that the engine slept;
+    `waking_s`: time that it took to take its memory back."""
 
     replica_id: int
     pid: int
@@ -144,3 +145,5 @@ class ReplicaStats:
     paused_s: float
     cpu_s: float
     node: str = ""
+    asleep_s: float = 0.0
+    waking_s: float = 0.0

@@ -53,7 +53,7 @@ class Metric(StrEnum):
         """Every line of `metrics.jsonl` has it."""
         return (
             not self.is_family
-            and self.group not in ("eval", "cpu", "critic", "replica_time", "guard")
+            and self.group not in ("eval", "cpu", "critic", "replica_time", "guard", "sleep")
             and self not in _SOMETIMES
         )
 
@@ -172,6 +172,7 @@ class Metric(StrEnum):
     TRAINER_GROUPS = "trainer_time/waiting_for_groups", "share", LOWER, "wall time: the step's groups are not complete; in sync and one_step_off also running groups before a publish"
     TRAINER_OVERDUE = "trainer_time/overdue_wait", "share", LOWER, "wall time: all groups but those that the step must train, for their lag, are there"
     TRAINER_PUBLISH = "trainer_time/publish", "share", LOWER, "wall time: a publish"
+    TRAINER_SLEEP = "trainer_time/sleep", "share", LOWER, "wall time: engines give their memory back; only with placement=colocated above 0"
     TRAINER_CHECKPOINT = "trainer_time/checkpoint", "share", LOWER, "wall time: training waits for a checkpoint"
     TRAINER_EVALUATION = "trainer_time/evaluation", "share", LOWER, "wall time: training waits for an evaluation"
     TRAINER_PLANNING = "trainer_time/planning", "share", LOWER, "wall time: the plan of the step, its commit and its record"
@@ -180,7 +181,11 @@ class Metric(StrEnum):
     REPLICA_SLOTS = "replica_time/slots_exhausted", "share", LOWER, "the same: no request, because the limit on the lag, or the pacing, admits no further group"
     REPLICA_ENVIRONMENT = "replica_time/environment", "share", LOWER, "the same: no request, and environments or rewards work on trajectories"
     REPLICA_EVALUATION = "replica_time/evaluation", "share", NONE, "the same: leased to an evaluation"
+    REPLICA_ASLEEP = "replica_time/asleep", "share", NONE, "the same: asleep while the trainer has the devices; only with placement=colocated above 0"
     REPLICA_RECOVERING = "replica_time/recovering", "share", LOWER, "the same: they start, are late or have died"
+    SLEEP_BEGIN = "sleep/begin_s", "s", LOWER, "with placement=colocated: time until every engine had given its memory back and the step could begin"
+    SLEEP_ASLEEP = "sleep/asleep_s", "s", NONE, "the same: time that engines slept since the line before, mean over replicas"
+    SLEEP_WAKING = "sleep/waking_s", "s", LOWER, "the same: time that the slowest replica took to take its memory back, in the publish"
     SINKS_FAILED = "sinks/failed_records", "records", LOWER, "records that `observability.sinks` have not taken since the run began or resumed"
     CPU_COORDINATOR = "cpu/coordinator_s", "s", LOWER, "CPU time of the driver since it started"
     CPU_QUEUE = "cpu/queue_s", "s", LOWER, "CPU time of the message queue since it started, at the last health check"

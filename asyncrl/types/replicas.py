@@ -27,6 +27,7 @@ class ReplicaHandle(Protocol):
     async def stats(self, timeout_s: float) -> ReplicaStats: ...
     async def reset(self, timeout_s: float) -> None: ...
     async def forget_client(self, client_id: str, timeout_s: float) -> None: ...
+    async def sleep(self, timeout_s: float) -> None: ...
     async def stop(self, timeout_s: float) -> None: ...
     def abandon(self) -> ReplicaHandle:
         """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a handle to go on with when
@@ -34,6 +35,9 @@ class ReplicaHandle(Protocol):
         ...
 
     def kill(self) -> None: ...
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when the killed process has exited."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class ReplicaRow:
 
     `handle` makes calls to it. `version` is the policy version that it serves; None where all have the same.
     `incarnation` changes whenever the replica drops its requests: with a new process, and with a reset. `detail` says
-    why it was suspended or replaced, until it serves again.
+    why it was suspended or replaced, until it serves again. `asleep`: its engine has given its memory back for the
+    trainer's turn; requests wait at its gate.
     """
 
     handle: Any
@@ -50,6 +55,7 @@ class ReplicaRow:
     incarnation: int
     version: int | None = None
     detail: str = ""
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,11 +243,15 @@ def own_tests(*paths: str, tiny: bool, marked: str = "") -> None:
         raise AssertionError(f"pytest ended with {done.returncode}")
 
 
-def run_of_the_quickstart(*, tiny: bool) -> None:
-    """The quickstart with Ray, a replica killed in the middle; on a GPU both sides compute in bfloat16."""
+def run_of_the_quickstart(*keys: str, tiny: bool, needs_cuda: bool = False) -> None:
+    """The quickstart with Ray and these keys of its recipe, a replica killed in the middle; on a GPU both sides compute
+    in bfloat16."""
+    if needs_cuda and not _has_cuda():
+        figure(left_out="it needs a GPU")
+        return
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as directory:
-        overrides = [f"run.dir={directory}/run", "rollout.num_replicas=1", f"run.max_steps={4 if tiny else 40}"]
+        overrides = [f"run.dir={directory}/run", "rollout.num_replicas=1", f"run.max_steps={4 if tiny else 40}", *keys]
         if _has_cuda():
             overrides += ["model.inference_dtype=bfloat16", "trainer.fsdp.param_dtype=bfloat16"]
         for tool in ("make_tiny_model.py", "make_arithmetic_dataset.py"):

@@ -59,6 +59,8 @@ class Run:
         self.checkpoints: dict[str, Saved] = {}
         self.replicas: dict[int, str] = {}
         self.restarts: Counter = Counter()
+        self.takes_turns = seed % 5 == 1
+        """Engines sleep before every step."""
         self.published = -1
         self.writing: int | None = None
         self.checkpoint = -1
@@ -153,6 +155,18 @@ class Run:
     def mend_all(self) -> None:
         while any(now in ("down", "suspended") for now in self.replicas.values()):
             self.mend_replica()
+
+    def sleep(self) -> None:
+        if self.takes_turns:
+            asleep = [i for i, now in self.replicas.items() if now == "serving"]
+            self.write("engines_slept", step=self.state.step + 1, replicas=asleep, begin_s=0.1)
+
+    def publish_step(self) -> None:
+        """Most steps are published, and each after which engines wake: for that a replica has to be up."""
+        if self.takes_turns and not any(now in ("new", "serving") for now in self.replicas.values()):
+            self.mend_all()
+        if self.takes_turns or self.rng.random() < 0.7:
+            self.publish()
 
     def publish(self) -> None:
         """To all where there is something new, else to those that have joined."""
@@ -360,12 +374,12 @@ class Run:
                 self.group("released", ordinal)
             return
         lag_max = max(state.step - state.groups[o][2] for o in leased)
+        self.sleep()
         self.write("step", step=state.step + 1, ordinals=leased, lag_max=lag_max)
         for ordinal in leased:
             self.end(ordinal, "trained")
         state.step += 1
-        if self.rng.random() < 0.7:
-            self.publish()
+        self.publish_step()
         self.guard()
         line = {"step": state.step, "staleness/lag_max": lag_max}
         line |= {f"queue/{name}": count for name, count in state.all_counts().items()}

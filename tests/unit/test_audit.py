@@ -331,6 +331,29 @@ def test_a_run_that_goes_on_has_unfinished_groups_and_no_findings(run_dir):
     assert "1 groups" in report.text()
 
 
+def asleep(step: int, **changed: Any) -> Event:
+    return event("engines_slept", step=step, begin_s=0.1, **{"replicas": [0]} | changed)
+
+
+def test_engines_that_take_turns_with_the_trainer_sleep_before_every_step(run_dir):
+    first, second = one_step(0, 0), one_step(2, 1)
+    turns = asleep(1), asleep(2)
+
+    def found(*events: Event) -> list[str]:
+        return [finding.text for finding in run_dir([*START, *events, *FINISHED]).findings]
+
+    assert found(*first[:6], turns[0], *first[6:], *second[:6], turns[1], *second[6:]) == []
+    assert found(*first, *second) == [], "a run whose parts have devices of their own"
+    never = found(*first[:6], turns[0], *first[6:], *second)
+    assert never == ["step 2 is trained, but nothing tells that the engines slept for it"]
+    woken = found(*first[:6], turns[0], publish(0), *first[6:], *second[:6], turns[1], *second[6:])
+    assert "step 1 is trained, but nothing tells that the engines slept for it" in woken
+    twice = found(*first[:6], turns[0], *first[6:-1], asleep(2), *second[:6], turns[1], *second[6:])
+    assert any("engines sleep for step 2 after step 1, without a publish since" in text for text in twice)
+    strange = found(*first[:6], asleep(1, replicas=[0, 7]), *first[6:], *second[:6], turns[1], *second[6:])
+    assert strange == ["engines of replicas [0, 7] sleep; up were [0]"]
+
+
 def test_a_run_resumed_with_fewer_steps_keeps_the_groups_that_it_cannot_train(run_dir):
     """Five groups were admitted when the checkpoint was written; the two steps of the shortened run train four."""
     ahead = [group("admitted", o, 1, 1, 1) for o in (2, 3, 4)]

@@ -37,7 +37,8 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "the two lines tell of things that do not depend on each other": {
         "exchanged": (
             *(*GROUP, "evaluation", "evaluation_failed", "evaluation_skipped", "evaluation_started", "publish"),
-            *(*REPLICA, "replica_returned", "restored", "rollouter_failed", "rollouter_restarted", "snapshot"),
+            *(*REPLICA, "engines_slept", "replica_returned", "restored", "rollouter_failed", "rollouter_restarted"),
+            "snapshot",
         ),
     },
     "what is left is the log of a process that died, failed to start or was given up at this moment": {
@@ -75,6 +76,9 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_steps": ("start",),
         "replicas": ("start",),
     },
+    "it is the first of a start, which may as well be one of parts that have devices of their own": {
+        "deleted": ("engines_slept",),
+    },
     "a snapshot that nothing was restored from may have any name": {"snapshot": ("snapshot",)},
     "for people: nothing is proven from it": {
         "deleted": ("evaluation_skipped", "replica_returned"),
@@ -85,6 +89,7 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             *("rollouter_failed", "training_failed"),
         ),
         "message": ("fault",),
+        **dict.fromkeys(("replicas", "begin_s"), ("engines_slept",)),
         **dict.fromkeys(("action", "reason"), ("guard_changed",)),
         "name": ("start",),
         "pid": ("start",),

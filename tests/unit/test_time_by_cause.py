@@ -57,10 +57,10 @@ def test_the_causes_add_up_to_the_time(blocks):
 
 COUNTS = st.integers(0, 5)
 USES = st.builds(
-    lambda serving, idle, held, quiet, leased, absent, working: ReplicaUse(
-        serving + idle, serving, held + quiet, held, leased, absent, working
+    lambda serving, idle, held, quiet, leased, asleep, absent, working: ReplicaUse(
+        serving + idle, serving, held + quiet, held, leased, asleep, absent, working
     ),
-    *[COUNTS] * 7,
+    *[COUNTS] * 8,
 )
 
 
@@ -73,7 +73,7 @@ def test_replica_seconds_add_up(moments):
         now += passed
         expected += passed * replicas
         seconds = time.observe(now, use)
-        replicas = use.serving + use.held + use.leased + use.absent
+        replicas = use.serving + use.held + use.leased + use.asleep + use.absent
     assert sum(seconds.values()) == pytest.approx(expected)
 
 
@@ -81,10 +81,10 @@ def test_what_replicas_without_requests_wait_for():
     time = ReplicaTime(0.0)
     time.observe(0.0, ReplicaUse(serving=3, busy=1, working=2))
     time.observe(1.0, ReplicaUse(serving=3, busy=1, working=0))
-    time.observe(11.0, ReplicaUse(serving=1, busy=1, held=1, leased=1, absent=1))
+    time.observe(11.0, ReplicaUse(serving=1, busy=1, held=1, leased=1, asleep=2, absent=1))
     assert time.observe(111.0, ReplicaUse()) == {
         "generating": 111, "environment": 2, "slots_exhausted": 20, "gate_closed": 100, "evaluation": 100,
-        "recovering": 100,
+        "asleep": 200, "recovering": 100,
     }  # fmt: skip
 
 

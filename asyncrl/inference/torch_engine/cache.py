@@ -85,6 +85,11 @@ class SlotCache:
     def get_seq_length(self, *_: Any) -> int:
         return self._kv_len
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of every layer, [num_slots, K, L, D]."""
+        return [*self._keys.values(), *self._values.values()]
+
     def move(self, moves: Moves) -> None:
         """Follows the rows of a `SlotTable`."""
         if len(moves.source) == 0:

@@ -19,7 +19,18 @@ from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
-from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, LoopReport, Pause, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.messages import (
+    Abort,
+    Command,
+    Commit,
+    LoopReport,
+    Pause,
+    Resume,
+    Sleep,
+    Stop,
+    Submit,
+    Wake,
+)
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
@@ -28,10 +39,12 @@ from asyncrl.weights.experts import unfused
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
+_PARTS = frozenset({"weights", "kv_cache"})
+"""What sleeps, and wakes together or one after the other."""
 
 
 class TorchEngine:
-    """An `InferenceEngine` in this process: a slot loop over the Hugging Face forward pass.
+    """An `InferenceEngine` and `SleepingEngine` in this process: a slot loop over the Hugging Face forward pass.
 
     A thread of its own owns the model; this side sends commands to it and gets reports. Until a version is committed,
     requests wait in the queue: dummy weights sample nothing.
@@ -64,6 +77,8 @@ class TorchEngine:
         self._answers: dict[int, asyncio.Future[None]] = {}
         self._drains: set[int] = set()
         self._paused = False
+        self._asleep: frozenset[str] = frozenset()
+        """The parts that have given their memory back."""
         self._failure: BaseException | None = None
         self._stopped = False
 
@@ -105,6 +120,8 @@ class TorchEngine:
 
     async def resume(self) -> None:
         self._require_alive()
+        if self._asleep:
+            raise GenerationError(explain("resume()", f"{sorted(self._asleep)} sleep", "await wake_up() first"))
         self._paused = False
         for ticket in tuple(self._drains):
             found = explain("pause(drain)", "resume() came before the running requests had finished", "pause again")
@@ -122,7 +139,32 @@ class TorchEngine:
             raise WeightTransferError(
                 explain("load_weights", "the engine is sampling", "await pause(...) before a publish")
             )
+        if "weights" in self._asleep:
+            raise WeightTransferError(explain("load_weights", "the weights sleep", "await wake_up(['weights']) first"))
         return await self._transfer.receive(manifest, source, timeout_s)
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `SleepingEngine.sleep`. On a CPU level 1 gives the memory of the KV cache back and leaves the weights
+        where they are. After level 2 the engine has no version, and samples nothing before a commit."""
+        self._require_sleepable(f"sleep(level={level})")
+        assert self._transfer is not None, "the engine was started"
+        if self._asleep == _PARTS:
+            return
+        if self._asleep:
+            raise GenerationError(explain(f"sleep(level={level})", "it sleeps in part", "await wake_up() first"))
+        if level > 1:
+            self._transfer.forget()
+        self._asleep = _PARTS  # also when the call is cancelled: the thread does it
+        await self._ask(lambda ticket: Sleep(level, ticket))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As `SleepingEngine.wake_up`. After level 2 the weights are 0."""
+        parts = _PARTS if tags is None else frozenset(tags)
+        if unknown := parts - _PARTS:
+            raise GenerationError(explain(f"wake_up({tags})", f"no part {sorted(unknown)}", f"of {sorted(_PARTS)}"))
+        self._require_sleepable(f"wake_up({tags})")
+        await self._ask(lambda ticket: Wake(parts, ticket))
+        self._asleep -= parts
 
     def health(self) -> EngineHealth:
         if self._decode is None:
@@ -161,6 +203,11 @@ class TorchEngine:
         if not self._alive or self._decode is None:
             found = self._detail or "it has not been started"
             raise GenerationError(explain("the torch engine", found, "start a new engine")) from self._failure
+
+    def _require_sleepable(self, asked: str) -> None:
+        self._require_alive()
+        if not self._paused or self.health().running:
+            raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises GenerationError for a request that would not fit, or would end the thread for all others."""

@@ -12,7 +12,18 @@ import numpy as np
 import torch
 
 from asyncrl.errors import GenerationError, explain
-from asyncrl.inference.torch_engine.messages import Abort, Command, Commit, LoopReport, Pause, Resume, Stop, Submit
+from asyncrl.inference.torch_engine.messages import (
+    Abort,
+    Command,
+    Commit,
+    LoopReport,
+    Pause,
+    Resume,
+    Sleep,
+    Stop,
+    Submit,
+    Wake,
+)
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
 from asyncrl.inference.torch_engine.sampling import sample
 from asyncrl.inference.torch_engine.slots import SlotTable
@@ -79,7 +90,7 @@ class DecodeLoop:
     def run(self) -> None:
         """Serves commands and decodes.
 
-        Consumes: commands (submit, abort, pause, resume, commit, stop).
+        Consumes: commands (submit, abort, pause, resume, commit, sleep, wake, stop).
         Produces: one report per round, with the chunks and acknowledgements of all requests.
         Waits for: a command, while nothing may be sampled.
         Unblocked by: commands.
@@ -140,6 +151,14 @@ class DecodeLoop:
                 self._tickets.append(ticket)
             case Commit(version, ticket):
                 self._commit(version)
+                self._tickets.append(ticket)
+            case Sleep(level, ticket):
+                if level > 1:
+                    self.counters.version = None  # the weights are dropped: only a commit may sample again
+                self._runner.release(keep_weights=level == 1)
+                self._tickets.append(ticket)
+            case Wake(parts, ticket):
+                self._runner.restore(parts)
                 self._tickets.append(ticket)
             case Stop():
                 return False

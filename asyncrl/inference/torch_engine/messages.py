@@ -39,11 +39,25 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    level: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """`parts`: as `SleepingEngine.wake_up` names them."""
+
+    parts: frozenset[str]
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command = Submit | Abort | Pause | Resume | Commit | Stop
+Command = Submit | Abort | Pause | Resume | Commit | Sleep | Wake | Stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from asyncrl.config.places import check_place
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
+from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
@@ -87,6 +89,7 @@ class ModelRunner:
         self._rows = torch.arange(settings.num_slots, device=self._device)
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
+        self._released: dict[str, ReleasedMemory] = {}
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.
@@ -132,6 +135,24 @@ class ModelRunner:
 
     def move(self, moves: Moves) -> None:
         self._cache.move(moves)
+
+    def release(self, *, keep_weights: bool) -> None:
+        """Gives the memory of the slots and of the parameters back; no slot may be in use. Computed buffers, such as
+        rotary frequencies, stay: no publish brings them.
+
+        Args:
+            keep_weights: the parameters have their values again after `restore`; otherwise they are 0.
+        """
+        self._released = {
+            "kv_cache": ReleasedMemory(self._cache.tensors),
+            "weights": ReleasedMemory(self.model.parameters(), keep=keep_weights),
+        }
+
+    def restore(self, parts: Collection[str]) -> None:
+        """Takes the memory of these parts again, "weights" or "kv_cache". One that was not released is left alone."""
+        for part in parts:
+            if (released := self._released.pop(part, None)) is not None:
+                released.restore()
 
     def warm_up(self) -> None:
         """Makes one pass of each kind, which allocates the cache: a model that does not fit fails here."""

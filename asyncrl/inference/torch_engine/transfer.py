@@ -47,6 +47,10 @@ class TorchTransfer:
             self._executor, self._receive, manifest, source, timeout_s
         )
 
+    def forget(self) -> None:
+        """The model's weights are no longer those of the last publish. No publish may be in progress."""
+        self._decoder.forget()
+
     async def close(self) -> None:
         """Closes the receiver, at the latest when a publish in progress has reached its deadline."""
         closing = asyncio.get_running_loop().run_in_executor(self._executor, self._close_receiver)

@@ -1,0 +1,95 @@
+"""What a recipe may ask for when generation and training take turns on the same devices (placement=colocated)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from asyncrl.config.checks import require
+from asyncrl.config.evaluation import EvalConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.staleness import StalenessConfig
+from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.weights import WeightsConfig
+
+Placement = Literal["separate", "colocated"]
+
+
+def with_sleep(rollout: RolloutConfig) -> RolloutConfig:
+    """The same, with the setting of the engine that lets it give its memory back."""
+    settings = {
+        "vllm": replace(rollout.vllm, enable_sleep_mode=True),
+        "sglang": replace(rollout.sglang, enable_memory_saver=True),
+    }.get(rollout.engine)
+    return rollout if settings is None else replace(rollout, **{rollout.engine: settings})
+
+
+def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig, evaluation: EvalConfig) -> None:
+    """Raises ConfigError: something would generate in the trainer's turn."""
+    asked = "placement=colocated"
+    require(
+        mode != "fully_async",
+        asked=f"{asked} in mode fully_async",
+        found="this mode generates while it trains, and the engines sleep while the trainer has the devices",
+        do="set mode=sync or mode=one_step_off, or placement=separate",
+    )
+    require(
+        staleness.publish_every_steps == 1,
+        asked=f"{asked} with staleness.publish_every_steps={staleness.publish_every_steps}",
+        found="engines drop their weights when they sleep: only a publish can wake them after a step",
+        do="set staleness.publish_every_steps=1, or placement=separate",
+    )
+    require(
+        evaluation.leased_replicas == 0,
+        asked=f"{asked} with eval.leased_replicas={evaluation.leased_replicas}",
+        found="an evaluation beside training needs an engine that is awake while the trainer has the devices",
+        do="set eval.leased_replicas=0: evaluations come between a publish and the next step, or placement=separate",
+    )
+    workers = rollout.settings.num_workers
+    require(
+        workers == 1,
+        asked=f"{asked} with rollout.{rollout.engine}.tensor_parallel_size={workers}",
+        found="a replica of several GPUs cannot reserve a part of each",
+        do=f"set rollout.{rollout.engine}.tensor_parallel_size=1, or placement=separate",
+    )
+
+
+def require_wakes(
+    rollout: RolloutConfig, trainer: TrainerConfig, weights: WeightsConfig, *, keeps_requests: bool
+) -> None:
+    """Raises ConfigError: the publish that wakes the engines cannot be as asked, or a request does not outwait it.
+
+    Args:
+        keeps_requests: requests wait for their next tokens while the trainer has the devices.
+    """
+    asked = "placement=colocated"
+    for key, is_set in (("overlap", weights.overlap), ("rolling", weights.rolling)):
+        require(
+            not is_set,
+            asked=f"{asked} with weights.{key}=true",
+            found="nothing generates or trains beside a publish: all engines wake for it, and training waits",
+            do=f"set weights.{key}=false, or placement=separate with mode=fully_async",
+        )
+    require(
+        weights.encoding == "full",
+        asked=f"{asked} with weights.encoding={weights.encoding}",
+        found="engines drop the weights that differences would apply to when they sleep",
+        do="set weights.encoding=full, or placement=separate",
+    )
+    on_gpus = trainer.device.startswith("cuda")
+    require(
+        weights.transport != "vllm_nccl" and not (on_gpus and weights.transport == "collective"),
+        asked=f"{asked} with weights.transport={weights.transport}",
+        found="NCCL connects no two processes of one GPU, and a rank shares its GPU with a replica",
+        do="set weights.transport=ipc (or disk), or placement=separate",
+    )
+    turn_s = trainer.step_timeout_s + weights.publish_timeout_s
+    for key in ("gate_timeout_s", "request_timeout_s"):
+        limit_s = getattr(rollout, key)
+        require(
+            not keeps_requests or limit_s >= turn_s,
+            asked=f"{asked} in mode one_step_off with rollout.{key}={limit_s:g}",
+            found=f"requests of groups that a step did not need wait for it and its publish, up to "
+            f"trainer.step_timeout_s + weights.publish_timeout_s = {turn_s:g}",
+            do=f"set rollout.{key} to at least {turn_s:g}, or lower the other two",
+        )

@@ -1,0 +1,67 @@
+"""Colocated runs: replicas and trainer ranks take turns on the same devices.
+
+    generate -> every engine sleeps -> train -> publish, which wakes the engines -> generate
+
+`inference.device_turns` has the rules, the replica pool calls the engines, and the coordinator and the publisher say
+when: this is what they share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.step_record import StepClock
+from asyncrl.types import ReplicaStats
+from asyncrl.types.events import EnginesSlept
+from asyncrl.types.metrics import Metric
+
+
+class Turns:
+    """Gives the devices to the trainer before a step and to the engines before a publish; does nothing in a run whose
+    parts have devices of their own. Knows how long the engines of this run have slept."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, clock: Callable[[], StepClock]) -> None:
+        """`clock`: returns the clock of the run; the time that training waits is booked there."""
+        self._is_colocated = recipe.is_colocated
+        self._parts = parts
+        self._clock = clock
+        self._begin_s = 0.0
+        self._before: dict[tuple[int, int], tuple[float, float]] = {}
+        """Seconds asleep and waking of each replica process at the last line of metrics."""
+
+    async def take(self, step: int) -> None:
+        """Returns when the trainer has the devices for this step. Raises what `ReplicaPool.sleep` raises."""
+        if not self._is_colocated:
+            return
+        began = time.monotonic()
+        with self._clock().time.during(Metric.TRAINER_SLEEP):
+            await self._parts.replicas.sleep()
+        self._begin_s += time.monotonic() - began
+        up = self._parts.replicas.table.those("newcomer", "serving")
+        asleep = [i for i, row in up.items() if row.asleep]
+        self._parts.events.write(EnginesSlept(step, replicas=tuple(sorted(asleep)), begin_s=self._begin_s))
+
+    async def give(self) -> None:
+        """A publish to all replicas begins: the engines may take their memory back."""
+        if self._is_colocated:
+            await self._parts.replicas.wake()
+
+    def take_metrics(self, stats: Sequence[ReplicaStats]) -> dict[str, float]:
+        """The metrics `sleep/` since the last call; empty in a run whose parts have devices of their own."""
+        if not self._is_colocated:
+            return {}
+        now = {(s.replica_id, s.pid): (s.asleep_s, s.waking_s) for s in stats}
+        since = [
+            (asleep_s - before[0], waking_s - before[1])
+            for key, (asleep_s, waking_s) in now.items()
+            for before in [self._before.get(key, (0.0, 0.0))]
+        ]
+        begin_s, self._before, self._begin_s = self._begin_s, now, 0.0
+        return {
+            Metric.SLEEP_BEGIN: begin_s,
+            Metric.SLEEP_ASLEEP: sum(asleep_s for asleep_s, _ in since) / max(1, len(since)),
+            Metric.SLEEP_WAKING: max((waking_s for _, waking_s in since), default=0.0),
+        }

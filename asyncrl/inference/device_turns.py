@@ -1,0 +1,100 @@
+"""Whose turn it is on devices that the engines share with the trainer. Pure: no clock, no process, no call.
+
+    waking --generate--> generating --rest--> settling --train--> training --wake--> waking
+
+* *waking*: engines may load or take their memory back; a publish brings the weights. A run starts here.
+* *generating*: engines serve requests. The trainer computes nothing and keeps what it keeps between steps.
+* *settling*: engines give their memory back. None may load.
+* *training*: the trainer has the devices. Every engine is asleep, or its process has exited.
+
+`rest` may come in every phase: after a lost training side its successor gets the devices, whoever had them before.
+Nothing leads from settling or training to generating but a wake.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Phase = Literal["waking", "generating", "settling", "training"]
+
+
+class DeviceTurns:
+    """The phase, and which engines hold memory of the devices. An engine is named by its replica's id; the process of
+    a replica that was killed counts until it has exited."""
+
+    def __init__(self) -> None:
+        self._phase: Phase = "waking"
+        self._awake: set[int] = set()
+        self._asleep: set[int] = set()
+        self._exiting: set[int] = set()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def awake(self) -> frozenset[int]:
+        """The engines that hold memory, or may hold some: from the begin of loading until they sleep or have exited."""
+        return frozenset(self._awake)
+
+    @property
+    def asleep(self) -> frozenset[int]:
+        """The engines that have given their memory back since the last wake."""
+        return frozenset(self._asleep)
+
+    def may_load(self, engine: int) -> bool:
+        """True when a new process of this engine may load its model: in the engines' turn, after the former process
+        has exited."""
+        return self._phase in ("waking", "generating") and engine not in self._awake | self._exiting
+
+    def loads(self, engine: int) -> None:
+        """A process of this engine begins to load. Raises ValueError: it may not."""
+        if not self.may_load(engine):
+            raise ValueError(f"engine {engine} cannot load now: {self}")
+        self._asleep.discard(engine)
+        self._awake.add(engine)
+
+    def slept(self, engine: int) -> None:
+        """The engine has given its memory back. Raises ValueError: it was not asked to."""
+        if self._phase != "settling" or engine not in self._awake:
+            raise ValueError(f"engine {engine} was not asked to sleep: {self}")
+        self._awake.discard(engine)
+        self._asleep.add(engine)
+
+    def killed(self, engine: int) -> None:
+        """The process of the engine was killed. It keeps the memory that it has until it has exited."""
+        self._exiting.add(engine)
+        self._asleep.discard(engine)
+
+    def exited(self, engine: int) -> None:
+        """The killed process of the engine has exited, and its memory with it."""
+        self._awake.discard(engine)
+        self._exiting.discard(engine)
+
+    def rest(self) -> None:
+        """The engines are asked to sleep."""
+        self._phase = "settling"
+
+    def train(self) -> None:
+        """The trainer takes the devices. Raises ValueError: it is not its turn, or an engine is awake."""
+        if self._phase != "settling" or self._awake:
+            raise ValueError(f"the trainer cannot have the devices: {self}")
+        self._phase = "training"
+
+    def wake(self) -> None:
+        """A publish begins: all engines may take their memory back, and count as awake. Raises ValueError: the trainer
+        does not have the devices."""
+        if self._phase not in ("training", "waking"):
+            raise ValueError(f"nobody is to be woken: {self}")
+        self._phase = "waking"
+        self._awake |= self._asleep
+        self._asleep.clear()
+
+    def generate(self) -> None:
+        """The publish has ended. Raises ValueError: none was in progress."""
+        if self._phase != "waking":
+            raise ValueError(f"generation follows a wake: {self}")
+        self._phase = "generating"
+
+    def __str__(self) -> str:
+        return f"{self._phase}, awake {sorted(self._awake)}, asleep {sorted(self._asleep)}"
