@@ -46,7 +46,7 @@ from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
 from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
 from asyncrl.serving.reply import Dialect
-from asyncrl.serving.turns import Turns
+from asyncrl.serving.turns import Turns, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ class Api:
             now = asyncio.get_running_loop().time()
             request.state.deadline = now + self._request_timeout_s
             request.state.start_by = now + self._wait_timeout_s
-            request.state.id = request.headers.get("x-request-id", "").strip()[:MAX_ID_CHARS] or secrets.token_hex(12)
+            named = request_id_of(request.headers.get("x-request-id", "")[:MAX_ID_CHARS])
+            request.state.id = named or secrets.token_hex(12)
             try:
                 if self._local_only:
                     require_local_host(request)

@@ -7,7 +7,15 @@ from collections import OrderedDict
 MAX_TURNS = 100_000
 EXPIRY_S = 3600.0
 _BODY_PREFIXES = ("chatcmpl-", "cmpl-")
-"""A body's id is one of these and the id of its request. Clients that have only the body send it as it stands."""
+"""A body's id is one of these and the id of its request."""
+
+
+def request_id_of(named: str) -> str:
+    """The id of the request that a client names by its own id or by that of the answer's body. Some clients have the
+    body only."""
+    named = named.strip()
+    prefix = next((prefix for prefix in _BODY_PREFIXES if named.startswith(prefix)), "")
+    return named.removeprefix(prefix)
 
 
 class Turns:
@@ -27,25 +35,16 @@ class Turns:
 
     def served(self, request_id: str, replica_id: int, now_s: float) -> None:
         """Records the replica that served the turn of this id."""
-        key = _key(request_id)
-        self._replicas[key] = replica_id, now_s
-        self._replicas.move_to_end(key)
+        self._replicas[request_id] = replica_id, now_s
+        self._replicas.move_to_end(request_id)
         while len(self._replicas) > self._max_turns or self._is_old(next(iter(self._replicas)), now_s):
             self._replicas.popitem(last=False)
 
     def replica_of(self, request_id: str, now_s: float) -> int | None:
         """The replica that served the turn of this id; None when the id is unknown or has expired."""
-        key = _key(request_id)
-        if key not in self._replicas or self._is_old(key, now_s):
+        if request_id not in self._replicas or self._is_old(request_id, now_s):
             return None
-        return self._replicas[key][0]
+        return self._replicas[request_id][0]
 
-    def _is_old(self, key: str, now_s: float) -> bool:
-        return now_s - self._replicas[key][1] > self._expiry_s
-
-
-def _key(request_id: str) -> str:
-    for prefix in _BODY_PREFIXES:
-        if request_id.startswith(prefix):
-            return request_id.removeprefix(prefix)
-    return request_id
+    def _is_old(self, request_id: str, now_s: float) -> bool:
+        return now_s - self._replicas[request_id][1] > self._expiry_s

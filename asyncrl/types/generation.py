@@ -136,7 +136,8 @@ class EngineHealth:
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
-    those below it; `node`: address of its machine, where it is known."""
+    those below it; `node`: address of its machine, where it is known; `external_tokens`: sampled since its start for
+    requests from outside the run."""
 
     replica_id: int
     pid: int
@@ -144,3 +145,4 @@ class ReplicaStats:
     paused_s: float
     cpu_s: float
     node: str = ""
+    external_tokens: int = 0

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.router import Affinity, Router
 from asyncrl.serving.places import Places
-from asyncrl.serving.turns import Turns
+from asyncrl.serving.turns import Turns, request_id_of
 
 pytestmark = pytest.mark.unit
 
@@ -22,9 +22,9 @@ def router(count=2, **limits):
 def test_a_turn_is_found_by_its_id_and_by_the_id_of_its_body():
     turns = Turns()
     turns.served("abc", 1, now_s=0.0)
-    assert [turns.replica_of(name, 1.0) for name in ("abc", "chatcmpl-abc", "cmpl-abc")] == [1, 1, 1]
+    assert [turns.replica_of(request_id_of(n), 1.0) for n in ("abc", "chatcmpl-abc", "cmpl-abc ")] == [1, 1, 1]
     assert turns.replica_of("abcd", 1.0) is None
-    turns.served("chatcmpl-abc", 0, now_s=2.0)
+    turns.served("abc", 0, now_s=2.0)
     assert turns.replica_of("abc", 3.0) == 0, "one conversation under one id: the last replica counts"
 
 
