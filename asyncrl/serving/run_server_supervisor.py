@@ -17,8 +17,6 @@ from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
 
 logger = logging.getLogger(__name__)
 
-RESTART_DELAY_S = 1.0
-"""Before the start of the next server."""
 END_TIMEOUT_S = 10.0
 """Longest time for a killed server to exit, and so to free its port."""
 
@@ -37,11 +35,12 @@ class RunServerProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunServerTimes:
-    """Seconds, meant as in `ray:`."""
+    """Seconds, meant as in `ray:`. `restart_delay_s`: before the start of the next server."""
 
     start_timeout_s: float
     health_interval_s: float
     health_timeout_s: float
+    restart_delay_s: float = 1.0
 
 
 class RunServerSupervisor:
@@ -148,7 +147,7 @@ class RunServerSupervisor:
                 )
                 return
             logger.error("the server of the run has failed and is restarted: %s", failure)
-            await asyncio.sleep(RESTART_DELAY_S)
+            await asyncio.sleep(self._times.restart_delay_s)
 
     async def _attend(self, current: RunServerProcess) -> None:
         """Starts this server and serves its calls until it ends. Raises what ended it."""
