@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,10 +92,24 @@ class RunReplicas:
 class RunServer:
     """Owns the HTTP server, the generation client and the places of external requests."""
 
-    def __init__(self, spec: RunServerSpec, client_id: str) -> None:
-        """`client_id`: names this incarnation among all clients of the replicas."""
+    def __init__(
+        self,
+        spec: RunServerSpec,
+        client_id: str,
+        *,
+        read_text: Callable[[RunServerSpec], ModelText] | None = None,
+        niceness: int = NICENESS,
+    ) -> None:
+        """
+        Args:
+            client_id: names this incarnation among all clients of the replicas.
+            read_text: reads the tokenizer and the chat template; None: those of the model's files.
+            niceness: by which the priority of this process is lowered.
+        """
         self._spec = spec
         self._client_id = client_id
+        self._read_text = _model_text if read_text is None else read_text
+        self._niceness = niceness
         self._replicas = RunReplicas()
         settings = spec.rollout.serve
         limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
@@ -113,9 +128,9 @@ class RunServer:
         Raises ConfigError: the address cannot be bound, or the tokenizer not be loaded. Raises DeadlineExceeded,
         ProcessDied.
         """
-        os.nice(NICENESS)
-        spec, settings = self._spec, self._spec.rollout.serve
-        text = await asyncio.to_thread(_model_text, spec)
+        os.nice(self._niceness)
+        settings = self._spec.rollout.serve
+        text = await asyncio.to_thread(self._read_text, self._spec)
         try:
             listener = bind(settings.host, port)
         except ConfigError:
