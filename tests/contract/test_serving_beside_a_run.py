@@ -178,8 +178,8 @@ async def test_one_client_never_has_more_than_its_share(tmp_path):
         )
         most = 0
         while not many.done():
-            most = max(most, *(engine.health().running for engine in run.engines))
-            assert all(engine.health().waiting == 0 for engine in run.engines), "nobody queues at an engine"
+            at_engines = [engine.health() for engine in run.engines]
+            most = max(most, *(health.running + health.waiting for health in at_engines))
             await asyncio.sleep(0.002)
         assert len((await many).choices) == 20
         assert most == SLOTS * SHARE
