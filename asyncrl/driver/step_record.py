@@ -229,7 +229,7 @@ class StepRecord:
         """After `of_time`. `report` None: the run has no server."""
         if report is not None:
             self.values |= {
-                Metric.SERVE_UP: report.up,
+                Metric.SERVE_UP: float(report.up),
                 Metric.SERVE_RUNNING: report.running,
                 Metric.SERVE_WAITING: report.waiting,
                 Metric.SERVE_REFUSED: report.refused,
