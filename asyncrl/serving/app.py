@@ -115,17 +115,23 @@ class Api:
             ("GET", "/v1/models/{id:path}", self._one_model),
             ("GET", "/health", self._health),
         )
-        fleet = (*one_replica, ("GET", "/openapi.json", self._schema), ("GET", "/metrics", self._metrics_page))
+        whole_fleet: tuple[tuple[str, str, Handler], ...] = (
+            ("GET", "/openapi.json", self._schema),
+            ("GET", "/metrics", self._metrics_page),
+        )
         prefix = replica_path("{replica_id:int}")
-        routes = [("", *route) for route in fleet] + [(prefix, *route) for route in one_replica]
         return FastAPI(
             openapi_url=None,
             routes=[
-                Route(before + path, _Endpoint(self._guarded(path, handler)), methods=[method])
-                for before, method, path, handler in routes
+                *(self._route("", *route) for route in (*one_replica, *whole_fleet)),
+                *(self._route(prefix, *route) for route in one_replica),
             ],
             exception_handlers={HTTPException: _not_a_route},
         )
+
+    def _route(self, before: str, method: str, path: str, handler: Handler) -> Route:
+        """`before`: of the path, where it is not the fleet's."""
+        return Route(before + path, _Endpoint(self._guarded(path, handler)), methods=[method])
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
         """Turns every error of `handler` into an answer in OpenAI's error schema, and counts it. Each answer has the id

@@ -34,7 +34,7 @@ BUDGET = {
     "report": 620,
     "root": 190,
     "sandbox": 690,
-    "serving": 2860,
+    "serving": 2870,
     "trainer": 4820,
     "types": 1045,
     "weights": 2825,
