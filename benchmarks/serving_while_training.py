@@ -8,7 +8,8 @@
 `throughput`: `asyncrl-train recipes/quickstart.yaml rollout.serve.enabled=true`, in turn without a client and with
 clients that are to get `--foreign` of the sampled tokens. They stream answers one after the other, and pause so that
 their tokens keep to that share of what a run without clients has sampled. What is compared are the run's own tokens per
-second, time per step and publishes, on the lines of metrics.jsonl after the warm-up; ratios are within a round.
+second, time per step and publishes, on the lines of metrics.jsonl after the warm-up and the start of the server; ratios
+are within a round. The embedded engine of the quickstart has 128 places a replica, of which clients may have 12.
 
 `turns`: `asyncrl-serve` with two replicas, and users who hold conversations at the same time, each turn with the whole
 conversation so far. The replica of a turn is chosen at random (by the addresses of the replicas), by the prefix of the
@@ -106,31 +107,33 @@ class Clients:
 
 
 def one_run(steps: int, warm_up: int, clients: Callable[[str], Clients] | None, overrides: list[str]) -> RunFigures:
-    """A run with these clients, from step `warm_up` on. Raises SystemExit with its output when it fails."""
+    """A run that is measured over `steps` steps, once it has done `warm_up` and its server is up, and is then ended.
+    Raises SystemExit with its output when it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         directory, output = Path(scratch) / "run", Path(scratch) / "out.txt"
-        words = [f"run.dir={directory}", f"run.max_steps={steps}", "eval.every_steps=0", "rollout.serve.enabled=true"]
+        words = [f"run.dir={directory}", "run.max_steps=100000", "eval.every_steps=0", "rollout.serve.enabled=true"]
         command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words, *overrides]
         with output.open("w") as file:
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         asking: Clients | None = None
+        begun: int | None = None
         try:
             deadline = time.monotonic() + RUN_S
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    raise SystemExit(f"the run takes over {RUN_S:g} s")
-                if clients is not None and asking is None and len(lines_of(directory)) >= max(1, warm_up - 1):
-                    asking = clients(json.loads((directory / "serving.json").read_text())["address"])
+            while begun is None or len(lines_of(directory)) <= begun + steps:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the run has ended, or takes over {RUN_S:g} s: {output.read_text()[-2000:]}")
+                done, place = len(lines_of(directory)), directory / "serving.json"
+                if begun is None and done >= warm_up and place.exists():
+                    asking = None if clients is None else clients(json.loads(place.read_text())["address"])
+                    begun = done + 1  # the step in which clients begin does not count
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+                process.send_signal(signal.SIGINT)
+                process.wait(120)
             if asking is not None:
                 asking.stop()
-        if process.returncode:
-            raise SystemExit(f"the run ended with {process.returncode}: {output.read_text()[-2000:]}")
-        return figures(lines_of(directory), warm_up, 0 if asking is None else asking.answers)
+        return figures(lines_of(directory)[: begun + steps], begun, 0 if asking is None else asking.answers)
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
@@ -138,8 +141,9 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()] if path.exists() else []
 
 
-def figures(lines: list[dict[str, Any]], warm_up: int, answers: int) -> RunFigures:
-    before, counted = lines[warm_up - 1], lines[warm_up:]
+def figures(lines: list[dict[str, Any]], begun: int, answers: int) -> RunFigures:
+    """Of the lines after the first `begun`."""
+    before, counted = lines[begun - 1], lines[begun:]
     spent_s = counted[-1]["time_s"] - before["time_s"]
     begins = [before, *counted[:-1]]
     tokens = [
@@ -279,8 +283,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["throughput", "turns"], default=["throughput", "turns"])
     parser.add_argument("--rounds", type=int, default=3, help="of throughput (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of each run (default %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=10, help="steps that do not count (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="that count of each run (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps before them, at least (default %(default)s)")
     parser.add_argument("--clients", type=int, default=8, help="of throughput (default %(default)s)")
     parser.add_argument("--foreign", type=float, default=0.1, help="share of tokens they want (default %(default)s)")
     parser.add_argument("--engine", choices=["torch", "vllm", "sglang"], default="vllm", help="of turns (%(default)s)")
@@ -289,8 +293,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"keep the tables in {RESULTS.relative_to(ROOT)}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run, or of asyncrl-serve")
     arguments = parser.parse_args()
-    if not 0 < arguments.warm_up < arguments.steps:
-        parser.error(f"--warm-up {arguments.warm_up}: it must be at least 1 and below --steps {arguments.steps}")
+    if min(arguments.warm_up, arguments.steps) < 1:
+        parser.error("--warm-up and --steps must be at least 1")
     if arguments.overrides and len(arguments.parts) > 1:
         parser.error("key=value means other keys in each part: choose one with --parts")
     parts = {"throughput": throughput, "turns": turns}

@@ -79,6 +79,7 @@ async def test_external_requests_take_their_share_and_only_places_that_the_run_l
         await asyncio.sleep(0.02)
         assert engine.health().running + engine.health().waiting == 4, "three of the run and one place left"
         await replica.submit("run", [request("r3")])
+        await until(lambda: engine.health().running + engine.health().waiting == 5)
         await replica.abort(["x2"])
         (ended,) = await ends(replica, "outside")
         assert ended.request_id == "x2"
