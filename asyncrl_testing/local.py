@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from asyncrl.types import (
     Manifest,
     ReplicaRow,
     ReplicaState,
+    ReplicaStats,
     ReplicaTable,
     TokenChunk,
     TransferSource,
@@ -52,11 +54,13 @@ class Rows:
 
 
 class LocalReplicaChannel:
-    """A `ReplicaChannel` that calls the replica directly. `die` makes it fail as the channel to a dead actor does."""
+    """A `ReplicaChannel` that calls the replica directly. `die` makes it fail as the channel to a dead actor does.
+    `external`: its client is not part of the run."""
 
-    def __init__(self, replica: Replica, client_id: str = "test") -> None:
+    def __init__(self, replica: Replica, client_id: str = "test", *, external: bool = False) -> None:
         self._replica = replica
         self._client_id = client_id
+        self._external = external
         self._dead = False
 
     def die(self) -> None:
@@ -64,7 +68,7 @@ class LocalReplicaChannel:
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         self._require_alive()
-        await self._replica.submit(self._client_id, requests)
+        await self._replica.submit(self._client_id, requests, self._external)
 
     async def collect(self, wait_s: float) -> list[TokenChunk]:
         self._require_alive()
@@ -75,6 +79,11 @@ class LocalReplicaChannel:
     async def abort(self, request_ids: list[str]) -> None:
         self._require_alive()
         await self._replica.abort(request_ids)
+
+    async def stats(self, timeout_s: float) -> ReplicaStats:
+        self._require_alive()
+        async with asyncio.timeout(timeout_s):
+            return await self._replica.stats()
 
     def _require_alive(self) -> None:
         if self._dead:

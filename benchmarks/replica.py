@@ -47,7 +47,7 @@ from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import replica as replica_process
 from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.rollout.router import Router, prefix_blocks
+from asyncrl.rollout.router import Affinity, Router, prefix_blocks
 from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl_testing.local import Rows
 from asyncrl_testing.random_model import write_random_qwen3
@@ -384,7 +384,7 @@ async def converse(
             session = f"{seed}-{number}" if routing == "session id" else ""
             prefix = prefix_blocks(prompt) if routing == "prefix" else ()
             sampling = SamplingParams(max_tokens=int(lengths[number, turn]))
-            answer = await client.generate(prompt, sampling, session_id=session, prefix=prefix, seed=number)
+            answer = await client.generate(prompt, sampling, session_id=session, affinity=Affinity(prefix), seed=number)
             found.prompt_tokens += len(prompt)
             found.cached_tokens += answer.cached_tokens
             found.possible_tokens += before // block_tokens * block_tokens

@@ -40,6 +40,7 @@ LOOPS = (
     ("Run", "driver", "driver/run.py", "_Run._train"),
     ("Checkpoint writer", "driver", "checkpoint/writer.py", "CheckpointWriter"),
     ("Rollout supervisor", "driver", "rollout/supervisor.py", "RolloutSupervisor.run"),
+    ("Server supervisor", "driver", "serving/run_server_supervisor.py", "RunServerSupervisor"),
     ("Health watch", "driver", "driver/coordinator.py", "Coordinator._watch_health"),
     ("Replica pool", "driver", "inference/replica_pool.py", "ReplicaPool"),
     ("Watchdog", "a thread of the driver", "observability/watchdog.py", "Watchdog._watch"),

@@ -36,6 +36,8 @@ class RunDirectory:
         self.faults = self.path / "faults"
         """Stacks and other evidence of failures."""
         self.log = self.path / "log.txt"
+        self.serving = self.path / "serving.json"
+        """Where clients find the server of the run, while there is one."""
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import json
 import logging
 import math
@@ -77,10 +76,9 @@ class Service:
 
     @property
     def address(self) -> str:
-        host, port = self.listener.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        from asyncrl.serving.server import address_of
+
+        return address_of(self.listener)
 
     @property
     def name(self) -> str:
@@ -89,7 +87,9 @@ class Service:
     @property
     def is_local(self) -> bool:
         """Only this machine can connect."""
-        return ipaddress.ip_address(self.listener.getsockname()[0]).is_loopback
+        from asyncrl.serving.server import is_local
+
+        return is_local(self.listener)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,6 +137,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
         raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
 
     from asyncrl.serving.model_text import ModelText
+    from asyncrl.serving.server import bind
 
     tokenizer = load_tokenizer(model)
     facts = facts if facts.is_local else hub_facts(model)
@@ -144,7 +145,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     text = ModelText(
         tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len, parser=rollout.tool_use.parser
     )
-    listener = _bind(config.host, config.port)
+    listener = bind(config.host, config.port, keys="--")
     return Service(config, model, rollout, recipe.recovery, text, listener, (config.log_file or _log_file()).absolute())
 
 
@@ -259,25 +260,6 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         if discovery is not None:
             discovery.remove()
         await client.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket on that address, where clients may already queue. Raises ConfigError: it is taken, or not of this
-    machine."""
-    from asyncrl.serving.connection_guard import BACKLOG
-
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)  # a port that another process listens on is refused only here
-    except OSError as e:
-        do = "choose another --port (0 takes a free one) or --host"
-        raise ConfigError(explain(f"--host {host} --port {port}", str(e), do)) from e
-    return listener
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -30,8 +30,8 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
-from asyncrl.config.load import Loaded, environment_defaults, load
-from asyncrl.driver.preflight import check_packages, check_recipe, describe, hub_names
+from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
+from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.registry import make_importable
 from asyncrl.trainer.backends import require_written_by
@@ -87,6 +87,8 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
         console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
         return 0
     assert found.train is not None, "the hub was used"
+    key = serving_api_key()
+    check_server(recipe.rollout.serve, key)
     directory.lock(command)
     # Again, now under the lock: the process that had the directory may have written a last checkpoint.
     start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
@@ -105,7 +107,8 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     resume = f"{command} resume=auto"
     try:
         held_out = {held: prompts for held, prompts in found.held_out.items() if prompts is not None}
-        result = run(RunSpec(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide), console)
+        spec = RunSpec(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide, key)
+        result = run(spec, console)
     except KeyboardInterrupt:
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2

@@ -8,6 +8,7 @@ from annotated_types import Ge
 
 from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
 from asyncrl.config.environments import AgentConfig, ToolUseConfig
+from asyncrl.config.serving import ServeSection
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
 
@@ -298,6 +299,8 @@ class RolloutConfig:
     """Settings of environment tool_use."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Settings of environment agent."""
+    serve: ServeSection = field(default_factory=ServeSection)
+    """An OpenAI-compatible address of the replicas during the run, for clients that are not part of it."""
     max_attempts: PositiveInt = 3
     """Attempts at a group whose generation, environment or reward raises, before it ends `failed`."""
     max_failed_fraction: Share = 0.1

@@ -7,7 +7,50 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from asyncrl.config.checks import check_ranges, require
-from asyncrl.ranges import Positive, PositiveInt
+from asyncrl.ranges import Positive, PositiveInt, PositiveShare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSection:
+    enabled: bool = False
+    """Serve the newest published weights while they are trained; docs/serving.md says how."""
+    host: str = "127.0.0.1"
+    """Address to listen on, of the machine of the driver. Other than loopback addresses need a key in
+    ASYNCRL_API_KEY."""
+    port: Annotated[int, Ge(0), Lt(2**16)] = 0
+    """Port to listen on; 0 takes a free one, which serving.json in the run directory names."""
+    model_name: str = ""
+    """Name by which clients request the model; empty for model.path."""
+    share: PositiveShare = 0.1
+    """Share of the places of a replica (rollout.torch.num_slots, rollout.vllm.max_num_seqs,
+    rollout.sglang.max_running_requests; at least one place) that clients may have. They get a place only while the run
+    leaves one."""
+    wait_timeout_s: Positive = 30.0
+    """Longest time of a client's request until its first token, in which it waits for a place and for the end of a
+    publish; then it gets status 503 with Retry-After."""
+    request_timeout_s: Positive = 600.0
+    """Longest time for one client's request, from its head to the end of its answer."""
+    max_requests: PositiveInt = 256
+    """Clients' requests answered or waiting at the same time; more get status 429."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.serve.", self)
+        require(
+            self.wait_timeout_s <= self.request_timeout_s,
+            asked=f"rollout.serve.wait_timeout_s={self.wait_timeout_s:g}",
+            found=f"a request may take rollout.serve.request_timeout_s={self.request_timeout_s:g} in all",
+            do=f"set rollout.serve.wait_timeout_s to at most {self.request_timeout_s:g}, or raise the other",
+        )
+
+
+def check_key(key: str | None, *, asked: str, do: str) -> None:
+    """Raises ConfigError naming `asked`: no client could send this key. None is no key."""
+    require(
+        key is None or (key.isascii() and key.strip() == key != ""),
+        asked=asked,
+        found="the key is empty, not ASCII, or has blanks around it",
+        do=do,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +82,8 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         check_ranges("--", self)
-        require(
-            self.api_key is None or (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""),
+        check_key(
+            self.api_key,
             asked="--api-key, or ASYNCRL_API_KEY",
-            found="the key is empty, not ASCII, or has blanks around it",
             do="choose a key of ASCII characters; to let everybody in leave out the option and unset the variable",
         )

@@ -36,8 +36,12 @@ from asyncrl.rollout.fleet import RolloutFleet
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.rollout.supervisor import RolloutSupervisor
+from asyncrl.serving.run_server import RunServer, RunServerSpec
+from asyncrl.serving.run_server_control import RunServerControl
+from asyncrl.serving.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.types import ReplicaTable
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +87,20 @@ class Actors:
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
+        self.server = self._new_server() if recipe.rollout.serve.enabled else None
+        """For clients that are not part of the run; its failures are its own."""
 
     async def start(self) -> None:
         """Starts all of them at once; where they share devices, the trainer ranks when the engines have loaded and
-        sleep. Raises what any of them raises."""
+        sleep. The server of the run comes after them. Raises what any of them raises."""
         if self._recipe.is_colocated:
             await self.replicas.start()
             await self.replicas.sleep()
             await self._start_training_side()
         else:
             await self._start_training_side(self.replicas.start())
+        if self.server is not None:
+            self.server.start()
 
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
@@ -116,6 +124,8 @@ class Actors:
 
     async def stop(self) -> None:
         """Asks every part to stop, and kills those that do not stop in time."""
+        if self.server is not None:
+            await self.server.stop(STOP_TIMEOUT_S)
         stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s)]
         if self.trainers is not None:
             stops.append(self.trainers.stop())
@@ -136,7 +146,7 @@ class Actors:
             num_nodes = 1
         spec = TrainerSpec.of(recipe, num_threads=trainer_threads(recipe, cores=cores, num_nodes=num_nodes))
         trainers = asyncio.ensure_future(self._start_trainers(spec))
-        await self.replicas.set_listener(self.rollouter.set_replicas)
+        await self.replicas.set_listener(self._set_replicas)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
@@ -164,6 +174,31 @@ class Actors:
             num_gpus=self._places.placement.replica_gpus,
             environment=self._environment,
             place=self._places.of_replica(replica_id),
+        )
+
+    async def _set_replicas(self, table: ReplicaTable) -> None:
+        """Sends the table to the rollouters. The server of the run gets it later: nothing waits for that."""
+        if self.server is not None:
+            self.server.set_replicas(table)
+        await self.rollouter.set_replicas(table)
+
+    def _new_server(self) -> RunServerSupervisor:
+        run, recipe, recovery = self._spec, self._recipe, self._recipe.recovery
+        max_lost = recovery.replicas_per_response(recipe.rollout.num_replicas)
+        file = run.directory.serving
+        spec = RunServerSpec(recipe.model, recipe.rollout, max_lost, file, run.serving_key)
+
+        def spawn(client_id: str) -> RunServerControl:
+            actor = ray.remote(RunServer).options(**self._on_driver)
+            return RunServerControl(actor.remote(spec, client_id), client_id)
+
+        return RunServerSupervisor(
+            spawn,
+            self.replicas.forget_client,
+            port=recipe.rollout.serve.port,
+            budget=RestartBudget(recovery.max_restarts, recovery.window_s),
+            times=RunServerTimes(recipe.ray.start_timeout_s, recipe.ray.health_interval_s, recipe.ray.health_timeout_s),
+            discovery_file=file,
         )
 
     def _new_queue(self) -> QueueControl:

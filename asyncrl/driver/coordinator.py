@@ -254,6 +254,7 @@ class Coordinator:
         for name, value in self._turns.take_metrics(stats).items():
             record.add(name, value)
         record.of_time(self._clock, stats, waited_s)
+        record.of_server(parts.server(), self._clock)
         record.of_processes(stats, self._health)
         record.of_waits(WAITS.take())
         return record

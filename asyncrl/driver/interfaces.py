@@ -24,6 +24,7 @@ from asyncrl.types import (
     ReplicaStats,
     ReplicaTable,
     RolloutStats,
+    RunServerReport,
     TrainMetrics,
     TrajectoryKey,
 )
@@ -88,6 +89,7 @@ class Parts:
     """Everything that the coordinator drives, built by the composition root.
 
     `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
+    `server()` reports on the server of the run, None where there is none.
     """
 
     queue: Queue
@@ -101,3 +103,4 @@ class Parts:
     progress: ProgressView
     prompts_digest: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
+    server: Callable[[], RunServerReport | None] = lambda: None

@@ -13,6 +13,7 @@ from asyncrl.cluster.placement import Demand, describe_demand
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import replica_threads, trainer_threads
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
@@ -32,9 +33,11 @@ from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
+from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
+from asyncrl.serving.server import bind, is_local
 from asyncrl.trainer.backends import require_backend, require_fits, require_trains
 from asyncrl.types import ModelFacts
 
@@ -117,6 +120,21 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         notes += _mark_notes(recipe, train.rows)
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
     return Preflight(facts, train, held_out, tuple(notes))
+
+
+def check_server(serve: ServeSection, key: str | None) -> None:
+    """Binds the address of the server of the run for a moment. Raises ConfigError: it is taken, not of this machine, or
+    open to others without a key."""
+    if not serve.enabled:
+        return
+    check_key(key, asked="ASYNCRL_API_KEY", do="choose a key of ASCII characters, or unset the variable")
+    with bind(serve.host, serve.port) as listener:
+        require(
+            key is not None or is_local(listener),
+            asked=f"rollout.serve.host={serve.host}",
+            found="other machines can reach it, and ASYNCRL_API_KEY is not set",
+            do="set ASYNCRL_API_KEY to a key that clients send, or leave rollout.serve.host out",
+        )
 
 
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
@@ -268,6 +286,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         )
     for label, text in trainer_plan(recipe, found.facts):
         emit(f"{label:<10}{text}")
+    _describe_server(recipe, emit)
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens
@@ -297,6 +316,16 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         emit("note      algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act")
     for note in found.notes:
         emit(f"note      {note}")
+
+
+def _describe_server(recipe: Recipe, emit: Callable[[str], None]) -> None:
+    serve, places = recipe.rollout.serve, recipe.rollout.settings.decodes_at_once
+    if serve.enabled:
+        limits, port = ExternalLimits.of(places, serve.share), serve.port or "(a free one)"
+        emit(
+            f"serve     on {serve.host} port {port} during the run: clients have at most {limits.external} of {places} "
+            "places of each replica"
+        )
 
 
 def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | None, emit: Callable[[str], None]) -> None:

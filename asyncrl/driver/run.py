@@ -243,6 +243,7 @@ class _Run:
             progress=self._progress,
             prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
+            server=lambda: None if actors.server is None else actors.server.report,
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncrl.data.training_set import TrainingSet
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """A run that has been checked. `start_from`: the checkpoint to go on from, if any. `written`: the recipe as others
-    may read it; `hide`: for all other texts that they may read."""
+    may read it; `hide`: for all other texts that they may read. `serving_key`: of the clients of `rollout.serve`."""
 
     recipe: Recipe
     name: str
@@ -27,6 +27,7 @@ class RunSpec:
     held_out: Mapping[str, RenderedPrompts]
     written: Mapping[str, Any]
     hide: Hidden
+    serving_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from asyncrl.types import (
     PublishReport,
     ReplicaStats,
     RolloutStats,
+    RunServerReport,
     TrainMetrics,
 )
 from asyncrl.types.lag import LAG_BUCKETS, lag_bucket, lag_buckets_to
@@ -69,8 +70,10 @@ class StepClock:
         """What the training loop spends its time on; booked by the metrics' names."""
         self.publish_tokens = 0
         """Tokens that the replicas sampled during publishes since the last mark."""
-        self._counted: dict[tuple[int, int], tuple[float, int]] = {}
-        """Busy seconds and tokens of each replica process at the last mark."""
+        self.tokens = self.external_tokens = 0
+        """Tokens that the replicas sampled in the last interval, and those of them for clients outside the run."""
+        self._counted: dict[tuple[int, int], tuple[float, int, int]] = {}
+        """Busy seconds, tokens and external tokens of each replica process at the last mark."""
 
     @property
     def elapsed_s(self) -> float:
@@ -88,12 +91,16 @@ class StepClock:
     def mark(self, stats: Sequence[ReplicaStats]) -> tuple[float, float, int]:
         """Ends an interval: wall seconds, busy seconds of all replicas and tokens they sampled since the last mark."""
         now = time.monotonic()
-        busy_s, tokens = 0.0, 0
+        busy_s, tokens, external = 0.0, 0, 0
         for s in stats:
-            busy_before_s, tokens_before = self._counted.get((s.replica_id, s.pid), (0.0, 0))
+            busy_before_s, tokens_before, external_before = self._counted.get((s.replica_id, s.pid), (0.0, 0, 0))
             busy_s += s.health.busy_s - busy_before_s
             tokens += s.health.generated_tokens - tokens_before
-        self._counted = {(s.replica_id, s.pid): (s.health.busy_s, s.health.generated_tokens) for s in stats}
+            external += s.external_tokens - external_before
+        self._counted = {
+            (s.replica_id, s.pid): (s.health.busy_s, s.health.generated_tokens, s.external_tokens) for s in stats
+        }
+        self.tokens, self.external_tokens = tokens, external
         wall_s, self._marked_at = now - self._marked_at, now
         return wall_s, busy_s, tokens
 
@@ -217,6 +224,19 @@ class StepRecord:
         total = sum(spent.values()) or 1.0
         self.values |= {cause: spent.get(cause, 0.0) / total for cause in TRAINER_TIME}
         clock.publish_tokens = 0
+
+    def of_server(self, report: RunServerReport | None, clock: StepClock) -> None:
+        """After `of_time`. `report` None: the run has no server."""
+        if report is not None:
+            self.values |= {
+                Metric.SERVE_UP: float(report.up),
+                Metric.SERVE_RUNNING: report.running,
+                Metric.SERVE_WAITING: report.waiting,
+                Metric.SERVE_REFUSED: report.refused,
+                Metric.SERVE_RESTARTS: report.restarts,
+                Metric.SERVE_TOKENS: clock.external_tokens,
+                Metric.SERVE_SHARE: min(1.0, clock.external_tokens / max(1, clock.tokens)),
+            }
 
     def of_waits(self, totals: WaitTotals) -> None:
         self.values |= {Metric.WAITS_LONGEST: totals.longest_s, Metric.WAITS_DEADLINE: totals.deadline_used}

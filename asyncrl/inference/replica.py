@@ -28,6 +28,7 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
 from asyncrl.types import (
     Digest,
@@ -88,11 +89,13 @@ def _merged(run: list[TokenChunk]) -> TokenChunk:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request that has not ended. `at_gate`: it has not reached the engine."""
+    """A request that has not ended. `external`: it comes from outside the run. `at_gate`: it has not reached the
+    engine."""
 
     client_id: str
     request: GenerationRequest
     outbox: Outbox
+    external: bool = False
     at_gate: bool = True
     task: asyncio.Task[None] | None = None
 
@@ -109,6 +112,7 @@ class Replica:
         gate_timeout_s: float,
         serves_at_once: bool = False,
         node: str | Callable[[], str] = "",
+        external: ExternalLimits | None = None,
     ) -> None:
         """
         Args:
@@ -116,6 +120,7 @@ class Replica:
             serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate opens at the first
                 commit.
             node: address of this machine, or a function that returns it in the process of the replica.
+            external: for requests from outside the run; None refuses them.
         """
         self._id = replica_id
         self._node = node() if callable(node) else node
@@ -129,6 +134,8 @@ class Replica:
         self._closed_at: float | None = None
         self._paused_s = 0.0
         self._outboxes: dict[str, Outbox] = {}
+        self._places = ExternalPlaces(external)
+        self._external_tokens = 0
         self._forgotten: set[str] = set()
         self._requests: dict[str, _InFlight] = {}
         self._received: tuple[int, Digest | None] | None = None
@@ -147,19 +154,26 @@ class Replica:
 
     # -- generation ----------------------------------------------------------------------------------------------
 
-    async def submit(self, client_id: str, requests: list[GenerationRequest]) -> None:
+    async def submit(self, client_id: str, requests: list[GenerationRequest], external: bool = False) -> None:
         """Starts these requests; `collect(client_id)` returns their chunks.
 
-        Raises ProcessDied; GenerationError: the client was forgotten.
+        Args:
+            external: the client is not part of the run. Each request then waits at the gate until the engine has a
+                place that no request of the run takes, and for its turn among external requests.
+
+        Raises ProcessDied; GenerationError: the client was forgotten, or external requests are refused.
         """
         self._require_engine()
         self._require_known(client_id)
+        if external and not self._places.allowed:
+            found, do = "it takes requests of the run only", "set rollout.serve.enabled=true"
+            raise GenerationError(explain(f"replica {self._id} to serve {client_id}", found, do))
         outbox = self._outboxes.setdefault(client_id, Outbox())
         for request in requests:
             if request.request_id in self._requests:
                 outbox.add(_final(request, None, error=f"request_id {request.request_id} is already in flight"))
                 continue
-            entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox)
+            entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox, external)
             entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
             entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
@@ -219,9 +233,13 @@ class Replica:
     # -- publish -------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled. An engine
-        that sleeps takes the memory of its weights back, and that of its KV cache at the commit."""
+        """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled. A drain
+        waits for requests of the run only: external ones are aborted, and their client resumes them. An engine that
+        sleeps takes the memory of its weights back, and that of its KV cache at the commit."""
         self._close_gate("a publish of weights is in progress")
+        if mode == "drain" and self._places.external:
+            external = [key for key, entry in self._requests.items() if entry.external and not entry.at_gate]
+            await self._engine.abort(external)
         await self._engine.pause(mode)
         await self._sleep.wake_weights()
 
@@ -286,9 +304,16 @@ class Replica:
         self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
-        slept = self._sleep
         return ReplicaStats(
-            self._id, os.getpid(), health, paused_s, self._cpu.total_s(), self._node, slept.asleep_s, slept.waking_s
+            self._id,
+            os.getpid(),
+            health,
+            paused_s,
+            self._cpu.total_s(),
+            self._node,
+            asleep_s=self._sleep.asleep_s,
+            waking_s=self._sleep.waking_s,
+            external_tokens=self._external_tokens,
         )
 
     async def stop(self) -> None:
@@ -307,17 +332,20 @@ class Replica:
 
         Consumes: the request.
         Produces: its chunks, in the outbox of its client.
-        Waits for: the gate, at most `gate_timeout_s`; tokens of the engine.
-        Unblocked by: the commit of a publish, which opens the gate.
+        Waits for: the gate, and an external request for a place too, together at most `gate_timeout_s`; tokens of the
+        engine.
+        Unblocked by: the commit of a publish, which opens the gate; the end of a request, which frees a place.
         Stops when: the engine has returned the last chunk; an error becomes the last chunk.
         """
         request, outbox, reached = entry.request, entry.outbox, False
         try:
-            await self._pass_gate()
+            await self._pass_gate(external=entry.external)
+            reached = True
             if not entry.at_gate:
                 return  # aborted as the gate opened: its final chunk is on the way
-            entry.at_gate, reached = False, True
+            entry.at_gate = False
             async for chunk in self._engine.generate(request):
+                self._external_tokens += len(chunk.token_ids) if entry.external else 0
                 outbox.add(chunk)
         except asyncio.CancelledError:
             if reached or entry.at_gate:
@@ -331,6 +359,9 @@ class Replica:
         except Exception as e:  # task boundary: the client gets it as the request's error
             logger.exception("request %s failed", request.request_id)
             outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
+        finally:
+            if reached:
+                self._places.give_back(external=entry.external)
 
     @property
     def _lost_engine(self) -> bool:
@@ -350,16 +381,25 @@ class Replica:
         if resets != self._resets:
             raise WeightTransferError(f"replica {self._id} was reset in the middle of a publish")
 
-    async def _pass_gate(self) -> None:
-        if self._gate.is_set():
+    async def _pass_gate(self, *, external: bool) -> None:
+        """Returns when the gate is open and the request has a place at the engine."""
+        if not external and self._gate.is_set():
+            self._places.take()
             return
         try:
             async with asyncio.timeout(self._gate_timeout_s):
-                await self._gate.wait()
+                while True:
+                    await self._gate.wait()
+                    if not external:
+                        self._places.take()
+                        return
+                    await self._places.take_external()
+                    if self._gate.is_set():
+                        return
+                    self._places.give_back(external=True)  # the gate has closed since the place was granted
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"replica {self._id} did not serve within {self._gate_timeout_s} s: {self._closed_because}"
-            ) from None
+            why = "requests of the run take its places" if self._gate.is_set() else self._closed_because
+            raise DeadlineExceeded(f"replica {self._id} did not serve within {self._gate_timeout_s} s: {why}") from None
 
     def _close_gate(self, because: str) -> None:
         self._closed_because = because

@@ -15,6 +15,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, explain
 from asyncrl.inference.engines import ENGINES, build_engine
+from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.waits import replica
@@ -88,6 +89,7 @@ def spawn_replica(
     if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
         rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
     build = functools.partial(build_engine, rollout, model, load_real_weights=load_real_weights)
+    limits = ExternalLimits.of(rollout.settings.decodes_at_once, rollout.serve.share) if rollout.serve.enabled else None
     handle = (
         ray.remote(Replica)
         .options(
@@ -103,6 +105,7 @@ def spawn_replica(
             gate_timeout_s=rollout.gate_timeout_s,
             serves_at_once=load_real_weights,
             node=ray.util.get_node_ip_address,
+            external=limits,
         )
     )
     return ReplicaControl(replica_id, handle, place)

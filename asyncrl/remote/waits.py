@@ -70,7 +70,7 @@ class Waits:
 FOREVER_S = 10 * 365 * 86400.0
 """The deadline of a wait that lasts as long as the run: something else watches the process that answers it."""
 
-MESSAGE_QUEUE, ROLLOUTER = Process("message queue"), Process("rollouter")
+MESSAGE_QUEUE, ROLLOUTER, RUN_SERVER = Process("message queue"), Process("rollouter"), Process("server")
 
 
 def trainer_rank(rank: int) -> Process:

@@ -17,6 +17,8 @@ from asyncrl.types import (
     EvalResult,
     GenerationRequest,
     PartialGroup,
+    ReplicaRow,
+    ReplicaStats,
     ReplicaTable,
     RolloutStats,
     Ticket,
@@ -29,14 +31,15 @@ GRACE_S = 5.0
 
 
 class ReplicaActorChannel:
-    """A `ReplicaChannel` over a Ray actor handle."""
+    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run."""
 
-    def __init__(self, replica_id: int, handle: ActorHandle, client_id: str) -> None:
+    def __init__(self, replica_id: int, handle: ActorHandle, client_id: str, *, external: bool = False) -> None:
         self._actor = ActorClient(handle, replica(replica_id))
         self._client_id = client_id
+        self._external = external
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        await self._actor.call(CALL_TIMEOUT_S, Replica.submit, self._client_id, requests)
+        await self._actor.call(CALL_TIMEOUT_S, Replica.submit, self._client_id, requests, self._external)
 
     async def collect(self, wait_s: float) -> list[TokenChunk]:
         return await self._actor.call(wait_s + CALL_TIMEOUT_S, Replica.collect, self._client_id, wait_s)
@@ -44,11 +47,17 @@ class ReplicaActorChannel:
     async def abort(self, request_ids: list[str]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, Replica.abort, request_ids)
 
+    async def stats(self, timeout_s: float) -> ReplicaStats:
+        return await self._actor.call(timeout_s, Replica.stats)
 
-def channels(table: ReplicaTable, client_id: str) -> ReplicaTable:
+
+def channels(table: ReplicaTable, client_id: str, *, external: bool = False) -> ReplicaTable:
     """The table with a channel of this client, in place of the control, as the handle of each replica."""
-    rows = {i: replace(r, handle=ReplicaActorChannel(i, r.handle.handle, client_id)) for i, r in table.rows.items()}
-    return replace(table, rows=rows)
+
+    def channel(replica_id: int, row: ReplicaRow) -> ReplicaActorChannel:
+        return ReplicaActorChannel(replica_id, row.handle.handle, client_id, external=external)
+
+    return replace(table, rows={i: replace(row, handle=channel(i, row)) for i, row in table.rows.items()})
 
 
 class QueueChannel:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Callable, Coroutine, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
-from asyncrl.rollout.router import Router
+from asyncrl.rollout.router import ANYWHERE, Affinity, Router
 from asyncrl.types import (
     FinishReason,
     Generation,
@@ -227,7 +227,7 @@ class GenerationClient:
         *,
         session_id: str = "",
         seed: int = 0,
-        prefix: Sequence[int] = (),
+        affinity: Affinity = ANYWHERE,
         on_chunk: OnChunk | None = None,
         draft: Draft | None = None,
         clock: ActiveClock | None = None,
@@ -236,8 +236,8 @@ class GenerationClient:
 
         Args:
             session_id: requests of one session go to one replica while it can take them.
-            prefix: `router.prefix_blocks` of the prompt, for requests without a session that should follow the prefix
-                cache.
+            affinity: which replica should serve it otherwise. With `only`, the request waits for that replica as others
+                wait while there is none.
             on_chunk: gets the tokens as they arrive. When it returns True the request is aborted, and the response ends
                 with finish_reason "stop" and all tokens that had been sampled.
             draft: holds the tokens while they arrive, for a caller that reads them at any moment. A draft that has
@@ -264,7 +264,7 @@ class GenerationClient:
                 if interruptions:
                     self.reprefilled_tokens += len(request.prompt_ids)
                 began = time.time()
-                attempt = await self._attempt(request, prefix, _Expected(draft, on_chunk, clocks))
+                attempt = await self._attempt(request, affinity, _Expected(draft, on_chunk, clocks))
                 if draft.attempts is not None:
                     made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
                     draft.attempts.append(("request", began, time.time(), made))
@@ -302,15 +302,16 @@ class GenerationClient:
             pending.done.set()
         self._ended.cancel()
 
-    async def _attempt(self, request: GenerationRequest, prefix: Sequence[int], expected: _Expected) -> _Pending:
+    async def _attempt(self, request: GenerationRequest, affinity: Affinity, expected: _Expected) -> _Pending:
         """Raises TimeoutError: the response is late, or no replica has taken the request in time."""
+        only = affinity.only
         async with asyncio.timeout(self._request_timeout_s):
-            while not self._links:
+            while not self._links or (only is not None and only not in self._links):
                 if not self._waits_for_replacements:
                     raise GenerationError(self._last_loss)
                 self._added.clear()
                 await self._added.wait()
-        link = self._links[self._router.pick(request.session_id, prefix)]
+        link = self._links[self._router.pick(request.session_id, *affinity)]
         link.in_flight += 1
         self._count(link)
         pending = self._pending[request.request_id] = _Pending(link, *expected)

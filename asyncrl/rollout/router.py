@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,21 @@ _FINE_BLOCKS = 32
 
 _NEWEST, _OLDER, _HELD = range(3)
 """Tiers of replicas: replicas with the newest version, replicas with older ones, and held replicas."""
+
+
+class Affinity(NamedTuple):
+    """Which replica should serve a request, beside that of its session.
+
+    `prefix`: `prefix_blocks` of the prompt; empty to ignore it. `near`: the replica that served the turn before.
+    `only`: no other replica may serve the request.
+    """
+
+    prefix: Sequence[int] = ()
+    near: int | None = None
+    only: int | None = None
+
+
+ANYWHERE = Affinity()
 
 
 def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
@@ -45,9 +61,9 @@ class Router:
     """Picks the replica whose prefix cache helps a request, else the least loaded replica. Owns the load of every
     replica and the memory of sessions and prefixes.
 
-    The order of preference: the replica of the session; the replica that most recently served the longest prefix of the
-    prompt; the replica with the fewest requests. The first two are skipped when they have too many more requests than
-    the last.
+    The order of preference: the replica of the session; the replica that served the turn before; the replica that most
+    recently served the longest prefix of the prompt; the replica with the fewest requests. The first three are skipped
+    when they have too many more requests than the last.
 
     The choice is among replicas of one version. A rolling publish makes two versions serve at once. Held replicas then
     get no requests (unless all are held). Of the others those with the newest version are preferred, as long as none of
@@ -116,20 +132,26 @@ class Router:
         """Requests in flight per replica."""
         return dict(self._loads)
 
-    def pick(self, session_id: str = "", prefix: Sequence[int] = ()) -> int:
+    def pick(
+        self, session_id: str = "", prefix: Sequence[int] = (), near: int | None = None, only: int | None = None
+    ) -> int:
         """Picks the replica for one request and counts the request; `done` uncounts it.
 
         Args:
             session_id: requests of one session share a replica; empty for none.
-            prefix: `prefix_blocks` of the prompt; empty to ignore it.
+            prefix, near, only: as of `Affinity`. A replica that is not there counts as no `near`.
 
-        Raises GenerationError: no replica is left.
+        Raises GenerationError: no replica is left, or that of `only` is not there.
         """
         chosen, limit = self._mixed_least() if self._mixed else (self._least(_NEWEST), None)
         if chosen is None:
             raise GenerationError("no replica is serving: all of them have stopped")
-        if (session_id or prefix) and (home := self._home(session_id, prefix, chosen, limit)) is not None:
-            chosen = home
+        if only is not None:
+            if only not in self._loads:
+                raise GenerationError(f"replica {only} is not serving")
+            chosen = only
+        elif (home := self._home(session_id, near, prefix)) is not None and self._fits(*home, chosen, limit):
+            chosen = home[0]
         if session_id:
             self._sessions[session_id] = chosen
             self._sessions.move_to_end(session_id)
@@ -147,18 +169,22 @@ class Router:
             self._loads[replica_id] -= 1
             self._push(replica_id)
 
-    def _home(self, session_id: str, prefix: Sequence[int], least: int, limit: int | None) -> int | None:
-        """The replica that has likely cached the request's tokens, unless it is overloaded (has more than `limit`, or
-        too many more than `least`) or in another tier."""
+    def _home(self, session_id: str, near: int | None, prefix: Sequence[int]) -> tuple[int, int] | None:
+        """The replica that has likely cached the request's tokens, and how many more requests than the least loaded one
+        it may have."""
         if session_id and (home := self._sessions.get(session_id)) is not None:
-            return home if self._fits(home, least, self._max_imbalance, limit) else None
+            return home, self._max_imbalance
+        if near is not None and near in self._loads:
+            return near, self._max_imbalance
         blocks = self._blocks
         for block in reversed(prefix):
             if (home := blocks.get(block)) is not None:
-                return home if self._fits(home, least, self._max_prefix_imbalance, limit) else None
+                return home, self._max_prefix_imbalance
         return None
 
-    def _fits(self, home: int, least: int, imbalance: int, limit: int | None) -> bool:
+    def _fits(self, home: int, imbalance: int, least: int, limit: int | None) -> bool:
+        """False when `home` is overloaded (has more requests than `limit`, or too many more than `least`) or in another
+        tier than `least`."""
         load = self._loads[home]
         if load - self._loads[least] > imbalance:
             return False

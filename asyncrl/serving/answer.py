@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
@@ -30,11 +31,15 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
     """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt
-    `i // options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply."""
+    `i // options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply. `near`: the replica that
+    served the turn before. `only`: no other replica may answer."""
 
     prompts: tuple[np.ndarray, ...]
     options: Options
     session_id: str = ""
+    request_id: str = ""
+    near: int | None = None
+    only: int | None = None
     calls: CallFormat | None = None
     json_schema: str | None = None
 
@@ -65,20 +70,24 @@ def sampling_of(
     )
 
 
-async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline: float) -> AsyncGenerator[Event, None]:
+async def answer(
+    question: Question, fleet: Fleet, text: ModelText, *, deadline: float, start_by: float = math.inf
+) -> AsyncGenerator[Event, None]:
     """Generates all choices of a question.
 
     Consumes: tokens that the fleet streams.
     Produces: `Delta`s, as soon as their text is certain, and one `Finished` per choice.
-    Waits for: the fleet, until the request's deadline.
+    Waits for: the fleet, until the request's deadline; for the first token also at most until `start_by`.
     Unblocked by: chunks of tokens.
     Stops when: every choice has ended, one has failed, or the caller closes the generator; running choices are then
     aborted.
 
     Args:
         deadline: on the clock of the running loop; it also limits a slow reader.
+        start_by: on the same clock.
 
-    Raises ApiError: the question does not fit, a replica refused it, none serves, or the deadline passed.
+    Raises ApiError: the question does not fit, a replica refused it, none serves, no token came by `start_by`, or the
+    deadline passed.
     """
     options, loop = question.options, asyncio.get_running_loop()
     form = ChoiceForm(text, options, question.calls)
@@ -104,6 +113,8 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
                 prompt_ids,
                 sampling,
                 session_id=question.session_id,
+                near=question.near,
+                only=question.only,
                 seed=(seed + index * _SEED_STEP) % 2**63,
                 on_chunk=on_chunk,
             )
@@ -117,21 +128,29 @@ async def answer(question: Question, fleet: Fleet, text: ModelText, *, deadline:
         left = len(tasks)
         while left:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, start_by)):
                     event = await events.get()
                     if loop.time() >= deadline:
                         raise TimeoutError
             except TimeoutError:
+                if loop.time() < deadline:
+                    raise _no_place(fleet, question) from None
                 found = "the answer was not finished in the longest time that a request may take"
                 raise ApiError(504, f"{found}; ask for fewer tokens", code="deadline_exceeded") from None
             if isinstance(event, BaseException):
                 raise _explained(event, fleet, question) from event
             left -= isinstance(event, Finished)
+            start_by = math.inf
             yield event
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _no_place(fleet: Fleet, question: Question) -> ApiError:
+    reason = fleet.not_serving(question.only) or "every place for requests like this one is taken"
+    return ApiError(503, f"no token came in time: {reason}; send it later", code="no_place")
 
 
 def _explained(error: BaseException, fleet: Fleet, question: Question) -> ApiError:
@@ -143,7 +162,7 @@ def _explained(error: BaseException, fleet: Fleet, question: Question) -> ApiErr
         param = "response_format" if question.calls is None else "tools"
         return ApiError(400, f"{param}: {error}", param=param, code="invalid_value")
     if isinstance(error, AsyncRLError):
-        reason = fleet.not_serving
+        reason = fleet.not_serving(question.only)
         message = f"{error}; {reason}" if reason is not None and reason not in str(error) else str(error)
         return ApiError(503, message, code="not_serving")
     logger.error("an answer failed", exc_info=error)

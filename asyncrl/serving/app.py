@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
@@ -24,6 +26,7 @@ from asyncrl.serving.answer import Collector, Event, Question, answer
 from asyncrl.serving.bodies import ChatBodies, CompletionBodies, DialectBodies, Writer
 from asyncrl.serving.choice import Delta, Finished
 from asyncrl.serving.dialects import DIALECTS
+from asyncrl.serving.discovery import replica_path
 from asyncrl.serving.errors import ApiError, bad_field
 from asyncrl.serving.fields import short
 from asyncrl.serving.fleet import Fleet
@@ -43,10 +46,13 @@ from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
 from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
 from asyncrl.serving.reply import Dialect
+from asyncrl.serving.turns import Turns, request_id_of
 
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES_IN_ALL = 4096
+MAX_ID_CHARS = 256
+"""Of the ids of sessions and requests; what is longer is cut."""
 STATUS_CLIENT_LEFT = 499
 """Counted in the metrics only: the client has disconnected."""
 
@@ -72,6 +78,7 @@ class Api:
         request_timeout_s: longest time for one request, from its head to the last token.
         max_requests: requests answered at the same time, until the client has received the answer; more are refused.
         local_only: refuses requests to a host name other than this machine's own.
+        wait_timeout_s: longest time until the first token of an answer; then status 503. None: the request's own limit.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Api:
         request_timeout_s: float,
         max_requests: int,
         local_only: bool = False,
+        wait_timeout_s: float | None = None,
     ) -> None:
         self._model = model
         self._fleet = fleet
@@ -92,9 +100,11 @@ class Api:
         self._request_timeout_s = request_timeout_s
         self._max_requests = max_requests
         self._local_only = local_only
+        self._wait_timeout_s = math.inf if wait_timeout_s is None else wait_timeout_s
+        self._turns = Turns()
 
     def app(self) -> FastAPI:
-        routes: tuple[tuple[str, str, Handler], ...] = (
+        one_replica: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/v1/chat/completions", self._limited(self._chat)),
             ("POST", "/v1/completions", self._limited(self._completion)),
             *(
@@ -103,26 +113,42 @@ class Api:
             ),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{id:path}", self._one_model),
-            ("GET", "/openapi.json", self._schema),
-            ("GET", "/metrics", self._metrics_page),
             ("GET", "/health", self._health),
         )
+        whole_fleet: tuple[tuple[str, str, Handler], ...] = (
+            ("GET", "/openapi.json", self._schema),
+            ("GET", "/metrics", self._metrics_page),
+        )
+        prefix = replica_path("{replica_id:int}")
         return FastAPI(
             openapi_url=None,
-            routes=[Route(p, _Endpoint(self._guarded(p, handler)), methods=[method]) for method, p, handler in routes],
+            routes=[
+                *(self._route("", *route) for route in (*one_replica, *whole_fleet)),
+                *(self._route(prefix, *route) for route in one_replica),
+            ],
             exception_handlers={HTTPException: _not_a_route},
         )
 
+    def _route(self, before: str, method: str, path: str, handler: Handler) -> Route:
+        """`before`: of the path, where it is not the fleet's."""
+        return Route(before + path, _Endpoint(self._guarded(path, handler)), methods=[method])
+
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """Turns every error of `handler` into an answer in OpenAI's error schema, and counts it."""
+        """Turns every error of `handler` into an answer in OpenAI's error schema, and counts it. Each answer has the id
+        of its request."""
 
         async def run(request: Request) -> Response:
-            request.state.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+            now = asyncio.get_running_loop().time()
+            request.state.deadline = now + self._request_timeout_s
+            request.state.start_by = now + self._wait_timeout_s
+            named = request_id_of(request.headers.get("x-request-id", "")[:MAX_ID_CHARS])
+            request.state.id = named or secrets.token_hex(12)
             try:
                 if self._local_only:
                     require_local_host(request)
                 if path != "/health":  # a load balancer's probe has no key
                     require_key(request, self._api_key)
+                self._require_replica(request)
                 response = await handler(request)
             except ApiError as e:
                 response = _refused(path, e)
@@ -133,9 +159,16 @@ class Api:
                 logger.exception("a request to %s failed", path)
                 response = _refused(path, ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
             self._metrics.requests[path, response.status_code] += 1
+            response.headers["x-request-id"] = request.state.id
             return response
 
         return run
+
+    def _require_replica(self, request: Request) -> None:
+        """Raises ApiError: the address is that of a replica that there is not."""
+        only, there = _only(request), {report.replica_id for report in self._fleet.reports}
+        if only is not None and only not in there:
+            raise ApiError(404, f"there is no replica {only}; ask {sorted(there)}", code="replica_not_found")
 
     def _limited(self, handler: Handler) -> Handler:
         """`handler` for at most `max_requests` at the same time."""
@@ -221,9 +254,10 @@ class Api:
             "max_model_len": self._model.text.max_model_len,
         }
 
-    async def _health(self, _request: Request) -> Response:
-        states = self._fleet.reports
-        reason = self._fleet.not_serving
+    async def _health(self, request: Request) -> Response:
+        only = _only(request)
+        states = [state for state in self._fleet.reports if only in (None, state.replica_id)]
+        reason = self._fleet.not_serving(only)
         serving = sum(s.alive and s.version is not None for s in states)
         body: dict[str, Any] = {"serving": serving, "replicas": len(states)}
         if reason is not None:
@@ -248,15 +282,21 @@ class Api:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _question(self, request: Request, prompts: tuple[np.ndarray, ...], options: Options) -> Question:
-        session_id = request.headers.get("x-session-id", "")
-        question = Question(prompts, options, session_id[:256])
+        question = Question(
+            prompts,
+            options,
+            request.headers.get("x-session-id", "")[:MAX_ID_CHARS],
+            request.state.id,
+            near=self._turns.replica_of(request.state.id, time.monotonic()),
+            only=_only(request),
+        )
         if question.num_choices > MAX_CHOICES_IN_ALL:
             found = f"{len(prompts)} prompts with {options.n} choices each"
             raise bad_field("n", found, f"send at most {MAX_CHOICES_IN_ALL} choices in one request")
         return question
 
     async def _respond(self, request: Request, question: Question, bodies: Writer) -> Response:
-        events = self._events(question, deadline=request.state.deadline)
+        events = self._events(question, deadline=request.state.deadline, start_by=request.state.start_by)
         if question.options.stream:
             # The first event decides between an answer and an error, and names version and replica for the headers.
             try:
@@ -281,22 +321,29 @@ class Api:
             headers["x-weight-version"] = str(body["weight_version"])
         return JSONResponse(body, headers=headers)
 
-    async def _events(self, question: Question, *, deadline: float) -> AsyncGenerator[Event, None]:
-        """The events of the answer; counts them as they pass."""
+    async def _events(self, question: Question, *, deadline: float, start_by: float) -> AsyncGenerator[Event, None]:
+        """The events of the answer; counts them as they pass, and remembers the replica that served the turn."""
         metrics, started = self._metrics, time.monotonic()
         model = self._model
-        source = answer(question, self._fleet, model.text, deadline=deadline)
-        waiting = True
+        source = answer(question, self._fleet, model.text, deadline=deadline, start_by=start_by)
+        waiting, replica_id = True, None
+        metrics.waiting += 1
         try:
             async with aclosing(source):
                 async for event in source:
                     if waiting:
                         waiting = False
+                        metrics.waiting -= 1
                         metrics.first_token_s.observe(time.monotonic() - started)
                     if isinstance(event, Finished):
                         metrics.count_choice(len(question.prompts[event.index // question.options.n]), event)
+                    else:
+                        replica_id = event.replica_id
                     yield event
         finally:
+            metrics.waiting -= waiting
+            if replica_id is not None:
+                self._turns.served(question.request_id, replica_id, time.monotonic())
             metrics.request_s.observe(time.monotonic() - started)
 
     async def _stream(
@@ -333,6 +380,11 @@ class _Endpoint:
         with ExitStack() as request.state.until_sent:
             response = await self.handler(request)
             await response(scope, receive, send)
+
+
+def _only(request: Request) -> int | None:
+    """The replica whose address was asked; None for that of the fleet."""
+    return request.path_params.get("replica_id")
 
 
 async def _next(events: AsyncGenerator[Event, None]) -> Event:

@@ -51,7 +51,7 @@ class Bodies(ABC):
     def __init__(self, question: Question, model: str, prefix: str) -> None:
         self._question = question
         self._options = question.options
-        self._whole_head = head(prefix, self.kind, model)
+        self._whole_head = head(prefix, self.kind, model, question.request_id)
         self._head = self._whole_head | {"object": self.stream_kind}
         self._begun: set[int] = set()
         self._num_calls: Counter[int] = Counter()
@@ -279,9 +279,10 @@ def call_body(call: MadeCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """What every body begins with. `prefix`: of its random id."""
-    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:
+    """What every body begins with. Its id is `prefix` and that of the request, or a random one."""
+    made_id = f"{prefix}-{request_id or secrets.token_hex(12)}"
+    return {"id": made_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -14,6 +14,11 @@ from asyncrl.serving.fleet import ReplicaReport
 logger = logging.getLogger(__name__)
 
 
+def replica_path(replica_id: int | str) -> str:
+    """What the address of one replica has beyond that of the fleet; /v1 follows."""
+    return f"/replicas/{replica_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class FleetAddress:
     """`address`: the URL that requests go to, without /v1. `started_at`: seconds since the epoch."""
@@ -58,7 +63,9 @@ class DiscoveryFile:
         replicas: list[dict[str, Any]] = []
         for state in states:
             fields = asdict(state)
-            replicas.append({"id": fields.pop("replica_id"), "alive": state.alive, **fields})
+            replica_id = fields.pop("replica_id")
+            address = f"{self._fleet.address}{replica_path(replica_id)}"
+            replicas.append({"id": replica_id, "address": address, "alive": state.alive, **fields})
         content = json.dumps({**asdict(self._fleet), "replicas": replicas}, indent=1)
         self._part.write_text(content + "\n", encoding="utf-8")
         self._part.replace(self._path)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from asyncrl.errors import GenerationError
-from asyncrl.inference.replica_pool import ReplicaPool
 from asyncrl.rollout.generation import GenerationClient, OnChunk
-from asyncrl.rollout.router import prefix_blocks
-from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, SamplingParams
+from asyncrl.rollout.router import Affinity, prefix_blocks
+from asyncrl.serving.places import Places
+from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +37,66 @@ class ReplicaReport:
         return self.state in ("serving", "held")
 
 
+class FleetReplicas(Protocol):
+    """The replicas behind a fleet: a server's own `ReplicaPool`, or those of a run (`serving.run_replicas`)."""
+
+    @property
+    def table(self) -> ReplicaTable: ...
+    async def stats(self) -> list[ReplicaStats]:
+        """Statistics of every replica that answers."""
+        ...
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled. Raises RunFailed when a replica is lost that nothing replaces."""
+        ...
+
+
 class Fleet:
-    """Sends the requests of the HTTP side to the replicas of a pool. Owns the latest statistics of each replica."""
+    """Sends the requests of the HTTP side to the replicas. Owns the latest statistics of each replica."""
 
     def __init__(
         self,
         client: GenerationClient,
-        replicas: ReplicaPool,
+        replicas: FleetReplicas,
         *,
+        places: Places | None = None,
         refresh_s: float = 2.0,
         on_refresh: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
-            client: gets the table of the same pool.
+            client: gets the table of the same replicas.
+            places: bounds the requests at the replicas; None sends all of them at once.
             refresh_s: seconds between two health checks of every replica.
             on_refresh: called after every health check.
         """
         self._client = client
         self._replicas = replicas
+        self._places = places
         self._stats: dict[int, ReplicaStats] = {}
         self._refresh_s = refresh_s
         self._on_refresh = on_refresh
         self._look_now = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: np.ndarray, sampling: SamplingParams, *, session_id: str, seed: int, on_chunk: OnChunk
+        self,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        session_id: str,
+        seed: int,
+        on_chunk: OnChunk,
+        near: int | None = None,
+        only: int | None = None,
     ) -> Generation:
-        """As `GenerationClient.generate`; without a session the request follows its prompt's prefix."""
-        prefix = () if session_id else prefix_blocks(prompt_ids)
+        """As `GenerationClient.generate`; without a session the request follows its prompt's prefix. `near`, `only`: as
+        of `router.Affinity`."""
+        affinity = Affinity(() if session_id else prefix_blocks(prompt_ids), near, only)
         try:
-            return await self._client.generate(
-                prompt_ids, sampling, session_id=session_id, seed=seed, prefix=prefix, on_chunk=on_chunk
-            )
+            async with self._places or nullcontext():
+                return await self._client.generate(
+                    prompt_ids, sampling, session_id=session_id, seed=seed, affinity=affinity, on_chunk=on_chunk
+                )
         except GenerationError:
             self._look_now.set()  # a replica with a dead engine refuses everything: find it before the next request
             raise
@@ -90,16 +119,15 @@ class Fleet:
         """Requests in flight per replica that serves."""
         return self._client.loads
 
-    @property
-    def not_serving(self) -> str | None:
-        """Why no replica can answer now; None when one can."""
-        reports = self.reports
+    def not_serving(self, only: int | None = None) -> str | None:
+        """Why no replica, or not that of `only`, can answer now; None when one can."""
+        reports = [report for report in self.reports if only in (None, report.replica_id)]
         if any(r.alive and r.version is not None for r in reports):
             return None
         if any(r.alive for r in reports):
             return "no replica has a committed version yet: their weights are placeholders until the first publish"
         reasons = "; ".join(f"replica {r.replica_id} is {r.state}: {r.detail}" for r in reports)
-        return f"every replica is lost: {reasons}"
+        return f"no replica serves: {reasons}"
 
     async def watch(self) -> None:
         """Checks every replica each `refresh_s`. Raises RunFailed when one is lost and the restart budget is spent.

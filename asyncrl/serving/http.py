@@ -105,7 +105,8 @@ def frame(data: Mapping[str, Any], event: str = "") -> str:
 
 def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
     """`body`: in the form of another API than OpenAI's."""
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": str(RETRY_AFTER_S)}}
+    later = {"retry-after": str(RETRY_AFTER_S)}
+    headers = {401: {"www-authenticate": "Bearer"}, 429: later, 503: later}
     return JSONResponse(error.body() if body is None else body, error.status, headers.get(error.status))
 
 

@@ -39,6 +39,8 @@ class ServingMetrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.in_flight = 0
+        self.waiting = 0
+        """Requests without a token of their answer so far."""
         self.disconnects = 0
         self.refusals: Counter[Reason] = Counter()
         """Counted by the guard of the connections."""
@@ -48,6 +50,11 @@ class ServingMetrics:
         self.interruptions = 0
         self.request_s = Histogram()
         self.first_token_s = Histogram()
+
+    @property
+    def refused(self) -> int:
+        """Requests that were sent away for later."""
+        return sum(count for (_, status), count in self.requests.items() if status in (429, 503))
 
     def count_choice(self, prompt_tokens: int, finished: Finished) -> None:
         self.prompt_tokens += prompt_tokens
@@ -69,6 +76,7 @@ class ServingMetrics:
         ]
         metric("requests_total", "counter", "HTTP requests that were answered.", requests)
         metric("requests_in_flight", "gauge", "Requests that are being answered.", [("", self.in_flight)])
+        metric("requests_waiting", "gauge", "Those of them without a token so far.", [("", self.waiting)])
         metric("disconnects_total", "counter", "Requests whose client left early.", [("", self.disconnects)])
         refusals = [(f'{{reason="{reason}"}}', self.refusals[reason]) for reason in REASONS]
         metric("refusals_total", "counter", "Connections that were not served, or closed.", refusals)

@@ -17,13 +17,13 @@ _ERRORS = {
     "400": "a field cannot be served, or the body is no JSON",
     "401": "the key is missing or wrong",
     "403": "the Host header names no address of this machine",
-    "404": "no such model",
+    "404": "no such model, or no such replica",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
     "415": "the body is not said to be JSON",
     "429": "too many requests are in flight",
     "500": "a defect of the server",
-    "503": "no replica serves",
+    "503": "no replica serves, or none has a place in time",
     "504": "the longest time of a request passed",
 }
 _READ_ONLY = ("401", "403", "500")
@@ -55,7 +55,9 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
         {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     ]
     components: dict[str, Any] = {"schemas": schemas}
-    made: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "asyncrl-serve", "version": "1"}, "paths": paths}
+    described = "Paths under /v1 and /health also exist below /replicas/ID, the address of one replica."
+    info = {"title": "asyncrl-serve", "version": "1", "description": described}
+    made: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths}
     if keyed:
         made |= {"security": [{"key": []}]}
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
@@ -11,13 +12,43 @@ from typing import Any
 
 import uvicorn
 
-from asyncrl.errors import RunFailed, explain
-from asyncrl.serving.connection_guard import ConnectionGuard, GuardedConfig
+from asyncrl.errors import ConfigError, RunFailed, explain
+from asyncrl.serving.connection_guard import BACKLOG, ConnectionGuard, GuardedConfig
 
 logger = logging.getLogger("asyncrl.commands.serve")
 
 END_TIMEOUT_S = 3.0
 """Time that the server has beyond its grace period to end the requests in progress."""
+
+
+def bind(host: str, port: int, *, keys: str = "rollout.serve.") -> socket.socket:
+    """A socket on that address, where clients may already queue. Raises ConfigError, naming the keys with this prefix:
+    the address is taken, or not of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # a port that another process listens on is refused only here
+    except OSError as e:
+        do = f"choose another {keys}port (0 takes a free one) or {keys}host"
+        raise ConfigError(explain(f"{keys}host={host} {keys}port={port}", str(e), do)) from e
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a bound socket, by this machine's name where it listens on all addresses."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_local(listener: socket.socket) -> bool:
+    """Only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 class Server(uvicorn.Server):

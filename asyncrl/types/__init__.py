@@ -28,7 +28,14 @@ from asyncrl.types.groups import (
     TokenLag,
 )
 from asyncrl.types.models import LayerSizes, ModelFacts
-from asyncrl.types.replicas import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaTable
+from asyncrl.types.replicas import (
+    ReplicaHandle,
+    ReplicaRow,
+    ReplicaState,
+    ReplicaTable,
+    RunServerReport,
+    RunServerStats,
+)
 from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
@@ -87,6 +94,8 @@ __all__ = [
     "ReplicaStats",
     "ReplicaTable",
     "RolloutStats",
+    "RunServerReport",
+    "RunServerStats",
     "SamplingParams",
     "Segment",
     "SegmentKind",

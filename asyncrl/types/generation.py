@@ -137,7 +137,8 @@ class EngineHealth:
 class ReplicaStats:
     """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
     those below it; `node`: address of its machine, where it is known. `asleep_s`: time that the engine slept;
-    `waking_s`: time that it took to take its memory back."""
+    `waking_s`: time that it took to take its memory back; `external_tokens`: sampled since its start for requests from
+    outside the run."""
 
     replica_id: int
     pid: int
@@ -147,3 +148,4 @@ class ReplicaStats:
     node: str = ""
     asleep_s: float = 0.0
     waking_s: float = 0.0
+    external_tokens: int = 0

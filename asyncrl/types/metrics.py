@@ -40,7 +40,8 @@ class Metric(StrEnum):
     def reduction(self) -> Reduction:
         """What stands for the metric over many steps: of a count since the start the last value, of a bound the largest,
         else the mean."""
-        if self in (Metric.STEP, Metric.TIME, Metric.REPREFILLED) or self.group in ("queue", "cpu", "sinks", "eval"):
+        counts = (Metric.STEP, Metric.TIME, Metric.REPREFILLED, Metric.SERVE_REFUSED, Metric.SERVE_RESTARTS)
+        if self in counts or self.group in ("queue", "cpu", "sinks", "eval"):
             return "mean" if self in (Metric.FILTERED_SHARE, Metric.FAILED_SHARE) else "last"
         return "max" if self.endswith(("_max", "longest_s", "deadline_used")) else "mean"
 
@@ -53,7 +54,7 @@ class Metric(StrEnum):
         """Every line of `metrics.jsonl` has it."""
         return (
             not self.is_family
-            and self.group not in ("eval", "cpu", "critic", "replica_time", "guard", "sleep")
+            and self.group not in ("eval", "cpu", "critic", "replica_time", "guard", "sleep", "serve")
             and self not in _SOMETIMES
         )
 
@@ -101,7 +102,7 @@ class Metric(StrEnum):
     LAG_CLIPPED_NEGATIVE = "lag/clip_negative/", "share", NONE, "with a bucket: `train/clip_fraction_negative` of the tokens of this lag"
     LAG_KL = "lag/kl/", "nats", NONE, "with a bucket: `train/kl_behavior` of the tokens of this lag"
 
-    ROLLOUT_SPEED = "rollout/tokens_per_s", "tokens/s", HIGHER, "tokens sampled by all replicas, per wall time"
+    ROLLOUT_SPEED = "rollout/tokens_per_s", "tokens/s", HIGHER, "tokens sampled by all replicas, those for clients of rollout.serve included, per wall time"
     SEGMENTS = "rollout/segments_mean", "segments", NONE, "mean number of segments of a trained trajectory"
     INTERRUPTED = "rollout/interrupted_fraction", "share", NONE, "trained trajectories with tokens of more than one version"
     VERSION_SPAN = "rollout/version_span_mean", "versions", LOWER, "newest minus oldest version of a trained trajectory's tokens, mean"
@@ -111,6 +112,14 @@ class Metric(StrEnum):
     REPREFILLED = "rollout/reprefilled_tokens", "tokens", LOWER, "sent again after interruptions since the rollouter started, at the last health check"
 
     SPARE_REPLICAS = "rollout/spare_replicas", "replicas", LOWER, "replicas that could be given back: their number times `replica_time/slots_exhausted`"
+
+    SERVE_UP = "serve/up", "flag", HIGHER, "1 while the server of rollout.serve answers"
+    SERVE_RUNNING = "serve/running", "requests", NONE, "clients' requests whose answer has begun, at the last health check of the server"
+    SERVE_WAITING = "serve/waiting", "requests", LOWER, "clients' requests without a token so far, at the same time"
+    SERVE_REFUSED = "serve/refused", "requests", LOWER, "clients' requests that were sent away for later (status 429 or 503) since this process of the run began"
+    SERVE_RESTARTS = "serve/restarts", "restarts", LOWER, "of the server since this process of the run began"
+    SERVE_TOKENS = "serve/tokens", "tokens", NONE, "sampled for clients since the line before"
+    SERVE_SHARE = "serve/token_share", "share", NONE, "`serve/tokens` of all tokens that the replicas sampled in that time"
 
     QUEUE_ADMITTED = "queue/admitted", "groups", NONE, "admitted since the run began"
     QUEUE_RUNNING = "queue/running", "groups", NONE, "being generated"

@@ -59,6 +59,29 @@ class ReplicaRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RunServerStats:
+    """The server of a run. `address`: its URL without /v1; requests of clients whose answer has begun (`running`), that
+    have no token yet (`waiting`), and that were sent away for later since its start (`refused`)."""
+
+    address: str
+    running: int
+    waiting: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunServerReport:
+    """The servers of a run so far. `up`: one answers now, and has `running` and `waiting`; `refused` and `restarts`
+    count over all of them."""
+
+    up: bool
+    running: int
+    waiting: int
+    refused: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaTable:
     """Every replica by id. `generation` grows with each change: of two tables the later one counts."""
 

@@ -53,7 +53,7 @@ class Control(FakeReplica):
         if self.dead:
             raise self.dead
         health = SimpleNamespace(busy_s=0.0, generated_tokens=0, version=0)
-        return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0)
+        return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0, external_tokens=0)
 
     async def reset(self, timeout_s):
         self.calls.append(("reset",))

@@ -220,6 +220,61 @@ async def test_sessions_and_prefixes_stay_on_their_replica_and_find_its_cache():
         assert 0.3 < value(page, "asyncrl_prefix_cache_hit_rate") < 1
 
 
+async def test_the_id_of_the_turn_before_keeps_a_conversation_on_its_replica():
+    """Clients name the header of the turn before, the id of its body, or one id for all turns."""
+    async with serving(4, reply="short") as served:
+        for kind in ("header", "body", "constant"):
+            for user in range(4):
+                words = {"x_request_id": f"{user} of {kind}"} if kind == "constant" else {}
+                homes = set()
+                for turn in range(4):
+                    question = {"messages": [{"role": "user", "content": f"{user} {turn}"}]}  # no common prefix
+                    response = await served.post("/v1/chat/completions", question, **words)
+                    homes.add(response.headers["x-replica-id"])
+                    own, made = response.headers["x-request-id"], response.json()["id"]
+                    assert made == f"chatcmpl-{own}"
+                    assert not turn or own == words["x_request_id"].removeprefix("chatcmpl-")
+                    words = {"x_request_id": made if kind == "body" else own}
+                assert len(homes) == 1, (kind, user)
+        answers = [await served.post("/v1/completions", {"prompt": [5, i], "max_tokens": 2}) for i in range(8)]
+        assert len({a.headers["x-replica-id"] for a in answers}) == 4, "without an id the least loaded one, in turn"
+        assert len({a.headers["x-request-id"] for a in answers}) == 8
+        streamed = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "stream": True})
+        named = {"x_request_id": streamed.headers["x-request-id"]}
+        for _ in range(3):
+            again = await served.post("/v1/completions", {"prompt": "b", "max_tokens": 4}, **named)
+            assert again.headers["x-replica-id"] == streamed.headers["x-replica-id"]
+        refused = await served.post("/v1/completions", {"prompt": "x", "n": 0}, x_request_id="mine")
+        assert (refused.status_code, refused.headers["x-request-id"]) == (400, "mine")
+
+
+async def test_each_replica_has_an_address_of_its_own():
+    async with serving(3, reply="short") as served:
+        for replica_id in (2, 0, 1):
+            client = openai.AsyncOpenAI(
+                base_url=f"{served.url}/replicas/{replica_id}/v1", api_key="none", max_retries=0
+            )
+            for _ in range(3):
+                raw = await client.chat.completions.with_raw_response.create(model="tiny", **ASK)
+                assert raw.headers["x-replica-id"] == str(replica_id)
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+        answered = await served.post("/replicas/1/v1/messages", {**ASK, "max_tokens": 4, "model": "tiny"})
+        assert (answered.status_code, answered.headers["x-replica-id"]) == (200, "1")
+        health = await served.get("/replicas/1/health")
+        assert (health.status_code, health.json()) == (200, {"serving": 1, "replicas": 1})
+        wrong = await served.post("/replicas/7/v1/chat/completions", ASK)
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "replica_not_found")
+        assert "ask [0, 1, 2]" in wrong.json()["error"]["message"]
+
+
+async def test_a_request_for_a_replica_that_died_waits_for_its_replacement():
+    async with serving(2, reply="short", max_restarts=1) as served:
+        served.channels[1].die()
+        await served.fleet.refresh()
+        response = await served.post("/replicas/1/v1/completions", {"prompt": "x", "max_tokens": 4})
+        assert (response.status_code, response.headers["x-replica-id"]) == (200, "1")
+
+
 def value(page, name):
     (line,) = [line for line in page.splitlines() if line.startswith(name + " ")]
     return float(line.split()[-1])

@@ -179,7 +179,7 @@ async def test_a_schema_that_the_engine_refuses_is_the_fault_of_the_request():
                 error = answer.json()["error"]
                 assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", param), error
                 assert "no such keyword" in error["message"]
-        assert served.fleet.not_serving is None
+        assert served.fleet.not_serving() is None
         assert (await served.post("/v1/chat/completions", ASK)).status_code == 200
 
 

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.connection_guard import REASONS, ConnectionGuard, ConnectionLimits
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaReport
-from asyncrl.serving.server import serve_until
+from asyncrl.serving.server import bind, serve_until
 
 pytestmark = pytest.mark.unit
 
@@ -51,7 +51,7 @@ def test_the_number_of_requests_is_bounded():
 
 def test_clients_may_queue_before_the_fleet_serves():
     with ExitStack() as opened:
-        listener = opened.enter_context(serve._bind("127.0.0.1", 0))
+        listener = opened.enter_context(bind("127.0.0.1", 0))
         for _ in range(50):
             opened.enter_context(socket.create_connection(listener.getsockname(), timeout=0.5))
 

@@ -1,0 +1,233 @@
+"""The server of a run (`rollout.serve`): answers clients that are not part of the run, from the run's replicas. Runs as
+a Ray actor on the driver's machine, which `serving.run_server_supervisor` replaces when it dies.
+
+    client --HTTP--> Api --> Fleet --> Places --> GenerationClient --> Replica[0..R) of the run
+
+It is a client of the replicas as a rollouter is, so no call of the run waits for it. Nothing that it gets enters the
+queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.data.model_files import check_model, hub_facts
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.inference.external_places import ExternalLimits
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.serving.app import Api, ServedModel
+from asyncrl.serving.connection_guard import (
+    SPARE_CONNECTIONS,
+    ConnectionGuard,
+    ConnectionLimits,
+    connections_that_fit,
+)
+from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
+from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.metrics import ServingMetrics
+from asyncrl.serving.model_text import ModelText
+from asyncrl.serving.places import Places
+from asyncrl.serving.server import Server, address_of, bind, is_local, serve_until
+from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 5
+"""Under load the processes of the run come first on this machine's cores."""
+LISTEN_S = 30.0
+LAST_WORD_S = 5.0
+"""Time for a client to read that its request has timed out, before its connection is closed."""
+GRACE_S = 1
+"""Time for requests in progress when the run ends."""
+REFRESH_S = 5.0
+"""Between two looks at every replica, and two writes of the discovery file."""
+_UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held", "leased")
+
+
+@dataclass(frozen=True, slots=True)
+class RunServerSpec:
+    """What the server of a run is built from. `max_lost`: an answer fails when so many replicas died while they worked
+    on it. `api_key` None: whoever can connect may ask."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    max_lost: int
+    discovery_file: Path
+    api_key: str | None = None
+
+    def __repr__(self) -> str:
+        return f"RunServerSpec({self.model.path!r})"  # without the key
+
+
+class RunReplicas:
+    """The replicas of a run as its server sees them: those of the last table. Their pool watches them, not this."""
+
+    def __init__(self) -> None:
+        self.table = ReplicaTable()
+
+    async def stats(self) -> list[ReplicaStats]:
+        """Statistics of every replica that answers within `REFRESH_S`."""
+        rows = self.table.those(*_UP).values()
+        answers = await asyncio.gather(*(row.handle.stats(REFRESH_S) for row in rows), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, AsyncRLError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, ReplicaStats)]
+
+    async def watch(self) -> None:
+        """Returns never: the run replaces its replicas."""
+        await asyncio.get_running_loop().create_future()
+
+
+class RunServer:
+    """Owns the HTTP server, the generation client and the places of external requests."""
+
+    def __init__(
+        self,
+        spec: RunServerSpec,
+        client_id: str,
+        *,
+        read_text: Callable[[RunServerSpec], ModelText] | None = None,
+        niceness: int = NICENESS,
+    ) -> None:
+        """
+        Args:
+            client_id: names this incarnation among all clients of the replicas.
+            read_text: reads the tokenizer and the chat template; None: those of the model's files.
+            niceness: by which the priority of this process is lowered.
+        """
+        self._spec = spec
+        self._client_id = client_id
+        self._read_text = _model_text if read_text is None else read_text
+        self._niceness = niceness
+        self._replicas = RunReplicas()
+        settings = spec.rollout.serve
+        limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
+        self._places = Places(limits.external)
+        self._metrics = ServingMetrics()
+        self._stopped = asyncio.Event()
+        self._address = ""
+        self._client: GenerationClient
+        self._fleet: Fleet
+        self._server: Server
+        self._serving: asyncio.Task[None]
+
+    async def start(self, port: int) -> RunServerStats:
+        """Returns when it listens on `port`; 0 takes a free one, as one does that is taken where the recipe has 0.
+
+        Raises ConfigError: the address cannot be bound, or the tokenizer not be loaded. Raises DeadlineExceeded,
+        ProcessDied.
+        """
+        os.nice(self._niceness)
+        settings = self._spec.rollout.serve
+        text = await asyncio.to_thread(self._read_text, self._spec)
+        try:
+            listener = bind(settings.host, port)
+        except ConfigError:
+            if settings.port or not port:
+                raise
+            listener = bind(settings.host, 0)
+        self._connect(listener, text)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        await self._until_it_listens()
+        return await self.stats()
+
+    async def run(self) -> None:
+        """Serves until `stop`. Raises what ended the HTTP server before."""
+        stop = asyncio.create_task(self._stopped.wait(), name="stop")
+        watching = asyncio.create_task(self._fleet.watch(), name="fleet")
+        try:
+            await serve_until(stop, self._server, self._serving, watching)
+        finally:
+            stop.cancel()
+            await self._client.close()
+
+    async def set_replicas(self, table: ReplicaTable) -> None:
+        """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s of an external
+        client."""
+        self._replicas.table = table
+        self._places.set_replicas(len(table.those("serving", "held")))
+        self._client.set_replicas(table)
+
+    async def stats(self) -> RunServerStats:
+        metrics = self._metrics
+        running = metrics.in_flight - metrics.waiting
+        return RunServerStats(self._address, max(0, running), metrics.waiting, metrics.refused)
+
+    async def stop(self) -> None:
+        """Accepts nothing new; what is being answered has a moment to end. `run` then returns."""
+        self._stopped.set()
+
+    def _connect(self, listener: socket.socket, text: ModelText) -> None:
+        """Builds the parts between this socket and the replicas."""
+        spec, settings = self._spec, self._spec.rollout.serve
+        self._address = address_of(listener)
+        self._client = GenerationClient(
+            self._client_id,
+            self._replicas.table,
+            request_timeout_s=settings.request_timeout_s + 60,  # the server's own deadline comes first, and says more
+            poll_interval_s=spec.rollout.poll_interval_s,
+            waits_for_replacements=True,
+            max_lost=spec.max_lost,
+        )
+        name = settings.model_name or spec.model.path
+        found = FleetAddress(self._address, name, spec.rollout.engine, os.getpid(), time.time())
+        file = DiscoveryFile(spec.discovery_file, found)
+        self._fleet = Fleet(
+            self._client,
+            self._replicas,
+            places=self._places,
+            refresh_s=REFRESH_S,
+            on_refresh=lambda: file.write(self._fleet.reports),
+        )
+        api = Api(
+            ServedModel(name, text, found.started_at, guided=spec.rollout.guided_decoding),
+            self._fleet,
+            self._metrics,
+            api_key=spec.api_key,
+            request_timeout_s=settings.request_timeout_s,
+            max_requests=settings.max_requests,
+            local_only=is_local(listener) and spec.api_key is None,
+            wait_timeout_s=settings.wait_timeout_s,
+        )
+        limits = ConnectionLimits(
+            max_connections=connections_that_fit(settings.max_requests + SPARE_CONNECTIONS),
+            response_timeout_s=settings.request_timeout_s + LAST_WORD_S,
+        )
+        guard = ConnectionGuard(limits, self._metrics.refusals)
+        self._server = Server(api.app(), guard, grace_s=GRACE_S)
+
+    async def _until_it_listens(self) -> None:
+        try:
+            async with asyncio.timeout(LISTEN_S):
+                while not self._server.started:
+                    if self._serving.done():
+                        found = repr(self._serving.exception())
+                        raise ProcessDied(explain("serve beside the run", found, "see the log of the run"))
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            found = f"the HTTP server does not listen after {LISTEN_S:g} s"
+            raise DeadlineExceeded(explain("serve beside the run", found, "see the log of the run")) from None
+
+
+def _model_text(spec: RunServerSpec) -> ModelText:
+    facts = check_model(spec.model.path)
+    facts = facts if facts.is_local else hub_facts(spec.model)
+    tokenizer, rollout = load_tokenizer(spec.model), spec.rollout
+    return ModelText(
+        tokenizer,
+        spec.model,
+        facts.vocab_size,
+        max_model_len=rollout.max_model_len,
+        parser=rollout.tool_use.parser,
+    )

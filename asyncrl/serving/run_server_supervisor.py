@@ -1,0 +1,189 @@
+"""Keeps the server of a run up. Whatever happens to the server, the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from asyncrl.errors import AsyncRLError, ProcessDied
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+"""Longest time for a killed server to exit, and so to free its port."""
+
+
+class RunServerProcess(Protocol):
+    """One server, as `serving.run_server_actor.RunServerControl` reaches it."""
+
+    async def start(self, port: int, timeout_s: float) -> RunServerStats: ...
+    async def run(self) -> None: ...
+    async def set_replicas(self, table: ReplicaTable, timeout_s: float) -> None: ...
+    async def stats(self, timeout_s: float) -> RunServerStats: ...
+    async def stop(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+    async def ended(self, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunServerTimes:
+    """Seconds, meant as in `ray:`. `restart_delay_s`: before the start of the next server."""
+
+    start_timeout_s: float
+    health_interval_s: float
+    health_timeout_s: float
+    restart_delay_s: float = 1.0
+
+
+class RunServerSupervisor:
+    """Owns the server's process, the budget of its restarts and the newest replica table. None of its methods raises,
+    and none but `stop` waits for the server.
+
+    Consumes: replica tables; deaths and missed health checks of the server.
+    Produces: a running server that has the newest table, under the same port.
+    Waits for: starts and calls of the server, each with its deadline.
+    Unblocked by: the answers; a table; the end of the server.
+    Stops when: `stop` is called, or the budget is spent. The run then goes on without a server, and the log says so.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[str], RunServerProcess],
+        forget: Callable[[str], Awaitable[None]],
+        *,
+        port: int,
+        budget: RestartBudget,
+        times: RunServerTimes,
+        discovery_file: Path,
+    ) -> None:
+        """
+        Args:
+            spawn: makes the process of a server from its client id; it is not started.
+            forget: makes the replicas drop a dead client.
+            port: of the recipe; 0 takes a free one, which later servers keep.
+            discovery_file: removed while no server is up.
+        """
+        self._spawn = spawn
+        self._forget = forget
+        self._port = port
+        self._budget = budget
+        self._times = times
+        self._file = discovery_file
+        self._table = ReplicaTable()
+        self._changed = asyncio.Event()
+        self._current: RunServerProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stats: RunServerStats | None = None
+        self._refused_before = 0
+        """By servers that have ended."""
+        self._up = self._stopping = False
+
+    @property
+    def report(self) -> RunServerReport:
+        """The server as its last health check found it, and the counts of all servers so far."""
+        stats = self._stats
+        if stats is None or not self._up:
+            return RunServerReport(False, 0, 0, self._refused_before, self._budget.total)
+        return RunServerReport(
+            True, stats.running, stats.waiting, self._refused_before + stats.refused, self._budget.total
+        )
+
+    def set_replicas(self, table: ReplicaTable) -> None:
+        """Sends the table, with the controls of the replicas as its handles, to the server, soon."""
+        self._table = table
+        self._changed.set()
+
+    def start(self) -> None:
+        """Begins to keep a server up."""
+        self._file.unlink(missing_ok=True)  # of a run that was killed
+        self._task = asyncio.create_task(self._keep(), name="server of the run")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks the server to stop, and kills what is left of it."""
+        self._stopping = True
+        current, task = self._current, self._task
+        if current is not None and task is not None and self._up:
+            try:
+                await current.stop(timeout_s)
+                await asyncio.wait([task], timeout=timeout_s)
+            except AsyncRLError as error:
+                logger.info("while stopping: %s", error)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if current is not None:
+            current.kill()
+        self._file.unlink(missing_ok=True)
+
+    async def _keep(self) -> None:
+        while True:
+            client_id = f"server-{uuid.uuid4().hex[:12]}"  # replicas refuse the clients that they were told to forget
+            current: RunServerProcess | None = None
+            try:
+                current = self._current = self._spawn(client_id)
+                await self._attend(current)
+                failure: Exception = ProcessDied("it ended by itself")
+            except Exception as error:  # noqa: BLE001 - task boundary: the run goes on whatever the server does
+                failure = error
+            if self._stopping:
+                return
+            self._refused_before += self._stats.refused if self._stats is not None else 0
+            self._up, self._stats = False, None
+            await self._clear(current, client_id)
+            if not self._budget.take():
+                logger.error(
+                    "the server of the run has failed and, after %s, stays down: %s; the run goes on without it, and "
+                    "recovery.max_restarts sets the limit",
+                    self._budget,
+                    failure,
+                )
+                return
+            logger.error("the server of the run has failed and is restarted: %s", failure)
+            await asyncio.sleep(self._times.restart_delay_s)
+
+    async def _attend(self, current: RunServerProcess) -> None:
+        """Starts this server and serves its calls until it ends. Raises what ended it."""
+        times = self._times
+        self._stats = await current.start(self._port, times.start_timeout_s)
+        self._port = urlsplit(self._stats.address).port or self._port
+        logger.info("clients may ask the policy of this run at %s/v1", self._stats.address)
+        running, told = asyncio.create_task(current.run(), name="run of the server"), None
+        self._up = True
+        try:
+            while not running.done():
+                self._changed.clear()
+                if told is not self._table:
+                    told = self._table
+                    await current.set_replicas(told, times.health_timeout_s)
+                self._stats = await current.stats(times.health_timeout_s)
+                change = asyncio.create_task(self._changed.wait())
+                await asyncio.wait(
+                    [running, change], timeout=times.health_interval_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                change.cancel()
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _clear(self, current: RunServerProcess | None, client_id: str) -> None:
+        """Removes what a dead server leaves: its process, its file, and its requests at the replicas."""
+        self._file.unlink(missing_ok=True)
+        if current is not None:
+            current.kill()
+            try:
+                await current.ended(END_TIMEOUT_S)
+            except AsyncRLError as error:
+                logger.warning("the dead server of the run may still hold its port: %s", error)
+        try:
+            await self._forget(client_id)
+        except AsyncRLError as error:  # its requests end by themselves, and their tokens are never collected
+            logger.warning("replicas may still work for the dead server %s: %s", client_id, error)

@@ -1,0 +1,298 @@
+"""Requests from outside a run at a replica and in the server of the run: they come behind the run, and never hold a
+publish up."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.config.load import load_recipe
+from asyncrl.driver.preflight import check_server
+from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.inference.external_places import ExternalLimits
+from asyncrl.inference.replica import Replica
+from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.serving.run_server_supervisor import RunServerSupervisor, RunServerTimes
+from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript
+from asyncrl_testing.local import publish
+
+pytestmark = pytest.mark.concurrency
+
+LONG = 1_000_000
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+
+
+@asynccontextmanager
+async def serving(total=4, external=2, gate_timeout_s=20.0, version=1):
+    """A replica whose engine decodes `total` requests at once; yields it and its engine."""
+    engine = FakeEngine(FakeScript(start_version=None, max_model_len=10 * LONG, num_slots=total))
+    limits = ExternalLimits(total, external) if external else None
+    replica = Replica(0, lambda: engine, gate_timeout_s=gate_timeout_s, external=limits)
+    await replica.start()
+    await publish(replica, 1, version)
+    try:
+        yield replica, engine
+    finally:
+        await replica.stop()
+
+
+def request(name, max_tokens=LONG):
+    return GenerationRequest(name, np.array([7], np.int32), SamplingParams(max_tokens=max_tokens))
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def ends(replica, client, count=1):
+    """The last chunks of the next `count` requests of this client that end."""
+    found = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            found += [c for c in await replica.collect(client, 1.0) if c.finish_reason]
+    return found
+
+
+def test_limits_are_a_share_of_the_places_and_at_least_one():
+    assert ExternalLimits.of(128, 0.1) == ExternalLimits(128, 12)
+    assert ExternalLimits.of(4, 0.1) == ExternalLimits(4, 1)
+    assert ExternalLimits.of(4, 1.0) == ExternalLimits(4, 4)
+
+
+async def test_external_requests_take_their_share_and_only_places_that_the_run_leaves():
+    async with serving(total=4, external=2) as (replica, engine):
+        await replica.submit("outside", [request(f"x{i}") for i in range(4)], True)
+        await until(lambda: engine.health().running == 2)
+        await asyncio.sleep(0.02)
+        assert engine.health().running == 2, "the share"
+        await replica.submit("run", [request(f"r{i}") for i in range(3)])
+        await until(lambda: engine.health().running + engine.health().waiting == 5)
+        await replica.abort(["x0", "x1"])
+        await ends(replica, "outside", 2)
+        await until(lambda: engine.health().running == 4)
+        await asyncio.sleep(0.02)
+        assert engine.health().running + engine.health().waiting == 4, "three of the run and one place left"
+        await replica.submit("run", [request("r3")])
+        await until(lambda: engine.health().running + engine.health().waiting == 5)
+        await replica.abort(["x2"])
+        (ended,) = await ends(replica, "outside")
+        assert ended.request_id == "x2"
+        await asyncio.sleep(0.02)
+        assert (engine.health().running, engine.health().waiting) == (4, 0), "none for x3: the run has all places"
+        await replica.abort(["r0", "x3"])
+        (ended,) = await ends(replica, "outside")
+        assert (ended.request_id, len(ended.token_ids)) == ("x3", 0)
+
+
+async def test_a_request_of_the_run_never_waits_for_a_place():
+    async with serving(total=2, external=2) as (replica, engine):
+        await replica.submit("outside", [request("x0"), request("x1")], True)
+        await until(lambda: engine.health().running == 2)
+        await replica.submit("run", [request("r0", 4)])
+        await until(lambda: engine.health().waiting == 1)
+        await replica.abort(["x0"])
+        assert (await ends(replica, "run"))[0].finish_reason == "length"
+
+
+async def test_a_drain_waits_for_the_run_alone():
+    """A long request from outside is aborted and comes back; one of the run finishes first."""
+    async with serving() as (replica, engine):
+        await replica.submit("outside", [request("x0")], True)
+        await replica.submit("run", [request("r0", 2000)])
+        await until(lambda: engine.health().running == 2)
+        async with asyncio.timeout(20):
+            await publish(replica, 2, 2, "drain")
+        (outside,) = await ends(replica, "outside")
+        (inside,) = await ends(replica, "run")
+        assert (outside.finish_reason, inside.finish_reason) == ("abort", "length")
+        assert (outside.version, inside.version) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "drain"])
+async def test_what_waits_at_a_publish_starts_after_it(mode):
+    async with serving(total=2, external=1) as (replica, engine):
+        await replica.submit("outside", [request("x0"), request("x1", 8)], True)
+        await until(lambda: engine.health().running == 1)
+        await replica.pause(mode)
+        await replica.submit("outside", [request("x2", 8)], True)
+        await asyncio.sleep(0.02)
+        await publish(replica, 2, 2, mode)
+        await replica.abort(["x0"])
+        chunks = {c.request_id: c for c in await ends(replica, "outside", 3)}
+        assert {chunks[name].finish_reason for name in ("x1", "x2")} == {"length"}
+        assert {chunks[name].version for name in ("x1", "x2")} == {2}
+        assert (await replica.stats()).external_tokens >= 16
+
+
+async def test_the_wait_for_a_place_has_a_deadline_and_says_why():
+    async with serving(total=1, external=1, gate_timeout_s=0.1) as (replica, engine):
+        await replica.submit("run", [request("r0")])
+        await until(lambda: engine.health().running == 1)
+        await replica.submit("outside", [request("x0")], True)
+        (ended,) = await ends(replica, "outside")
+        assert "requests of the run take its places" in ended.error
+        await replica.abort(["r0"])
+        await ends(replica, "run")
+        await replica.submit("outside", [request("x1", 4)], True)
+        assert (await ends(replica, "outside"))[0].finish_reason == "length", "no place was lost"
+
+
+async def test_a_replica_without_a_server_refuses_them():
+    async with serving(external=0) as (replica, _):
+        with pytest.raises(GenerationError, match=r"rollout\.serve\.enabled=true"):
+            await replica.submit("outside", [request("x0")], True)
+
+
+async def test_tokens_for_clients_are_counted_apart():
+    async with serving() as (replica, _):
+        await replica.submit("outside", [request("x0", 10)], True)
+        await replica.submit("run", [request("r0", 30)])
+        await ends(replica, "outside")
+        await ends(replica, "run")
+        stats = await replica.stats()
+        assert (stats.external_tokens, stats.health.generated_tokens) == (10, 40)
+
+
+class ScriptedServer:
+    """A server's process. `start_error`: raised by its start; `hangs`: it answers nothing more."""
+
+    def __init__(self, client_id, log):
+        self.client_id, self.log = client_id, log
+        self.ended_with = asyncio.get_running_loop().create_future()
+        self.start_error, self.hangs, self.tables = None, False, []
+        self.refused, self.port = 0, None
+
+    async def start(self, port, timeout_s):
+        self.port = port
+        if self.start_error is not None:
+            raise self.start_error
+        return self._stats()
+
+    async def run(self):
+        await asyncio.shield(self.ended_with)
+
+    async def set_replicas(self, table, timeout_s):
+        self.tables.append(table.generation)
+
+    async def stats(self, timeout_s):
+        if self.hangs:
+            await asyncio.sleep(timeout_s)
+            raise DeadlineExceeded("no answer")
+        return self._stats()
+
+    async def stop(self, timeout_s):
+        self.ended_with.set_result(None)
+
+    def kill(self):
+        self.log.append(("killed", self.client_id))
+
+    async def ended(self, timeout_s):
+        pass
+
+    def _stats(self):
+        return RunServerStats(f"http://127.0.0.1:{self.port or 4711}", 1, 2, self.refused)
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """make(max_restarts, *start_errors) -> (supervisor, servers, log, discovery file)."""
+
+    def make(max_restarts=3, *start_errors):
+        servers, log, errors = [], [], list(start_errors)
+
+        def spawn(client_id):
+            servers.append(ScriptedServer(client_id, log))
+            servers[-1].start_error = errors.pop(0) if errors else None
+            return servers[-1]
+
+        async def forget(client_id):
+            log.append(("forgotten", client_id))
+
+        file = tmp_path / "serving.json"
+        file.write_text("of a run that was killed")
+        supervisor = RunServerSupervisor(
+            spawn,
+            forget,
+            port=0,
+            budget=RestartBudget(max_restarts, 60.0),
+            times=RunServerTimes(5, 0.01, 0.05, restart_delay_s=0.0),
+            discovery_file=file,
+        )
+        return supervisor, servers, log, file
+
+    return make
+
+
+@pytest.mark.parametrize("how", ["died", "hangs", "ended", "broken"])
+async def test_a_lost_server_is_replaced_under_its_port_and_its_requests_are_dropped(supervised, how):
+    supervisor, servers, log, file = supervised()
+    supervisor.start()
+    assert not file.exists(), "left by a killed run"
+    supervisor.set_replicas(ReplicaTable(5))
+    await until(lambda: servers and servers[0].tables == [5] and supervisor.report.up)
+    servers[0].refused = 7
+    await until(lambda: supervisor.report.refused == 7)
+    assert (supervisor.report.running, supervisor.report.waiting) == (1, 2)
+    if how == "hangs":
+        servers[0].hangs = True
+    elif how == "ended":
+        servers[0].ended_with.set_result(None)
+    else:
+        error = ProcessDied("gone") if how == "died" else KeyError("a defect")
+        servers[0].ended_with.set_exception(error)
+    await until(lambda: len(servers) == 2 and servers[1].tables == [5] and supervisor.report.up)
+    assert servers[1].port == 4711, "of the first one"
+    assert servers[0].client_id != servers[1].client_id
+    assert log == [("killed", servers[0].client_id), ("forgotten", servers[0].client_id)]
+    report = supervisor.report
+    assert (report.up, report.refused, report.restarts) == (True, 7, 1)
+    await supervisor.stop(5)
+    assert ("killed", servers[1].client_id) in log
+    assert len(servers) == 2
+
+
+async def test_a_server_that_never_starts_costs_the_run_nothing_but_a_line_in_the_log(supervised, caplog):
+    supervisor, servers, _, _ = supervised(1, ConfigError("the port is taken"), ConfigError("the port is taken"))
+    supervisor.start()
+    supervisor.set_replicas(ReplicaTable(1))
+    await until(lambda: "stays down" in caplog.text)
+    assert len(servers) == 2
+    assert not supervisor.report.up
+    supervisor.set_replicas(ReplicaTable(2))
+    began = time.monotonic()
+    await supervisor.stop(5)
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        (["host=0.0.0.0"], None, "ASYNCRL_API_KEY is not set"),
+        (["host=192.0.2.1"], "k", "rollout.serve.host=192.0.2.1"),
+        ([], "", "the key is empty"),
+        ([], "schlüssel", "not ASCII"),
+    ],
+)
+def test_an_address_that_cannot_be_served_is_named_before_anything_starts(settings, key, message):
+    words = [f"rollout.serve.{setting}" for setting in ("enabled=true", *settings)]
+    serve = load_recipe(QUICKSTART, words).rollout.serve
+    with pytest.raises(ConfigError, match=message) as raised:
+        check_server(serve, key)
+    assert "do:" in str(raised.value)
+
+
+def test_an_address_for_others_is_fine_with_a_key():
+    words = ["rollout.serve.enabled=true", "rollout.serve.host=0.0.0.0"]
+    check_server(load_recipe(QUICKSTART, words).rollout.serve, "a key")
+
+
+@pytest.mark.parametrize("setting", ["share=0", "share=1.5", "port=70000", "wait_timeout_s=0", "wait_timeout_s=700"])
+def test_settings_out_of_range_are_refused_by_name(setting):
+    with pytest.raises(ConfigError, match=rf"rollout\.serve\.{setting.partition('=')[0]}"):
+        load_recipe(QUICKSTART, [f"rollout.serve.{setting}"])
