@@ -193,8 +193,11 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     # Settings that only training needs must not prevent an evaluation.
     sections["weights"], sections["observability"] = {}, {}
     sections.get("trainer", {}).pop("lora", None)
-    for part in ("kl", "critic"):  # their models may no longer exist
+    for part in ("kl", "critic", "distillation"):  # their models may no longer exist
         sections.get("algorithm", {}).pop(part, None)
+    sections.pop("teacher", None)
+    if sections.get("algorithm", {}).get("advantage") == "zero":  # it means nothing without a teacher
+        sections["algorithm"].pop("advantage")
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):

@@ -82,6 +82,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
     ),
+    "zero": AdvantageSpec(of_group="asyncrl.algorithms.zero:zero_advantages", is_relative=False),
     "gae": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
         of_tokens="asyncrl.algorithms.gae:critic_advantages",

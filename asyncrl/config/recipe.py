@@ -16,6 +16,7 @@ from asyncrl.config.data import DataConfig
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.model_pool import ModelPoolConfig
 from asyncrl.config.observability import ObservabilityConfig
 from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rewards import RewardConfig
@@ -48,6 +49,8 @@ class Recipe:
     """How trajectories are generated: replicas, engine, sampling, environment."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How responses are judged."""
+    teacher: ModelPoolConfig = field(default_factory=ModelPoolConfig)
+    """Replicas of the teacher of algorithm.distillation: a model with the policy's tokenizer."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer ranks and their optimizer."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -134,6 +137,7 @@ class Recipe:
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
         self._check_algorithm()
+        self._check_teacher()
         self._check_schedule()
         self._check_weights()
 
@@ -185,6 +189,25 @@ class Recipe:
             found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
         )
+
+    def _check_teacher(self) -> None:
+        """Checks that a teacher is there if, and only if, it is asked, and sees the distribution that is trained."""
+        distills, sampling = self.algorithm.distillation.coefficient > 0, self.rollout.sampling
+        require(
+            distills == (self.teacher.path is not None),
+            asked=f"teacher.path={self.teacher.path} with algorithm.distillation.coefficient="
+            f"{self.algorithm.distillation.coefficient:g}",
+            found="there is no teacher" if distills else "nobody asks the teacher",
+            do="set both, or neither",
+        )
+        require(
+            not distills or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0),
+            asked=f"algorithm.distillation with rollout.sampling: temperature={sampling.temperature:g}, "
+            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
+            found="the teacher's log-probabilities are those at temperature 1 without filters",
+            do="leave temperature, top_p and top_k of rollout.sampling out",
+        )
+        self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
 
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""
@@ -275,6 +298,14 @@ class Recipe:
     def max_lag(self) -> int:
         """The lag limit that the mode resolves to, in optimizer steps."""
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
+
+    @property
+    def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
+        """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
+        Raises ConfigError: a pool cannot take requests as long as it would get."""
+        asked = {"teacher": self.rollout.max_model_len + 1}  # an engine may insist on sampling one token
+        found = {key: getattr(self, key) for key in asked}
+        return {key: (pool, pool.replicas(asked[key], key=key)) for key, pool in found.items() if pool.path is not None}
 
     @property
     def longest_response_tokens(self) -> int:

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
 from asyncrl.driver.cores import local_cores
+from asyncrl.driver.model_pools import ModelPools, sharing_replicas
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES
@@ -58,8 +59,13 @@ class Actors:
             "max_concurrency": 1000,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
-        gpus = replica_gpus(recipe.rollout, recipe.trainer.num_ranks + recipe.rollout.num_replicas)
-        require_gpus(gpus, recipe.rollout.num_replicas, others=recipe.trainer.num_ranks * self._rank_gpus())
+        num_sharing = recipe.trainer.num_ranks + recipe.rollout.num_replicas + sharing_replicas(recipe)
+        gpus = replica_gpus(recipe.rollout, num_sharing)
+        self.pools = ModelPools(
+            recipe, num_sharing=num_sharing, environment=cluster.engine_environment, on_event=events.write
+        )
+        others = recipe.trainer.num_ranks * self._rank_gpus() + self.pools.num_gpus
+        require_gpus(gpus, recipe.rollout.num_replicas, others=others)
         recovery = recipe.recovery
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         self.replicas = ReplicaPool(
@@ -88,7 +94,7 @@ class Actors:
 
     async def start(self) -> None:
         """Starts all of them at once. Raises what any of them raises."""
-        await self._start_training_side(self.replicas.start())
+        await self._start_training_side(self.replicas.start(), self.pools.start())
 
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
@@ -102,7 +108,7 @@ class Actors:
         await asyncio.gather(*ends)
         self.trainers = None
         for client_id in self.rollouter.client_ids:
-            await self.replicas.forget_client(client_id)
+            await self._forget_client(client_id)
         await self.replicas.fence()
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
@@ -110,7 +116,7 @@ class Actors:
 
     async def stop(self) -> None:
         """Asks every part to stop, and kills those that do not stop in time."""
-        stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s)]
+        stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s), self.pools.stop()]
         if self.trainers is not None:
             stops.append(self.trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.
@@ -130,6 +136,7 @@ class Actors:
         start = TrainerPool.start(spec, self.queue.handle, num_gpus_per_rank=self._rank_gpus(), timeout_s=timeout_s)
         trainers = asyncio.ensure_future(start)
         await self.replicas.set_listener(self.rollouter.set_replicas)
+        await self.pools.set_listener(self.rollouter.set_pool)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
@@ -179,7 +186,7 @@ class Actors:
                 RolloutSupervisor(
                     spawn,
                     queue.take_back_all,
-                    self.replicas.forget_client,
+                    self._forget_client,
                     budget=self._rollouter_budget,
                     start_timeout_s=recipe.ray.start_timeout_s,
                     on_event=self._events.write,
@@ -189,11 +196,15 @@ class Actors:
             ]
         )
 
+    async def _forget_client(self, client_id: str) -> None:
+        await self.replicas.forget_client(client_id)
+        await self.pools.forget_client(client_id)
+
     def _rank_gpus(self) -> float:
         """GPUs of one trainer rank; replicas that take whole GPUs leave the others to the ranks."""
         recipe = self._recipe
         beside = 0 if ENGINES[recipe.rollout.engine].takes_whole_gpus else recipe.rollout.num_replicas
-        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside)
+        return gpu_share(recipe.trainer.device, recipe.trainer.num_ranks + beside + sharing_replicas(recipe))
 
 
 def _smallest_node() -> tuple[int, int]:

@@ -239,6 +239,7 @@ class _Run:
             progress=self._progress,
             prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
+            pools=actors.pools,
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
 from asyncrl.rollout.sample_files import QuarantineFile, RolloutFiles, SampleFile, SpanFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
+from asyncrl.rollout.teacher import with_teacher
 from asyncrl.rollout.user_code import UserCode, summary
 from asyncrl.types import (
     Admission,
@@ -113,6 +114,8 @@ class Rollouter:
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
         """Client of the leased replicas, while an evaluation has some."""
+        self._pools: dict[str, GenerationClient] = {}
+        """Clients of the pools of other models, by the section of the recipe."""
         self._time = ReplicaTime(time.monotonic())
         self._states: Counter[ReplicaState] = Counter()
         self._held: Set[int] = set()
@@ -145,6 +148,7 @@ class Rollouter:
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
+        self._pools = {key: self._pool_client(key) for key in recipe.pools if self._train is not None}
         self._observe()
         stop = stop_texts(tokenizer, rollout.sampling.stop)
         self._tools = SessionTools(self.client, chat, self._rewards.score, stop)
@@ -157,6 +161,7 @@ class Rollouter:
         self._time = ReplicaTime(time.monotonic())  # the replicas serve now: their start is nobody's lost time
         self._observe()
         work = {"admission": self._admit(), "client": self.client.watch(), "garbage": PauselessCollector().run()}
+        work |= {f"client of the {key}": client.watch() for key, client in self._pools.items()}
         loops = [asyncio.create_task(loop, name=name) for name, loop in work.items()]
         try:
             done, _ = await asyncio.wait([*loops, failure], return_when=asyncio.FIRST_COMPLETED)
@@ -181,6 +186,12 @@ class Rollouter:
             if self._lent is not None:
                 self._lent.set_replicas(table)
             self._observe()
+
+    async def set_pool(self, key: str, table: ReplicaTable) -> None:
+        """The replicas of the pool of another model, with `ReplicaChannel`s as handles. `key`: its section of the
+        recipe."""
+        if key in self._pools:
+            self._pools[key].set_replicas(table)
 
     async def partials(self) -> list[PartialGroup]:
         """A copy of every running group that has at least one token."""
@@ -260,7 +271,8 @@ class Rollouter:
         for running in self._groups.values():
             running.give_up()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.client.close()
+        for client in (self.client, *self._pools.values()):
+            await client.close()
         await self._rewards.close()
         if isinstance(self._environment, Managed):
             try:
@@ -285,6 +297,18 @@ class Rollouter:
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
             on_change=self._observe if waits else lambda: None,
+        )
+
+    def _pool_client(self, key: str) -> GenerationClient:
+        pool, replicas = self._recipe.pools[key]
+        return GenerationClient(
+            f"{self._client_id}-{os.getpid()}-{key}",
+            ReplicaTable(),
+            request_timeout_s=pool.request_timeout_s,
+            poll_interval_s=self._recipe.rollout.poll_interval_s,
+            states=("serving",),
+            waits_for_replacements=True,
+            max_lost=self._recipe.recovery.replicas_per_response(replicas.num_replicas),
         )
 
     async def _admit(self) -> None:
@@ -383,6 +407,8 @@ class Rollouter:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
+                if (teacher := self._pools.get("teacher")) is not None:
+                    made = await with_teacher(made, teacher, f"group-{ticket.ordinal}")
                 trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 

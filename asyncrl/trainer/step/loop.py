@@ -39,7 +39,13 @@ class TrainingStep:
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
         self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
-        self._pack = partial(pack, predict="trained", device=device, temperature=spec.temperature or 1.0)
+        self._pack = partial(
+            pack,
+            predict="trained",
+            device=device,
+            temperature=spec.temperature or 1.0,
+            extra=("teacher_logprobs",) if spec.algorithm.distillation.coefficient else (),
+        )
         self._preparer = Preparer(
             spec.algorithm,
             models,
