@@ -195,7 +195,10 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     sections.get("trainer", {}).pop("lora", None)
     for part in ("kl", "critic", "distillation"):  # their models may no longer exist
         sections.get("algorithm", {}).pop(part, None)
-    sections.pop("teacher", None)
+    for pool in ("teacher", "judge"):  # their models are not asked
+        sections.pop(pool, None)
+    for part in ("judge", "group"):
+        sections.get("reward", {}).pop(part, None)
     if sections.get("algorithm", {}).get("advantage") == "zero":  # it means nothing without a teacher
         sections["algorithm"].pop("advantage")
     rollout = sections.setdefault("rollout", {})

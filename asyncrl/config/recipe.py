@@ -26,6 +26,10 @@ from asyncrl.config.staleness import StalenessConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 
+JUDGE_PROMPT_TOKENS = 256
+"""Room for the words of a judge's question around the responses. The length of those is counted twice: a judge has a
+tokenizer of its own, and compares two of them."""
+
 Mode = Literal["sync", "one_step_off", "fully_async"]
 Interrupt = Literal["abort_resume", "keep", "drain"]
 
@@ -51,6 +55,8 @@ class Recipe:
     """How responses are judged."""
     teacher: ModelPoolConfig = field(default_factory=ModelPoolConfig)
     """Replicas of the teacher of algorithm.distillation: a model with the policy's tokenizer."""
+    judge: ModelPoolConfig = field(default_factory=ModelPoolConfig)
+    """Replicas of the judge of reward.judge: a model with any tokenizer."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer ranks and their optimizer."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -138,6 +144,7 @@ class Recipe:
         )
         self._check_algorithm()
         self._check_teacher()
+        self._check_rewards()
         self._check_schedule()
         self._check_weights()
 
@@ -208,6 +215,30 @@ class Recipe:
             do="leave temperature, top_p and top_k of rollout.sampling out",
         )
         self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
+
+    def _check_rewards(self) -> None:
+        """Checks that a judge is there if, and only if, it is asked, that pairs exist, and that something is learned
+        from."""
+        reward, judges = self.reward, self.reward.judge.weight != 0
+        require(
+            judges == (self.judge.path is not None),
+            asked=f"judge.path={self.judge.path} with reward.judge.weight={reward.judge.weight:g}",
+            found="there is no judge" if judges else "nobody asks the judge",
+            do="set both, or neither",
+        )
+        require(
+            self.batch.group_size >= 2 or not reward.compares,
+            asked=f"batch.group_size={self.batch.group_size} with a pairwise reward",
+            found="there is nothing to compare a single response with",
+            do="set batch.group_size to 2 or more",
+        )
+        teaches = judges or reward.group.function or self.algorithm.distillation.coefficient
+        require(
+            reward.names != ("zero",) or bool(teaches),
+            asked="reward zero",
+            found="nothing else teaches: nothing would be learned",
+            do="set reward.group.function, or reward.judge and judge.path, or choose another reward",
+        )
 
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""
@@ -303,7 +334,11 @@ class Recipe:
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
         """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
         Raises ConfigError: a pool cannot take requests as long as it would get."""
-        asked = {"teacher": self.rollout.max_model_len + 1}  # an engine may insist on sampling one token
+        longest = self.rollout.max_model_len
+        asked = {
+            "teacher": longest + 1,  # an engine may insist on sampling one token
+            "judge": 2 * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
+        }
         found = {key: getattr(self, key) for key in asked}
         return {key: (pool, pool.replicas(asked[key], key=key)) for key, pool in found.items() if pool.path is not None}
 

@@ -32,6 +32,7 @@ from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import require_package, require_runs, require_transport
 from asyncrl.rewards import build_reward, check_rows
+from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
 from asyncrl.trainer.backends import require_backend, require_fits, require_trains
@@ -64,6 +65,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     """
     check_environment(recipe)
     build_reward(recipe.reward)
+    build_group_reward(recipe.reward.group)
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
@@ -171,6 +173,8 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
         if not facts.is_local and not use_hub:
             notes.append(f"{key}.path={path} comes from the hub: it is looked up when the run starts")
             continue
+        if key == "judge":
+            load_tokenizer(pool.model)
         require_runs(replicas, facts if facts.is_local else hub_facts(pool.model), section=f"{key}.")
         require(
             key != "teacher" or vocabulary(path, trust_remote_code=pool.trust_remote_code) == tokenizer.get_vocab(),

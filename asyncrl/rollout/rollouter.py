@@ -30,12 +30,15 @@ from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.remote.waits import ROLLOUTER
+from asyncrl.rewards import RewardResult
+from asyncrl.rewards.group import added
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
+from asyncrl.rollout.judge import Judge
 from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
 from asyncrl.rollout.sample_files import QuarantineFile, RolloutFiles, SampleFile, SpanFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
@@ -116,6 +119,7 @@ class Rollouter:
         """Client of the leased replicas, while an evaluation has some."""
         self._pools: dict[str, GenerationClient] = {}
         """Clients of the pools of other models, by the section of the recipe."""
+        self._judge: Judge | None = None
         self._time = ReplicaTime(time.monotonic())
         self._states: Counter[ReplicaState] = Counter()
         self._held: Set[int] = set()
@@ -149,9 +153,11 @@ class Rollouter:
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._pools = {key: self._pool_client(key) for key in recipe.pools if self._train is not None}
+        if (asked := self._pools.get("judge")) is not None:
+            self._judge = Judge(recipe.reward.judge, recipe.judge.model, asked)
         self._observe()
         stop = stop_texts(tokenizer, rollout.sampling.stop)
-        self._tools = SessionTools(self.client, chat, self._rewards.score, stop)
+        self._tools = SessionTools(self.client, chat, self._score, stop)
         return await self.stats()
 
     async def run(self) -> None:
@@ -412,12 +418,35 @@ class Rollouter:
                 trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 
-        trajectories = await all_at_once(one(i) for i in range(len(done)))
+        trajectories = await self._with_group_rewards(await all_at_once(one(i) for i in range(len(done))), row)
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
         longest, limit = max(map(len_of, trajectories)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
+
+    async def _score(self, response: str, row: PromptRow) -> RewardResult:
+        """The reward of one response, with what the judge adds. Raises what either raises."""
+        result, config = await self._rewards.score(response, row), self._recipe.reward.judge
+        if self._judge is None or config.pairwise:
+            return result
+        verdict = await self._judge.score(response, row)
+        return RewardResult(*added(result.reward, result.parts, "judge", config.weight, verdict))
+
+    async def _with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
+        """The trajectories of one group, with what rewards that see all of it add. Raises what these raise."""
+        config, found = self._recipe.reward, list(trajectories)
+        responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
+        given: list[tuple[str, float, Sequence[RewardResult]]] = []
+        if config.group.function:
+            given.append(("group", config.group.weight, await self._rewards.score_group(responses, row)))
+        if self._judge is not None and config.judge.pairwise:
+            given.append(("judge", config.judge.weight, await self._judge.compare(responses, row)))
+        for name, weight, results in given:
+            for i, result in enumerate(results):
+                reward, parts = added(found[i].reward, found[i].reward_parts, name, weight, result)
+                found[i] = replace(found[i], reward=reward, reward_parts=parts)
+        return found
 
     async def _trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
         """The trajectory that the environment returns for `task`, validated. Raises what `UserCode.call` raises."""

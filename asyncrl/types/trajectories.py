@@ -142,6 +142,12 @@ class Trajectory:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def policy_ids(self) -> np.ndarray:
+        """[n] int32: what the policy wrote of the response, trained or not."""
+        written = [self.response_ids[s.start : s.stop] for s in self.segments if s.kind == "policy"]
+        return np.concatenate(written) if written else self.response_ids[:0]
+
+    @property
     def oldest_version(self) -> int | None:
         """The smallest version among policy segments; None when the policy wrote nothing."""
         return min((s.version for s in self.segments if s.kind == "policy"), default=None)

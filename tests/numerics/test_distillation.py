@@ -73,7 +73,7 @@ def test_a_token_that_the_teacher_excludes_counts_only_so_much():
     far = replace(t.torch(), reference_logprobs=None, teacher_logprobs=torch.full((len(t.mask),), -1e4).double())
     total, _ = build_objective(config(**UNCLIPPED))(far)
     r = np.exp(t.logprobs - t.old_logprobs)
-    assert total.item() == pytest.approx((t.weights * r * MAX_LOG_RATIO)[t.mask].sum())
+    assert total.item() == pytest.approx((t.weights * r * (MAX_LOG_RATIO - t.advantages))[t.mask].sum())
 
 
 def test_without_a_teacher_the_advantage_is_zero():
