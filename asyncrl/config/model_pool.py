@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.ranges import Positive, PositiveInt
@@ -38,9 +38,6 @@ class ModelPoolConfig:
     request_timeout_s: Positive = 300.0
     """Longest time for one answer over all its attempts, the wait for a replica included; after it the attempt at the
     group fails."""
-
-    def __post_init__(self) -> None:
-        check_ranges("teacher. or judge.", self)
 
     @property
     def model(self) -> ModelConfig:

@@ -11,7 +11,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, LOSSES
 from asyncrl.config.batch import BatchConfig
 from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.config.checks import require
+from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
@@ -199,6 +199,8 @@ class Recipe:
 
     def _check_teacher(self) -> None:
         """Checks that a teacher is there if, and only if, it is asked, and sees the distribution that is trained."""
+        for key in ("teacher", "judge"):
+            check_ranges(f"{key}.", getattr(self, key))
         distills, sampling = self.algorithm.distillation.coefficient > 0, self.rollout.sampling
         require(
             distills == (self.teacher.path is not None),

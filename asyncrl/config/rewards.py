@@ -94,15 +94,15 @@ class JudgeConfig:
     prompt: str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\nIs the answer good? Say yes or no."
     """What the judge is asked, as one message of the user. {prompt}: the messages of the row. {response}: the response,
     or with pairwise {first} and {second}. {truth}: the ground truth."""
-    answers: dict[str, float] = field(default_factory=lambda: {"yes": 1.0, "no": 0.0})
-    """Answers of the judge and what they are worth. With pairwise from 0 to 1: how much better the first one is."""
+    answers: dict[str, float] = field(default_factory=dict)
+    """Answers of the judge and what they are worth. With pairwise from 0 to 1: how much better the first one is. Empty:
+    yes is worth 1 and no 0; with read=text it writes a number."""
     read: Literal["expected", "text"] = "expected"
     """How an answer is read. expected: the mean worth of the answers, each weighted by the probability that the judge
     gives it as the beginning of its own, against the others; nothing is sampled. text: the judge writes, greedily, and
     pattern reads what it wrote."""
     pattern: str = ""
-    """With read=text: a Python regular expression with one group, whose last match is one of answers, or a number
-    where answers is empty."""
+    """With read=text: a Python regular expression with one group, whose last match is one of answers, or a number."""
     max_tokens: PositiveInt = 256
     """With read=text: longest answer."""
     on_unreadable: Literal["fail", "zero"] = "fail"
@@ -123,7 +123,7 @@ class JudgeConfig:
             do="give them numbers",
         )
         require(
-            self.read == "text" or len(self.answers) >= 2,
+            self.read == "text" or len(self.answers) != 1,
             asked=f"{asked} and answers={dict(self.answers)}",
             found="the judge has nothing to choose from",
             do="name two answers or more, such as {yes: 1, no: 0}",
@@ -154,6 +154,11 @@ class JudgeConfig:
             found=f"it has no {' and no '.join(missing)}",
             do="write these into it",
         )
+
+    @property
+    def worths(self) -> dict[str, float]:
+        """`answers`, set or derived; empty where the judge writes a number."""
+        return dict(self.answers) or ({"yes": 1.0, "no": 0.0} if self.read == "expected" else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class Judge:
         self._stops = stop_token_ids(tokenizer, model, [])
         self._answers = [
             (np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32), worth)
-            for text, worth in config.answers.items()
+            for text, worth in config.worths.items()
         ]
 
     async def score(self, response: str, row: PromptRow) -> RewardResult:
@@ -98,12 +98,12 @@ class Judge:
 
 def read_worth(text: str, config: JudgeConfig) -> float | None:
     """The worth of what a judge has written, by the last match of `config.pattern`; None: there is none, or it is
-    neither a known answer nor, without `answers`, a finite number (with pairwise from 0 to 1)."""
+    neither a known answer nor, without any, a finite number (with pairwise from 0 to 1)."""
     matches = re.findall(config.pattern, text)
     if not matches:
         return None
-    if config.answers:
-        return config.answers.get(matches[-1])
+    if config.worths:
+        return config.worths.get(matches[-1])
     try:
         worth = float(matches[-1])
     except ValueError:

@@ -16,7 +16,8 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -124,7 +125,7 @@ class Rollouter:
         self._states: Counter[ReplicaState] = Counter()
         self._held: Set[int] = set()
         self._open = 0
-        """Trajectories in progress."""
+        """Trajectories, and rewards of groups, in progress."""
         self.client: GenerationClient
         self._tools: SessionTools
         self._renderer: PromptRenderer
@@ -414,11 +415,14 @@ class Rollouter:
                 made = await self._trajectory(task, running.sessions[i])
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
                 if (teacher := self._pools.get("teacher")) is not None:
-                    made = await with_teacher(made, teacher, f"group-{ticket.ordinal}")
+                    with self._working():
+                        made = await with_teacher(made, teacher, f"group-{ticket.ordinal}")
                 trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 
-        trajectories = await self._with_group_rewards(await all_at_once(one(i) for i in range(len(done))), row)
+        trajectories = await all_at_once(one(i) for i in range(len(done)))
+        with self._working():
+            trajectories = await self._with_group_rewards(trajectories, row)
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
         longest, limit = max(map(len_of, trajectories)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
@@ -454,20 +458,28 @@ class Rollouter:
         async def made() -> Trajectory:
             return (await self._environment.run(task, session)).normalized().validate()
 
-        self._open += 1
         began = time.time()
         session.clock = ActiveClock(self._recipe.rollout.trajectory_timeout_s)
+        with self._working():
+            try:
+                return await self._of_environment(
+                    f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
+                    made,
+                    session.clock,
+                    do="see what it waits for, or raise rollout.trajectory_timeout_s",
+                )
+            finally:
+                session.close()
+                if session.spans is not None:
+                    session.spans.append(("trajectory", began, time.time(), {}))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A trajectory or a group is in progress: replicas without a request wait for it."""
+        self._open += 1
         try:
-            return await self._of_environment(
-                f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
-                made,
-                session.clock,
-                do="see what it waits for, or raise rollout.trajectory_timeout_s",
-            )
+            yield
         finally:
-            session.close()
-            if session.spans is not None:
-                session.spans.append(("trajectory", began, time.time(), {}))
             self._open -= 1
             self._observe()
 

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.concurrency
 __all__ = ["tokenizer"]  # a fixture
 
 TEACHER = ("algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false")
-JUDGE = ("reward.judge.weight=2", "reward.judge.prompt={prompt} {response}", "reward.judge.answers={a: 1, b: 0}")
+JUDGE = (
+    "rollout.environment=single_turn",
+    "reward.judge.weight=2",
+    "reward.judge.prompt='{prompt} {response}'",
+    "reward.judge.answers={a: 1, b: 0}",
+)
 
 
 def by_length(responses, row):

@@ -144,7 +144,7 @@ class Reader:
     async def score(self, tokens, start):
         question, answer = self.tokenizer.decode(tokens[:start]), self.tokenizer.decode(tokens[start:])
         self.asked.append(question)
-        first, _, second = question.partition("|")
+        first, _, second = question.partition("#")
         stars = first.count("*") - second.count("*")
         logprobs = np.full(len(tokens) - start, -1.0, np.float32)
         logprobs[-1] += stars if answer == "yes" else 0
@@ -180,7 +180,7 @@ def test_a_response_that_names_a_place_stays_as_it_is(judge_model):
 
 
 def test_pairs_are_judged_in_both_orders(judge_model):
-    config = JudgeConfig(weight=1, prompt="{first}|{second}", pairwise=True)
+    config = JudgeConfig(weight=1, prompt="{first}#{second}", pairwise=True)
     reader = Reader(build_tokenizer())
     found = asyncio.run(Judge(config, judge_model, reader).compare(["*", "****", "**"], ROW))
     assert len(reader.asked) == 2 * 6, "two answers to each of six questions"
