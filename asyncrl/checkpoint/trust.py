@@ -37,7 +37,7 @@ def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
             found[key] = f"{value}: another file"
         elif (key in CODE_KEYS and ":" in str(value)) or (key.startswith("reward.parts.") and ":" in key):
             found[key] = f"{value}: code to import"
-        elif key in MODEL_KEYS and is_hub_model(str(value)):
+        elif key in MODEL_KEYS and value and is_hub_model(str(value)):
             found[key] = f"{value}: a model of the hub"
         elif key in HOST_KEYS and value:
             found[key] = f"{value}: another machine"
