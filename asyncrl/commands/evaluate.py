@@ -26,6 +26,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
+from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import hidden_by, load, load_recipe
@@ -199,8 +200,9 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections.pop(pool, None)
     for part in ("judge", "group"):
         sections.get("reward", {}).pop(part, None)
-    if sections.get("algorithm", {}).get("advantage") == "zero":  # it means nothing without a teacher
-        sections["algorithm"].pop("advantage")
+    algorithm = sections.get("algorithm", {})
+    if "advantage" in algorithm and ADVANTAGES[algorithm["advantage"]].needs_teacher:
+        algorithm.pop("advantage")
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):

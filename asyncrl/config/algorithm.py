@@ -52,7 +52,7 @@ class CriticConfig:
 class DistillationConfig:
     coefficient: NonNegative = 0.0
     """Weight of the reverse KL to the teacher (section `teacher` of the recipe) in the advantage of each token; 1 is
-    usual, 0: no distillation. With algorithm.advantage=zero nothing but the teacher teaches."""
+    usual, 0: no distillation. With algorithm.advantage=teacher_only nothing but the teacher teaches."""
 
     def __post_init__(self) -> None:
         check_ranges("algorithm.distillation.", self)
@@ -223,7 +223,7 @@ class AlgorithmConfig:
     advantage: AdvantageName = "grpo"
     """grpo: reward minus the group's mean over its spread. dr_grpo: without the spread. rloo: minus the mean of the
     others. maxrl: over the group's mean. reinforce_plus_plus: discounted return, whitened over the batch;
-    _baseline: minus the group's mean first. gae: with a critic."""
+    _baseline: minus the group's mean first. gae: with a critic. teacher_only: 0, for distillation alone."""
     group_std: Literal["population", "sample"] = "population"
     """The standard deviation by which advantage grpo divides. population: divides the squared deviations by G. sample:
     by G - 1, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
@@ -326,8 +326,8 @@ class AlgorithmConfig:
             do="set algorithm.dynamic_sampling=false",
         )
         require(
-            self.advantage != "zero" or self.distillation.coefficient > 0,
-            asked="algorithm.advantage=zero with algorithm.distillation.coefficient=0",
+            not advantage.needs_teacher or self.distillation.coefficient > 0,
+            asked=f"algorithm.advantage={self.advantage} with algorithm.distillation.coefficient=0",
             found="nothing would be learned",
             do="set algorithm.distillation.coefficient=1 and teacher.path, or another advantage",
         )

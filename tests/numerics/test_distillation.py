@@ -19,7 +19,7 @@ UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
 
 
 def config(coefficient=1.0, **rest):
-    return AlgorithmConfig(advantage="zero", distillation=DistillationConfig(coefficient=coefficient), **rest)
+    return AlgorithmConfig(advantage="teacher_only", distillation=DistillationConfig(coefficient=coefficient), **rest)
 
 
 def every_token(logprobs, behavior, teacher):
@@ -77,4 +77,4 @@ def test_a_token_that_the_teacher_excludes_counts_only_so_much():
 
 
 def test_without_a_teacher_the_advantage_is_zero():
-    assert build_advantage("zero")(np.array([0.0, 1.0, 5.0])).tolist() == [0, 0, 0]
+    assert build_advantage("teacher_only")(np.array([0.0, 1.0, 5.0])).tolist() == [0, 0, 0]

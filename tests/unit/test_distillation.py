@@ -45,7 +45,7 @@ def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
         ([*DISTILLS, "algorithm.dynamic_sampling=true"], "would be filtered"),
         ([*DISTILLS, "teacher.torch.max_model_len=100"], "may have 161 tokens"),
         ([*DISTILLS, "teacher.num_replicas=0"], "num_replicas"),
-        (["algorithm.advantage=zero"], "nothing would be learned"),
+        (["algorithm.advantage=teacher_only"], "nothing would be learned"),
     ],
 )
 def test_what_cannot_distill_is_refused(overrides, found):
@@ -54,7 +54,7 @@ def test_what_cannot_distill_is_refused(overrides, found):
 
 
 def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
-    keys = ["algorithm.advantage=zero", "batch.group_size=1"]
+    keys = ["algorithm.advantage=teacher_only", "batch.group_size=1"]
     assert load_recipe(QUICKSTART, [*DISTILLS, *keys]).batch.group_size == 1
 
 
