@@ -23,8 +23,8 @@ from asyncrl.types import (
 )
 from asyncrl.types.trajectories import TOKEN_ARRAYS
 
-OWN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
-ARRAYS = OWN_ARRAYS | dict(TOKEN_ARRAYS)
+ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
+STORED = ARRAYS | dict(TOKEN_ARRAYS)
 CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.float32}
 
 
@@ -78,7 +78,7 @@ class _DescribedPartialGroup:
 
 def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
     """Writes `groups.npz` (each array concatenated over all trajectories, in order) and `groups.json`."""
-    arrays = _Writer(ARRAYS)
+    arrays = _Writer(STORED)
     described = [
         _DescribedGroup(g.ordinal, g.attempt, tuple(_describe(t, arrays) for t in g.trajectories)) for g in groups
     ]
@@ -89,7 +89,7 @@ def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
 def load_groups(directory: Path) -> list[TrajectoryGroup]:
     """Raises ValueError or what numpy raises: these are not the files of a checkpoint."""
     described = _read(directory / "groups.json", _DescribedGroup)
-    arrays = _Reader(directory / "groups.npz", ARRAYS)
+    arrays = _Reader(directory / "groups.npz", STORED)
     return [
         TrajectoryGroup(g.ordinal, g.attempt, tuple(_trajectory(t, arrays) for t in g.trajectories)) for g in described
     ]
@@ -98,7 +98,7 @@ def load_groups(directory: Path) -> list[TrajectoryGroup]:
 def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
     """Writes `partials.json`, the arrays of complete trajectories in `partials_done.npz` and those of recorded calls in
     `partials_calls.npz`."""
-    done, calls = _Writer(ARRAYS), _Writer(CALL_ARRAYS)
+    done, calls = _Writer(STORED), _Writer(CALL_ARRAYS)
 
     def describe(t: PartialTrajectory) -> _DescribedPartial:
         described = tuple(_describe_call(c, calls) for c in t.calls)
@@ -113,7 +113,7 @@ def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
 def load_partials(directory: Path) -> list[PartialGroup]:
     """Raises as `load_groups`."""
     described = _read(directory / "partials.json", _DescribedPartialGroup)
-    done = _Reader(directory / "partials_done.npz", ARRAYS)
+    done = _Reader(directory / "partials_done.npz", STORED)
     calls = _Reader(directory / "partials_calls.npz", CALL_ARRAYS)
 
     def trajectory(t: _DescribedPartial) -> PartialTrajectory:
@@ -190,8 +190,7 @@ def _describe(trajectory: Trajectory, arrays: _Writer) -> _Described:
 def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
     return Trajectory(
         **{
-            name: arrays.take(name, entry.num_prompt if name == "prompt_ids" else entry.num_response)
-            for name in OWN_ARRAYS
+            name: arrays.take(name, entry.num_prompt if name == "prompt_ids" else entry.num_response) for name in ARRAYS
         },
         **{name: getattr(entry, name) for name in _SAME},
         extra={name: arrays.take(name, entry.num_response) for name in entry.extra},
