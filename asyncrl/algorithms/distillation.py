@@ -2,10 +2,10 @@
 
     A_t = B_t - coefficient (log pi_theta(y_t) - log pi_teacher(y_t))
 
-B_t is the advantage that rewards give, 0 with algorithm.advantage=teacher_only. The difference is the k1 estimate of the
-reverse KL(pi_theta || pi_teacher) of this token, with a discount of 0: a token answers for its own divergence only. With
-the unclipped surrogate and no other advantage the expected gradient is that of the reverse KL of every token, given the
-text before it.
+B_t is the advantage that rewards give, 0 with algorithm.advantage=teacher_only. The difference is the k1 estimate of
+the reverse KL(pi_theta || pi_teacher) of this token, with a discount of 0: a token answers for its own divergence only.
+With the unclipped surrogate and no other advantage the expected gradient is that of the reverse KL of every token,
+given the text before it.
 
 It differs from the cookbook of the source in that log pi_theta is that of the weights in training, not of those that
 sampled: in asynchronous training the latter are older, and an advantage of theirs would push towards where the policy
