@@ -8,14 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from asyncrl.config.rewards import GroupRewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.custom import Awaiter, checked_result
-from asyncrl.rewards.pairwise import SCORES
 from asyncrl.rewards.reward import RewardResult
 
 _SIGNATURE = "(responses: list[str], row: PromptRow) -> one RewardResult or number for each response"
@@ -61,26 +58,18 @@ class GroupReward:
 
     def _by_pairs(self, request: GroupRequest) -> GroupResult:
         """Each pair is compared once in each order, so that a preference for the first place cancels out."""
+        from asyncrl.rewards.pairwise import scored  # numpy, which other reward processes do without
+
         count = len(request.responses)
-        shares = np.full((count, count), 0.5)
+        shares = [[0.5] * count for _ in range(count)]
         for i, j in itertools.permutations(range(count), 2):
             asked = f"the comparison {self._config.function} of responses {i} and {j} to {request.row.origin}"
             given = self._function(request.responses[i], request.responses[j], request.row)
             share = checked_result(self._awaiter.value(given), asked).reward
             if not 0 <= share <= 1:
                 raise ValueError(explain(asked, f"{share:g}", "return a number from 0 to 1"))
-            shares[i, j] = share
+            shares[i][j] = share
         return GroupResult(tuple(RewardResult(float(s)) for s in scored(shares, self._config.scores)))
-
-
-def scored(shares: np.ndarray, scores: str) -> np.ndarray:
-    """[G] float64: the scores of a group whose pairs were compared in both orders.
-
-    Args:
-        shares: [G, G], `shares[i, j]`: how much i was preferred when i stood first and j second.
-        scores: `pairwise.Scores`.
-    """
-    return SCORES[scores]((shares + 1 - shares.T) / 2)
 
 
 def build_group_reward(config: GroupRewardConfig) -> GroupReward | None:

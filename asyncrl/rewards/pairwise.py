@@ -6,6 +6,7 @@ Shape letters: G members. `wins[i, j]` is the share in [0, 1] with which i was f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,16 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
 
 
 SCORES = {"win_rate": win_rates, "bradley_terry": bradley_terry}
+
+
+def scored(shares: np.ndarray | Sequence[Sequence[float]], scores: Scores) -> np.ndarray:
+    """[G] float64: the scores of a group whose pairs were compared in both orders.
+
+    Args:
+        shares: [G, G], `shares[i, j]`: how much i was preferred when i stood first and j second.
+    """
+    given = np.asarray(shares, np.float64)
+    return SCORES[scores]((given + 1 - given.T) / 2)
 
 
 def _checked(wins: np.ndarray) -> np.ndarray:

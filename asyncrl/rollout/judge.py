@@ -14,7 +14,7 @@ from asyncrl.config.rewards import JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.errors import GenerationError, explain
-from asyncrl.rewards.group import scored
+from asyncrl.rewards.pairwise import scored
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.generation import GenerationClient
