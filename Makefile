@@ -4,6 +4,8 @@
 #   make quickstart-sglang  the same with SGLang, in an environment of its own (.venv-sglang, 4 GB)
 #   make quickstart-megatron  the same with Megatron-core as the training backend, on two ranks
 #   make quickstart-gsm8k   the same on files with the columns of GSM8K
+#   make quickstart-distill  a tiny model learns from a tiny teacher (on-policy distillation)
+#   make quickstart-judge   a tiny judge is the reward
 #   make test               set up (with vLLM), lint, type-check, test
 #   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
@@ -29,10 +31,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k test test-gpu test-sglang lint types fast fuzz docs lock clean
+.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-gpu test-sglang lint types fast fuzz docs lock clean
 
 help:
-	@sed -n '2,10p' Makefile
+	@sed -n '2,12p' Makefile
 
 install: $(STAMP)
 
@@ -64,6 +66,9 @@ $(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --out $(MODEL)
 
+runs/tiny-teacher/config.json runs/tiny-judge/config.json: runs/tiny-%/config.json: | $(STAMP)
+	$(BIN)/python tools/make_tiny_model.py --role $* --out runs/tiny-$*
+
 $(DATA): | $(STAMP)
 	$(BIN)/python tools/make_arithmetic_dataset.py --out data
 
@@ -84,6 +89,12 @@ quickstart-megatron: $(STAMP) $(MODEL)/config.json $(DATA)
 
 quickstart-gsm8k: $(STAMP) $(MODEL)/config.json data/gsm8k_train.jsonl
 	$(BIN)/asyncrl-train recipes/quickstart_gsm8k.yaml $(ARGS)
+
+quickstart-distill: $(STAMP) $(MODEL)/config.json runs/tiny-teacher/config.json $(DATA)
+	$(BIN)/asyncrl-train recipes/quickstart_distill.yaml $(ARGS)
+
+quickstart-judge: $(STAMP) $(MODEL)/config.json runs/tiny-judge/config.json $(DATA)
+	$(BIN)/asyncrl-train recipes/quickstart_judge.yaml $(ARGS)
 
 quickstart-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)

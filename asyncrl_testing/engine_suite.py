@@ -119,6 +119,42 @@ class EngineConformance(SamplingConformance, PauseConformance):
         for mate in mates:
             await mate.done()
 
+    scores = True
+    """The engine scores given tokens."""
+
+    async def test_given_tokens_are_scored_as_they_are_sampled(self, engine: InferenceEngine) -> None:
+        """Greedy: what the engine says of a token that it samples is what it says of the same token when it is given;
+        beside responses, and in prompts of different lengths."""
+        free = await complete(engine, temperature=0.0, max_tokens=24)
+        prompt, response = free.request.prompt_ids.tolist(), free.ids
+        if not self.scores:
+            with pytest.raises(GenerationError, match="does not score"):
+                await complete(engine, prompt=[*prompt, *response], score_from=len(prompt))
+            return
+        beside = Client(engine, make_request(max_tokens=self.long_response))
+        given = [
+            Client(engine, make_request(prompt=[*prompt, *response[:n]], score_from=len(prompt))) for n in (1, 7, 24)
+        ]
+        for client, n in zip(given, (1, 7, 24), strict=True):
+            await client.done()
+            assert client.ids == response[:n]
+            assert client.finish_reasons == ["stop"]
+            assert set(client.versions) == {0}
+            if self.models_text:
+                assert client.logprobs == pytest.approx(free.logprobs[:n], abs=1e-3)
+        await beside.done()
+        assert len(beside.ids) == self.long_response
+        whole = await complete(engine, prompt=[*prompt, *response], score_from=1)
+        assert len(whole.ids) == len(prompt) + len(response) - 1
+
+    @pytest.mark.parametrize("start", [0, 4, 9])
+    async def test_nothing_to_score_is_refused(self, engine: InferenceEngine, start: int) -> None:
+        with pytest.raises(GenerationError, match="score_from"):
+            await complete(engine, prompt=(5, 6, 7, 8), score_from=start)
+
+    models_text = True
+    """The log-probabilities are those of a model, not made up."""
+
     async def test_a_request_that_does_not_fit_is_refused(self, engine: InferenceEngine) -> None:
         with pytest.raises(GenerationError, match="max_model_len"):
             await complete(engine, max_tokens=10**6)

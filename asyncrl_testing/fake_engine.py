@@ -28,6 +28,11 @@ def fake_token(version: int, prompt_id: int, index: int) -> int:
     return version % 1000 * 1_000_000 + prompt_id % 1000 * 1000 + index % 1000
 
 
+def fake_scores(ids: np.ndarray) -> np.ndarray:
+    """[n] float32: the log-probabilities that a `FakeEngine` gives these tokens: they depend on the token alone."""
+    return -((ids % 10 + 1) / 10).astype(np.float32)
+
+
 async def _load_nothing(_manifest: Manifest, _source: TransferSource, _timeout_s: float) -> Digest | None:
     return None
 
@@ -88,6 +93,11 @@ class FakeEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self._require_alive()
         self._check(request)
+        if (start := request.sampling.score_from) is not None:
+            ids = request.prompt_ids[start:].astype(np.int32)
+            stamp = -1 if self._version is None else self._version
+            yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop")
+            return
         stream = _Stream(request)
         self._waiting.append(stream)
         self._changed.set()
@@ -277,6 +287,7 @@ class FakeEngine:
             max_model_len=script.max_model_len,
             vocab_size=_VOCAB_SIZE,
             guided=script.guided,
+            scores=True,
         )
         if self._refusals:
             self._refusals -= 1

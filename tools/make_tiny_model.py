@@ -4,6 +4,10 @@ The warm-up drills number facts, studies careful solutions, and ends on a messy 
 guesses. What comes out solves a problem nearly always when it writes down its steps, but it seldom does so when it
 samples and never when it decodes greedily: room for reinforcement learning to show what it does. No network, about a
 minute on two cores; a second call with the same settings returns at once.
+
+Two other models of the same size and tokenizer stand beside it. `--role teacher` ends on careful solutions, and has
+nothing left to learn: a teacher for on-policy distillation. `--role judge` is shown a problem and a solution, careful
+or hasty, and says whether it was worked out: "yes" or "no".
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl.data import arithmetic
 from asyncrl.data.arithmetic import Problem, make_equations, make_problems, words
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 RECORD = "tiny_model.json"
 MAX_TOKENS = 1024
+JUDGE_PROMPT = "{prompt}\n{response}\nyes or no?"
 MAX_THREADS = 4  # the matrices are too small to feed more
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 CHAT_TEMPLATE = (
@@ -46,6 +51,7 @@ CHAT_TEMPLATE = (
 class Settings:
     """Everything that decides the outcome."""
 
+    role: Literal["student", "teacher", "judge"] = "student"
     seed: int = 0
     levels: tuple[int, ...] = (1, 2)
     num_drill: int = 6144
@@ -54,6 +60,8 @@ class Settings:
     """Problems that are mostly solved with care."""
     num_messy: int = 2048
     """Problems of the final mixture."""
+    num_judged: int = 2048
+    """Problems whose solutions a judge sees."""
     study_shares: tuple[float, float] = (0.95, 0.7)
     """Careful share while studying: of problems that begin with a product, which tempt less to guess, and of others."""
     messy_shares: tuple[float, float] = (0.7, 0.12)
@@ -84,7 +92,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Share of held-out problems solved: decoding greedily, sampling at temperature 1, and when made to be careful."""
+    """Share of held-out problems solved: decoding greedily, sampling at temperature 1, and when made to be careful. Of
+    a judge the share of careful and hasty solutions that it tells apart, three times."""
 
     greedy: float
     sampled: float
@@ -152,6 +161,8 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Qwen3
 
 def corpus(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> list[Example]:
     """The examples in the order in which they are trained, each seen once."""
+    if settings.role == "judge":
+        return [example for problem in _judged(settings) for example in _judgements(tokenizer, problem)]
     rng = random.Random(settings.seed)
     problems = make_problems(settings.num_study + settings.num_messy, settings.levels, settings.seed, held_out=False)
     prompts = tokenizer([render_prompt(tokenizer, problem) for problem in problems]).input_ids
@@ -166,6 +177,24 @@ def corpus(tokenizer: PreTrainedTokenizerFast, settings: Settings) -> list[Examp
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     return [_drill_example(tokenizer, rng) for _ in range(settings.num_drill)] + solved
+
+
+def _judged(settings: Settings) -> list[Problem]:
+    return make_problems(settings.num_judged, settings.levels, settings.seed, held_out=False)
+
+
+def _judgements(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> Iterator[Example]:
+    """Both solutions of the problem with the answer of a judge, which alone is trained."""
+    for solution, answer in ((problem.careful, "yes"), (problem.hasty, "no")):
+        prompt = tokenizer(question_for_judge(tokenizer, problem.question, solution)).input_ids
+        ids = tokenizer(answer + END).input_ids
+        yield Example(prompt + ids, [False] * len(prompt) + [True] * len(ids))
+
+
+def question_for_judge(tokenizer: PreTrainedTokenizerFast, question: str, solution: str) -> str:
+    """What a judge reads, as recipes/quickstart_judge.yaml asks it."""
+    messages = [{"role": "user", "content": JUDGE_PROMPT.format(prompt=question, response=solution)}]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _drill_example(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Example:
@@ -249,6 +278,9 @@ def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, setting
     import torch
 
     problems = make_problems(num, settings.levels, settings.seed, held_out=True)
+    if settings.role == "judge":
+        told = _told_apart(model, tokenizer, problems)
+        return Accuracy(greedy=told, sampled=told, careful=told)
     torch.manual_seed(settings.seed)
     careful = [problem.careful.split(":")[0] + ":" for problem in problems]
     return Accuracy(
@@ -279,6 +311,20 @@ def _solved(
     answers = [final_answer(response) for response in responses]
     solved = [a is not None and same_answer(a, str(p.answer)) for a, p in zip(answers, problems, strict=True)]
     return sum(solved) / len(solved)
+
+
+def _told_apart(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> float:
+    """Share of careful and hasty solutions of which a judge says what they are."""
+    import torch
+
+    right = 0
+    for problem in problems:
+        for example in _judgements(tokenizer, problem):
+            at = example.trained.index(True)
+            with torch.no_grad():
+                logits = model(torch.tensor([example.token_ids[:at]])).logits[0, -1]
+            right += int(logits.argmax()) == example.token_ids[at]
+    return right / (2 * len(problems))
 
 
 def make(out: Path, settings: Settings) -> Accuracy:
@@ -335,7 +381,7 @@ def cached(out: Path, settings: Settings) -> Accuracy | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 when the options cannot be used."""
     options = _parse(arguments)
-    settings = _scaled(Settings(seed=options.seed), options.share)
+    settings = _scaled(_of_role(options.role, options.seed), options.share)
     try:
         accuracy = cached(options.out, settings)
     except ConfigError as error:
@@ -352,8 +398,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _of_role(role: Literal["student", "teacher", "judge"], seed: int) -> Settings:
+    settings = Settings(role=role, seed=seed)
+    return replace(settings, messy_shares=(0.99, 0.99)) if role == "teacher" else settings
+
+
 def _scaled(settings: Settings, share: float) -> Settings:
-    counts = {name: max(1, round(share * getattr(settings, name))) for name in ("num_drill", "num_study", "num_messy")}
+    names = ("num_drill", "num_study", "num_messy", "num_judged")
+    counts = {name: max(1, round(share * getattr(settings, name))) for name in names}
     return replace(settings, **counts)
 
 
@@ -362,6 +414,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/tiny-qwen3"), help="directory to write")
+    parser.add_argument(
+        "--role", choices=["student", "teacher", "judge"], default="student", help="what the model is to be"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the initialisation and the corpus")
     parser.add_argument("--share", type=_share, default=1.0, help="of the warm-up to run; less makes a worse model")
     parser.add_argument("--force", action="store_true", help="make it again even when it is up to date")

@@ -29,6 +29,7 @@ class LossInputs:
         lags: float32, `global_steps` minus the version that sampled the token.
         entropy: float32, of the policy at the token; carries a gradient where an entropy bonus asks for it.
         reference_logprobs: float32, under the reference model; None without one.
+        teacher_logprobs: float32, under the teacher of `algorithm.distillation`; None without one.
         fitted: by the name of a `FittedCorrection` what it has found for the update, [] each.
     """
 
@@ -42,6 +43,7 @@ class LossInputs:
     lags: torch.Tensor
     entropy: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
     fitted: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 

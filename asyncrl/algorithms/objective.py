@@ -10,11 +10,12 @@ scaled up, and the regularisers still hold the token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from asyncrl.algorithms.by_lag import sums_by_lag
+from asyncrl.algorithms.distillation import distilled_advantages, reverse_kl
 from asyncrl.algorithms.importance_kl import importance_weighted
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
@@ -43,6 +44,12 @@ class Objective:
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, LossStatistics]:
         """The micro-batch's part of the objective, a scalar float32 with gradient, and what to watch."""
+        teacher = inputs.teacher_logprobs
+        if teacher is not None:
+            advantages = distilled_advantages(
+                inputs.advantages, inputs.logprobs, teacher, inputs.mask, self.config.distillation.coefficient
+            )
+            inputs = replace(inputs, advantages=advantages)
         factors = [(name, *correction(inputs)) for name, correction in self.corrections]
         tokens = self.loss(inputs)
         for _, factor, _ in factors:
@@ -78,6 +85,8 @@ class Objective:
             if (reference := inputs.reference_logprobs) is not None:
                 estimate = kl_estimate(inputs.logprobs, reference, "k3", mask)
                 sums.append((Metric.KL_REFERENCE, masked(estimate, mask).sum()))
+            if (teacher := inputs.teacher_logprobs) is not None:
+                sums.append((Metric.KL_TEACHER, reverse_kl(inputs.logprobs, teacher, mask).sum()))
             largest = ratio.max() if ratio.numel() else ratio.new_zeros(())
             by_lag = sums_by_lag(inputs.lags, mask, ratio, halves, -log_ratio)
             return LossStatistics(tuple(sums), largest, by_lag)

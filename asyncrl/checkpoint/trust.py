@@ -12,8 +12,15 @@ from typing import Any
 from asyncrl.config.places import is_hub_model
 from asyncrl.errors import ConfigError, explain
 
-CODE_KEYS = ("reward.function", "rollout.environment", "rollout.tool_use.tools", "rollout.agent.function")
+CODE_KEYS = (
+    "reward.function",
+    "reward.group.function",
+    "rollout.environment",
+    "rollout.tool_use.tools",
+    "rollout.agent.function",
+)
 """Keys that may hold `package.module:Name`, besides the names in reward.parts."""
+MODEL_KEYS = ("model.path", "teacher.path", "judge.path")
 HOST_KEYS = ("ray.address", "reward.remote.url")
 TRUST_RUN, TRUST_CODE = "--trust-run", "--trust-remote-code"
 HELP_RUN = "let the run's config.json name code to import, hub models, environment variables and addresses"
@@ -30,11 +37,11 @@ def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
             found[key] = f"{value}: another file"
         elif (key in CODE_KEYS and ":" in str(value)) or (key.startswith("reward.parts.") and ":" in key):
             found[key] = f"{value}: code to import"
-        elif key == "model.path" and is_hub_model(str(value)):
+        elif key in MODEL_KEYS and value and is_hub_model(str(value)):
             found[key] = f"{value}: a model of the hub"
         elif key in HOST_KEYS and value:
             found[key] = f"{value}: another machine"
-        elif key == "model.trust_remote_code" and value is not False:
+        elif key.endswith(".trust_remote_code") and value is not False:
             found[key] = f"{value}: code that ships with the model"
         elif key.rpartition(".")[2].startswith("allow_") and value is not False:
             found[key] = f"{value}: a protection less"

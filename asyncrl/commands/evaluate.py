@@ -26,6 +26,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
+from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import hidden_by, load, load_recipe
@@ -193,8 +194,15 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     # Settings that only training needs must not prevent an evaluation.
     sections["weights"], sections["observability"] = {}, {}
     sections.get("trainer", {}).pop("lora", None)
-    for part in ("kl", "critic"):  # their models may no longer exist
+    for part in ("kl", "critic", "distillation"):  # their models may no longer exist
         sections.get("algorithm", {}).pop(part, None)
+    for pool in ("teacher", "judge"):  # their models are not asked
+        sections.pop(pool, None)
+    for part in ("judge", "group"):
+        sections.get("reward", {}).pop(part, None)
+    algorithm = sections.get("algorithm", {})
+    if "advantage" in algorithm and ADVANTAGES[algorithm["advantage"]].needs_teacher:
+        algorithm.pop("advantage")
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):

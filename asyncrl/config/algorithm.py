@@ -49,6 +49,16 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationConfig:
+    coefficient: NonNegative = 0.0
+    """Weight of the reverse KL to the teacher (section `teacher` of the recipe) in the advantage of each token; 1 is
+    usual, 0: no distillation. With algorithm.advantage=teacher_only nothing but the teacher teaches."""
+
+    def __post_init__(self) -> None:
+        check_ranges("algorithm.distillation.", self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SapoConfig:
     temperature_positive: Positive = 1.0
     """How fast the soft gate closes for tokens with positive advantage."""
@@ -213,7 +223,7 @@ class AlgorithmConfig:
     advantage: AdvantageName = "grpo"
     """grpo: reward minus the group's mean over its spread. dr_grpo: without the spread. rloo: minus the mean of the
     others. maxrl: over the group's mean. reinforce_plus_plus: discounted return, whitened over the batch;
-    _baseline: minus the group's mean first. gae: with a critic."""
+    _baseline: minus the group's mean first. gae: with a critic. teacher_only: 0, for distillation alone."""
     group_std: Literal["population", "sample"] = "population"
     """The standard deviation by which advantage grpo divides. population: divides the squared deviations by G. sample:
     by G - 1, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
@@ -247,6 +257,8 @@ class AlgorithmConfig:
     overlong.buffer_tokens)."""
     kl: KlConfig = field(default_factory=KlConfig)
     """Divergence from a reference model."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """On-policy distillation from a teacher."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus."""
     router_aux_coefficient: NonNegative = 0.0
@@ -306,6 +318,18 @@ class AlgorithmConfig:
             asked=f"algorithm.advantage={self.advantage} with a penalty in the reward",
             found=f"rewards may become negative, and {self.advantage} has no meaning for those",
             do="set algorithm.overlong.buffer_tokens=0 and algorithm.kl.place=loss",
+        )
+        require(
+            not (self.dynamic_sampling and self.distillation.coefficient),
+            asked="algorithm.dynamic_sampling=true with algorithm.distillation.coefficient above 0",
+            found="groups of equal rewards would be filtered, and the teacher has something to say about them too",
+            do="set algorithm.dynamic_sampling=false",
+        )
+        require(
+            not advantage.needs_teacher or self.distillation.coefficient > 0,
+            asked=f"algorithm.advantage={self.advantage} with algorithm.distillation.coefficient=0",
+            found="nothing would be learned",
+            do="set algorithm.distillation.coefficient=1 and teacher.path, or another advantage",
         )
         self._check_ratio()
 

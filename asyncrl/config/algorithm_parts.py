@@ -20,6 +20,8 @@ class AdvantageSpec:
     is_relative: bool = True
     """Compares the trajectories of a group: a single trajectory, or equal rewards, teach nothing."""
     needs_critic: bool = False
+    needs_teacher: bool = False
+    """Is 0: only algorithm.distillation teaches."""
     whitens: bool = False
     """With algorithm.gae.whiten it is shifted and scaled by mean and spread over the tokens of an update."""
     takes_negative: bool = True
@@ -81,6 +83,9 @@ ADVANTAGES = {
     ),
     "reinforce_plus_plus_baseline": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
+    ),
+    "teacher_only": AdvantageSpec(
+        of_group="asyncrl.algorithms.teacher_only:zero_advantages", is_relative=False, needs_teacher=True
     ),
     "gae": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",

@@ -11,11 +11,12 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, LOSSES
 from asyncrl.config.batch import BatchConfig
 from asyncrl.config.checkpoint import CheckpointConfig
-from asyncrl.config.checks import require
+from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.model_pool import ModelPoolConfig
 from asyncrl.config.observability import ObservabilityConfig
 from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
 from asyncrl.config.recovery import RecoveryConfig
@@ -25,6 +26,10 @@ from asyncrl.config.run import RayConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+
+JUDGE_PROMPT_TOKENS = 256
+"""Room for the words of a judge's question around the responses. The length of those is counted twice: a judge has a
+tokenizer of its own, and compares two of them."""
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
 Interrupt = Literal["abort_resume", "keep", "drain"]
@@ -52,6 +57,10 @@ class Recipe:
     """How trajectories are generated: replicas, engine, sampling, environment."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How responses are judged."""
+    teacher: ModelPoolConfig = field(default_factory=ModelPoolConfig)
+    """Replicas of the teacher of algorithm.distillation: a model with the policy's tokenizer."""
+    judge: ModelPoolConfig = field(default_factory=ModelPoolConfig)
+    """Replicas of the judge of reward.judge: a model with any tokenizer."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer ranks and their optimizer."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -138,6 +147,8 @@ class Recipe:
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
         self._check_algorithm()
+        self._check_teacher()
+        self._check_rewards()
         self._check_schedule()
         self._check_weights()
         if self.is_colocated:
@@ -192,6 +203,51 @@ class Recipe:
             f"clip_high={algorithm.clip_high}",
             found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
+        )
+
+    def _check_teacher(self) -> None:
+        """Checks that a teacher is there if, and only if, it is asked, and sees the distribution that is trained."""
+        for key in ("teacher", "judge"):
+            check_ranges(f"{key}.", getattr(self, key))
+        distills, sampling = self.algorithm.distillation.coefficient > 0, self.rollout.sampling
+        require(
+            distills == (self.teacher.path is not None),
+            asked=f"teacher.path={self.teacher.path} with algorithm.distillation.coefficient="
+            f"{self.algorithm.distillation.coefficient:g}",
+            found="there is no teacher" if distills else "nobody asks the teacher",
+            do="set both, or neither",
+        )
+        require(
+            not distills or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0),
+            asked=f"algorithm.distillation with rollout.sampling: temperature={sampling.temperature:g}, "
+            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
+            found="the teacher's log-probabilities are those at temperature 1 without filters",
+            do="leave temperature, top_p and top_k of rollout.sampling out",
+        )
+        self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
+
+    def _check_rewards(self) -> None:
+        """Checks that a judge is there if, and only if, it is asked, that pairs exist, and that something is learned
+        from."""
+        reward, judges = self.reward, self.reward.judge.weight != 0
+        require(
+            judges == (self.judge.path is not None),
+            asked=f"judge.path={self.judge.path} with reward.judge.weight={reward.judge.weight:g}",
+            found="there is no judge" if judges else "nobody asks the judge",
+            do="set both, or neither",
+        )
+        require(
+            self.batch.group_size >= 2 or not reward.compares,
+            asked=f"batch.group_size={self.batch.group_size} with a pairwise reward",
+            found="there is nothing to compare a single response with",
+            do="set batch.group_size to 2 or more",
+        )
+        teaches = judges or reward.group.function or self.algorithm.distillation.coefficient
+        require(
+            reward.names != ("zero",) or bool(teaches),
+            asked="reward zero",
+            found="nothing else teaches: nothing would be learned",
+            do="set reward.group.function, or reward.judge and judge.path, or choose another reward",
         )
 
     def _check_schedule(self) -> None:
@@ -306,6 +362,18 @@ class Recipe:
     def max_lag(self) -> int:
         """The lag limit that the mode resolves to, in optimizer steps."""
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
+
+    @property
+    def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
+        """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
+        Raises ConfigError: a pool cannot take requests as long as it would get."""
+        longest = self.rollout.max_model_len
+        asked = {
+            "teacher": longest + 1,  # an engine may insist on sampling one token
+            "judge": 2 * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
+        }
+        found = {key: getattr(self, key) for key in asked}
+        return {key: (pool, pool.replicas(asked[key], key=key)) for key, pool in found.items() if pool.path is not None}
 
     @property
     def longest_response_tokens(self) -> int:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -59,6 +60,108 @@ class RemoteRewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewardConfig:
+    """A reward that sees all responses to a prompt at once. It is added to the reward of each of them, in training and
+    not in evaluations."""
+
+    function: str = ""
+    """Custom `package.module:function` of (responses, row), which returns one reward for each response; empty: no group
+    reward."""
+    weight: float = 1.0
+    """Factor of what it gives."""
+    pairwise: bool = False
+    """The function is one of (first, second, row), and returns the share in [0, 1] with which the first response is
+    better. It is called for each pair of a group, in both orders, within one reward.timeout_s."""
+    scores: Literal["win_rate", "bradley_terry"] = "win_rate"
+    """With pairwise, what comparisons come to. win_rate: the mean share with which a response was better.
+    bradley_terry: the chance to be better than an average one, by strengths fitted to the comparisons."""
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.weight) and self.weight != 0,
+            asked=f"reward.group.weight={self.weight}",
+            found="it would add nothing",
+            do="give it a number other than 0, or leave reward.group.function out",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeConfig:
+    """Reward of a judge: the model of section `judge`. It is added to the reward of each response."""
+
+    weight: float = 0.0
+    """Factor of what the judge gives; 0: no judge is asked."""
+    prompt: str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\nIs the answer good? Say yes or no."
+    """What the judge is asked, as one message of the user. {prompt}: the messages of the row. {response}: the response,
+    or with pairwise {first} and {second}. {truth}: the ground truth."""
+    answers: dict[str, float] = field(default_factory=dict)
+    """Answers of the judge and what they are worth. With pairwise from 0 to 1: how much better the first one is. Empty:
+    yes is worth 1 and no 0; with read=text it writes a number."""
+    read: Literal["expected", "text"] = "expected"
+    """How an answer is read. expected: the mean worth of the answers, each weighted by the probability that the judge
+    gives it as the beginning of its own, against the others; nothing is sampled. text: the judge writes, greedily, and
+    pattern reads what it wrote."""
+    pattern: str = ""
+    """With read=text: a Python regular expression with one group, whose last match is one of answers, or a number."""
+    max_tokens: PositiveInt = 256
+    """With read=text: longest answer."""
+    on_unreadable: Literal["fail", "zero"] = "fail"
+    """With read=text, for an answer without a match. fail: the attempt at the group fails. zero: the worth is 0, and
+    part judge.unreadable is 1."""
+    pairwise: bool = False
+    """The judge compares each pair of a group, in both orders: G (G - 1) questions for G responses; not in
+    evaluations."""
+    scores: Literal["win_rate", "bradley_terry"] = "win_rate"
+    """As reward.group.scores."""
+
+    def __post_init__(self) -> None:
+        asked = f"reward.judge with read={self.read}"
+        require(
+            math.isfinite(self.weight) and all(math.isfinite(worth) for worth in self.answers.values()),
+            asked=f"reward.judge.weight={self.weight} and answers={dict(self.answers)}",
+            found="not all of them are finite numbers",
+            do="give them numbers",
+        )
+        require(
+            self.read == "text" or len(self.answers) != 1,
+            asked=f"{asked} and answers={dict(self.answers)}",
+            found="the judge has nothing to choose from",
+            do="name two answers or more, such as {yes: 1, no: 0}",
+        )
+        require(
+            all(self.answers) and all(0 <= worth <= 1 for worth in self.answers.values() if self.pairwise),
+            asked=f"{asked}, pairwise={self.pairwise} and answers={dict(self.answers)}",
+            found="an empty answer, or the worth of a comparison outside of 0 to 1",
+            do="name each answer, and give a comparison a worth from 0 (second is better) to 1 (first is better)",
+        )
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            groups, why = 0, f"it is no regular expression: {error}"
+        else:
+            why = f"it has {groups} groups"
+        require(
+            self.read == "expected" or groups == 1,
+            asked=f"{asked} and reward.judge.pattern={self.pattern!r}",
+            found=why,
+            do="write one with one group, such as 'Verdict: (yes|no)'",
+        )
+        places = ("{first}", "{second}") if self.pairwise else ("{response}",)
+        missing = [place for place in places if place not in self.prompt]
+        require(
+            self.weight == 0 or not missing,
+            asked=f"reward.judge.prompt with pairwise={self.pairwise}".lower(),
+            found=f"it has no {' and no '.join(missing)}",
+            do="write these into it",
+        )
+
+    @property
+    def worths(self) -> dict[str, float]:
+        """`answers`, set or derived; empty where the judge writes a number."""
+        return dict(self.answers) or ({"yes": 1.0, "no": 0.0} if self.read == "expected" else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     function: str = "math"
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
@@ -77,6 +180,10 @@ class RewardConfig:
     """Settings of reward code."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
     """Settings of reward remote."""
+    group: GroupRewardConfig = field(default_factory=GroupRewardConfig)
+    """A reward that sees a whole group."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """A reward that another model gives."""
 
     def __post_init__(self) -> None:
         check_ranges("reward.", self)
@@ -117,6 +224,12 @@ class RewardConfig:
     def asked(self) -> str:
         """The keys that choose the reward, for messages."""
         return f"reward.parts={dict(self.parts)}" if self.parts else f"reward.function={self.function}"
+
+    @property
+    def compares(self) -> bool:
+        """Pairs of responses are compared."""
+        judge, group = self.judge, self.group
+        return bool((judge.weight and judge.pairwise) or (group.function and group.pairwise))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from asyncrl.cluster.places import Places
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
 from asyncrl.driver.cores import local_cores
+from asyncrl.driver.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
@@ -67,6 +68,9 @@ class Actors:
         self._environment = cluster.engine_environment(recipe.rollout.engine)
         if recipe.is_colocated and not places.placement.shares_gpus:
             require_sleep(recipe.rollout.engine)
+        self.pools = ModelPools(
+            recipe, gpus=_gpus_beside(places), environment=cluster.engine_environment, on_event=events.write
+        )
         recovery = recipe.recovery
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         self.replicas = ReplicaPool(
@@ -96,9 +100,9 @@ class Actors:
         if self._recipe.is_colocated:
             await self.replicas.start()
             await self.replicas.sleep()
-            await self._start_training_side()
+            await self._start_training_side(self.pools.start())
         else:
-            await self._start_training_side(self.replicas.start())
+            await self._start_training_side(self.replicas.start(), self.pools.start())
         if self.server is not None:
             self.server.start()
 
@@ -114,7 +118,7 @@ class Actors:
         await asyncio.gather(*ends)
         self.trainers = None
         for client_id in self.rollouter.client_ids:
-            await self.replicas.forget_client(client_id)
+            await self._forget_client(client_id)
         await self.replicas.fence()
         if self._recipe.is_colocated:  # the new ranks load in the trainer's turn
             await self.replicas.sleep()
@@ -126,7 +130,7 @@ class Actors:
         """Asks every part to stop, and kills those that do not stop in time."""
         if self.server is not None:
             await self.server.stop(STOP_TIMEOUT_S)
-        stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s)]
+        stops = [self.replicas.stop(ENGINES[self._recipe.rollout.engine].stop_timeout_s), self.pools.stop()]
         if self.trainers is not None:
             stops.append(self.trainers.stop())
         # The rollouter first: a group that loses its replica now would be counted as failed.
@@ -147,6 +151,7 @@ class Actors:
         spec = TrainerSpec.of(recipe, num_threads=trainer_threads(recipe, cores=cores, num_nodes=num_nodes))
         trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self._set_replicas)
+        await self.pools.set_listener(self.rollouter.set_pool)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
@@ -236,7 +241,7 @@ class Actors:
                 RolloutSupervisor(
                     spawn,
                     queue.take_back_all,
-                    self.replicas.forget_client,
+                    self._forget_client,
                     budget=self._rollouter_budget,
                     start_timeout_s=recipe.ray.start_timeout_s,
                     on_event=self._events.write,
@@ -245,6 +250,15 @@ class Actors:
                 for index in range(count)
             ]
         )
+
+    async def _forget_client(self, client_id: str) -> None:
+        await self.replicas.forget_client(client_id)
+        await self.pools.forget_client(client_id)
+
+
+def _gpus_beside(places: Places) -> ClusterGpus:
+    total = ray.cluster_resources().get("GPU", 0)
+    return ClusterGpus(total, total - sum(bundle.gpus for bundle in places.placement.bundles))
 
 
 def _smallest_node() -> tuple[int, int]:

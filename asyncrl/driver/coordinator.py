@@ -112,6 +112,8 @@ class Coordinator:
             asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
             asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
         ]
+        if self._parts.pools:
+            guards.append(asyncio.create_task(self._parts.pools.watch(), name="pools of other models"))
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)

@@ -65,6 +65,13 @@ class RolloutSide(Protocol):
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
 
 
+class Pools(Protocol):
+    """The pools of other models: `driver.model_pools.ModelPools`. False where there are none."""
+
+    def __bool__(self) -> bool: ...
+    async def watch(self) -> None: ...
+
+
 class Replicas(Protocol):
     """The replicas of the run: `inference.replica_pool.ReplicaPool`."""
 
@@ -104,3 +111,4 @@ class Parts:
     prompts_digest: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
+    pools: Pools | None = None

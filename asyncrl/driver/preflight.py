@@ -35,6 +35,7 @@ from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
+from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.sandbox import require_protection
 from asyncrl.serving.server import bind, is_local
@@ -76,6 +77,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     """
     check_environment(recipe)
     build_reward(recipe.reward)
+    build_group_reward(recipe.reward.group)
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
@@ -92,6 +94,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
+        notes += _check_pools(recipe, tokenizer, use_hub=use_hub) if trains else []
     else:
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
         if cached := cached_facts(recipe.model):
@@ -157,6 +160,7 @@ def hub_names(recipe: Recipe) -> list[str]:
 def hub_models(recipe: Recipe) -> list[tuple[str, str | None]]:
     """Name and revision of the models that the processes of a run take from the hub."""
     models = [(recipe.model.path, recipe.model.revision), *((path, None) for path in _other_models(recipe).values())]
+    models += [(pool.model.path, pool.revision) for pool, _ in recipe.pools.values()]
     return [(path, revision) for path, revision in models if is_hub_model(path)]
 
 
@@ -184,6 +188,28 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
             asked=f"{key}={path}",
             found=f"its tokenizer has other tokens than that of model.path={own}",
             do="name a model with the same tokenizer",
+        )
+    return notes
+
+
+def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub: bool) -> list[str]:
+    """Notes on what could not be checked. Raises ConfigError: the model of a pool is not there, cannot be served as the
+    recipe says, or is a teacher that reads other tokens than the policy."""
+    notes = []
+    for key, (pool, replicas) in recipe.pools.items():
+        path = pool.model.path
+        facts = check_model(path, f"{key}.path")
+        if not facts.is_local and not use_hub:
+            notes.append(f"{key}.path={path} comes from the hub: it is looked up when the run starts")
+            continue
+        if key == "judge":
+            load_tokenizer(pool.model)
+        require_runs(replicas, facts if facts.is_local else hub_facts(pool.model), section=f"{key}.")
+        require(
+            key != "teacher" or vocabulary(path, trust_remote_code=pool.trust_remote_code) == tokenizer.get_vocab(),
+            asked=f"{key}.path={path}",
+            found=f"its tokenizer has other tokens than that of model.path={recipe.model.path}",
+            do="name a teacher with the same tokenizer: its log-probabilities are of the policy's tokens",
         )
     return notes
 
@@ -230,7 +256,8 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
         )
     if missing_ok:
         return
-    require_package(recipe.rollout)
+    for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
+        require_package(replicas)
     require_backend(recipe.trainer.backend)
     if recipe.weights.transport == "vllm_nccl":
         require(
@@ -267,6 +294,11 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
         f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
     )
+    for key, (pool, replicas) in recipe.pools.items():
+        emit(
+            f"{key:<10}{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, max_model_len "
+            f"{replicas.max_model_len}"
+        )
     emit(
         f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
         f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"

@@ -244,6 +244,7 @@ class _Run:
             prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
+            pools=actors.pools,
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Replicas without a trainer, which serve the model's files from their start: `asyncrl-serve`, `asyncrl-eval`."""
+"""Replicas without a trainer, which serve the model's files from their start: of `asyncrl-serve`, of `asyncrl-eval`,
+and of the other models of a run."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
@@ -21,6 +22,10 @@ HEALTH_TIMEOUT_S = 30.0
 HEALTH_INTERVAL_S = 5.0
 
 
+def _log(event: Event) -> None:
+    logger.info("%s", event)
+
+
 def standalone_pool(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -28,10 +33,20 @@ def standalone_pool(
     *,
     environment: Mapping[str, str],
     start_timeout_s: float,
+    gpus: float | None = None,
+    on_event: Callable[[Event], None] = _log,
 ) -> ReplicaPool:
-    """A pool of replicas, not started. Raises ConfigError: too few GPUs for them."""
-    gpus = replica_gpus(rollout)
-    require_gpus(gpus, rollout.num_replicas)
+    """A pool of replicas, not started.
+
+    Args:
+        gpus: GPUs of one replica, where its caller has shared them out among all processes of a run; None: the replicas
+            have the cluster to themselves.
+
+    Raises ConfigError: too few GPUs for them.
+    """
+    if gpus is None:
+        gpus = replica_gpus(rollout)
+        require_gpus(gpus, rollout.num_replicas)
     options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
     settings = PoolSettings(
         recovery.replica_restarts(rollout.num_replicas),
@@ -43,8 +58,4 @@ def standalone_pool(
         serves_at_once=True,
     )
     spawn = functools.partial(spawn_replica, rollout, model, **options)
-    return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=_log)
-
-
-def _log(event: Event) -> None:
-    logger.info("%s", event)
+    return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=on_event)

@@ -21,8 +21,10 @@ from asyncrl.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from asyncrl.types.trajectories import TOKEN_ARRAYS
 
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
+STORED = ARRAYS | dict(TOKEN_ARRAYS)
 CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.float32}
 
 
@@ -39,9 +41,11 @@ class _Described:
     turns: int
     started_s: float
     finished_s: float
+    extra: tuple[str, ...] = ()
+    """Names of the arrays of `Trajectory.extra`."""
 
 
-_SAME = [field.name for field in fields(_Described) if not field.name.startswith("num_")]
+_SAME = [field.name for field in fields(_Described) if not field.name.startswith("num_") and field.name != "extra"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class _DescribedPartialGroup:
 
 def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
     """Writes `groups.npz` (each array concatenated over all trajectories, in order) and `groups.json`."""
-    arrays = _Writer(ARRAYS)
+    arrays = _Writer(STORED)
     described = [
         _DescribedGroup(g.ordinal, g.attempt, tuple(_describe(t, arrays) for t in g.trajectories)) for g in groups
     ]
@@ -85,7 +89,7 @@ def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
 def load_groups(directory: Path) -> list[TrajectoryGroup]:
     """Raises ValueError or what numpy raises: these are not the files of a checkpoint."""
     described = _read(directory / "groups.json", _DescribedGroup)
-    arrays = _Reader(directory / "groups.npz", ARRAYS)
+    arrays = _Reader(directory / "groups.npz", STORED)
     return [
         TrajectoryGroup(g.ordinal, g.attempt, tuple(_trajectory(t, arrays) for t in g.trajectories)) for g in described
     ]
@@ -94,7 +98,7 @@ def load_groups(directory: Path) -> list[TrajectoryGroup]:
 def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
     """Writes `partials.json`, the arrays of complete trajectories in `partials_done.npz` and those of recorded calls in
     `partials_calls.npz`."""
-    done, calls = _Writer(ARRAYS), _Writer(CALL_ARRAYS)
+    done, calls = _Writer(STORED), _Writer(CALL_ARRAYS)
 
     def describe(t: PartialTrajectory) -> _DescribedPartial:
         described = tuple(_describe_call(c, calls) for c in t.calls)
@@ -109,7 +113,7 @@ def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
 def load_partials(directory: Path) -> list[PartialGroup]:
     """Raises as `load_groups`."""
     described = _read(directory / "partials.json", _DescribedPartialGroup)
-    done = _Reader(directory / "partials_done.npz", ARRAYS)
+    done = _Reader(directory / "partials_done.npz", STORED)
     calls = _Reader(directory / "partials_calls.npz", CALL_ARRAYS)
 
     def trajectory(t: _DescribedPartial) -> PartialTrajectory:
@@ -134,8 +138,12 @@ class _Writer:
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
 
     def add(self, source: Trajectory | Generation) -> None:
+        extra = source.extra if isinstance(source, Trajectory) else {}
         for name, parts in self._parts.items():
-            parts.append(getattr(source, name))
+            if name not in TOKEN_ARRAYS:
+                parts.append(getattr(source, name))
+            elif name in extra:
+                parts.append(extra[name])
 
     def save(self, path: Path) -> None:
         arrays = {
@@ -153,7 +161,8 @@ class _Reader:
     def __init__(self, path: Path, dtypes: Mapping[str, type[np.generic]]) -> None:
         """Raises ValueError: an array is of another shape or dtype."""
         with np.load(path, allow_pickle=False) as stored:
-            self._arrays = {name: stored[name] for name in dtypes}
+            known = [name for name in dtypes if name in stored or name not in TOKEN_ARRAYS]
+            self._arrays = {name: stored[name] for name in known}
         for name, array in self._arrays.items():
             if array.ndim != 1 or array.dtype != dtypes[name]:
                 raise ValueError(f"{path.name}: {name} is {array.dtype} {list(array.shape)}")
@@ -161,6 +170,8 @@ class _Reader:
 
     def take(self, name: str, count: int) -> np.ndarray:
         """Raises ValueError: the file holds fewer, so it does not belong to its description."""
+        if name not in self._arrays:
+            raise ValueError(f"{name} is not in the file, its description needs {count} entries")
         start = self._at[name]
         self._at[name] = start + count
         if count < 0 or start + count > len(self._arrays[name]):
@@ -171,7 +182,9 @@ class _Reader:
 def _describe(trajectory: Trajectory, arrays: _Writer) -> _Described:
     arrays.add(trajectory)
     lengths = len(trajectory.prompt_ids), len(trajectory.response_ids)
-    return _Described(*lengths, **{name: getattr(trajectory, name) for name in _SAME})
+    return _Described(
+        *lengths, **{name: getattr(trajectory, name) for name in _SAME}, extra=tuple(sorted(trajectory.extra))
+    )
 
 
 def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
@@ -180,6 +193,7 @@ def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
             name: arrays.take(name, entry.num_prompt if name == "prompt_ids" else entry.num_response) for name in ARRAYS
         },
         **{name: getattr(entry, name) for name in _SAME},
+        extra={name: arrays.take(name, entry.num_response) for name in entry.extra},
     ).validate()
 
 

@@ -23,6 +23,7 @@ from asyncrl.rewards.numeric import NumericReward, true_number
 from asyncrl.rewards.regex import RegexReward
 from asyncrl.rewards.remote import RemoteReward
 from asyncrl.rewards.reward import RewardFunction, RewardResult
+from asyncrl.rewards.zero import zero_reward
 
 REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
     "code": CodeReward,
@@ -32,6 +33,7 @@ REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
     "numeric": NumericReward,
     "regex": RegexReward,
     "remote": RemoteReward,
+    "zero": lambda config: zero_reward,
 }
 
 _CHECKS: dict[str, Callable[[PromptRow], object]] = {

@@ -16,30 +16,16 @@ if TYPE_CHECKING:
     import asyncio
 
 
-class CustomReward:
-    """Calls the function. An async function always runs in the same event loop, so that its clients can be reused."""
+class Awaiter:
+    """Awaits what async functions return, always in the same event loop, so that their clients can be reused."""
 
-    def __init__(self, name: str, function: Callable[[str, PromptRow], Any]) -> None:
-        self.name = name
-        self._function = function
+    def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
-    def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """Raises TypeError, ValueError: the function returned no reward, or one with an unusable number or part."""
-        given = self._function(response, row)
-        if inspect.isawaitable(given):
-            given = self._awaited(given)
-        result = RewardResult(float(given)) if isinstance(given, Real) else given
-        asked = f"the reward {self.name} of {row.origin}"
-        if not isinstance(result, RewardResult):
-            found = f"{type(result).__name__} instead of RewardResult or a number"
-            raise TypeError(explain(asked, found, "return asyncrl.rewards.RewardResult(reward=...)"))
-        reward = _finite(result.reward)
-        if reward is None:
-            raise ValueError(explain(asked, f"{result.reward!r:.100}", "return a finite number"))
-        return RewardResult(reward, _parts(result.parts, asked))
-
-    def _awaited(self, given: Any) -> Any:
+    def value(self, given: Any) -> Any:
+        """What was given, or what it comes to where it is awaitable."""
+        if not inspect.isawaitable(given):
+            return given
         import asyncio
 
         if self._runner is None:
@@ -49,6 +35,32 @@ class CustomReward:
             return await given
 
         return self._runner.run(wait())
+
+
+class CustomReward:
+    """Calls the function. An async function always runs in the same event loop."""
+
+    def __init__(self, name: str, function: Callable[[str, PromptRow], Any]) -> None:
+        self.name = name
+        self._function = function
+        self._awaiter = Awaiter()
+
+    def __call__(self, response: str, row: PromptRow) -> RewardResult:
+        """Raises TypeError, ValueError: the function returned no reward, or one with an unusable number or part."""
+        given = self._awaiter.value(self._function(response, row))
+        return checked_result(given, f"the reward {self.name} of {row.origin}")
+
+
+def checked_result(given: Any, asked: str) -> RewardResult:
+    """What a user's function has returned, as a reward. Raises TypeError, ValueError, as `CustomReward.__call__`."""
+    result = RewardResult(float(given)) if isinstance(given, Real) else given
+    if not isinstance(result, RewardResult):
+        found = f"{type(result).__name__} instead of RewardResult or a number"
+        raise TypeError(explain(asked, found, "return asyncrl.rewards.RewardResult(reward=...)"))
+    reward = _finite(result.reward)
+    if reward is None:
+        raise ValueError(explain(asked, f"{result.reward!r:.100}", "return a finite number"))
+    return RewardResult(reward, _parts(result.parts, asked))
 
 
 def _parts(parts: Any, asked: str) -> tuple[tuple[str, float], ...]:

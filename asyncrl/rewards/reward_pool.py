@@ -6,8 +6,11 @@ then nacks the group: the timeout counts as a failed attempt, as any error of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
+from asyncrl.rewards.group import GroupRequest, GroupResult
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
@@ -24,7 +27,7 @@ class RewardPool(WorkerPool):
                 labels=config.names,
                 settings=config,
                 asked=config.asked,
-                answer=RewardResult,
+                answer=(RewardResult, GroupResult),
                 advice="make the reward end on such a response, or raise reward.timeout_s",
                 num_workers=config.workers,
                 timeout_s=config.timeout_s,
@@ -35,3 +38,9 @@ class RewardPool(WorkerPool):
     async def score(self, response: str, row: PromptRow) -> RewardResult:
         """The reward of a response. Raises what `WorkerPool.call` raises."""
         return await self.call((response, row), f"the reward of {row.origin}")
+
+    async def score_group(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
+        """What `reward.group` gives each response of a group. Raises what `WorkerPool.call` raises."""
+        request = GroupRequest(tuple(responses), row)
+        result: GroupResult = await self.call(request, f"the group reward of {row.origin}")
+        return result.rewards

@@ -135,6 +135,10 @@ class RolloutControl:
         """`table`: with the controls of the replicas as its handles."""
         await self._actor.call(CALL_TIMEOUT_S, Rollouter.set_replicas, channels(table, self._client_id), own)
 
+    async def set_pool(self, key: str, table: ReplicaTable) -> None:
+        """`table`: with the controls of the replicas of that pool as its handles."""
+        await self._actor.call(CALL_TIMEOUT_S, Rollouter.set_pool, key, channels(table, self._client_id))
+
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
         return await self._actor.call(timeout_s, Rollouter.partials)
 

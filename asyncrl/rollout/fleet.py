@@ -41,6 +41,9 @@ class RolloutFleet:
     async def set_replicas(self, table: ReplicaTable) -> None:
         await all_at_once(member.set_replicas(table) for member in self._members)
 
+    async def set_pool(self, key: str, table: ReplicaTable) -> None:
+        await all_at_once(member.set_pool(key, table) for member in self._members)
+
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
         """The running groups of all."""
         found = await all_at_once(member.partials(timeout_s) for member in self._members)

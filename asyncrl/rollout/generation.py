@@ -283,6 +283,14 @@ class GenerationClient:
             raise GenerationError(f"a response was not finished within {self._request_timeout_s} s") from e
         return draft.generation(prompt_ids, complete, interruptions)
 
+    async def score(self, token_ids: np.ndarray, score_from: int, *, session_id: str = "") -> np.ndarray:
+        """[len - score_from] float32: log-probabilities of `token_ids[score_from:]`, each given the tokens before it,
+        at temperature 1. Raises as `generate`."""
+        scored = await self.generate(token_ids, SamplingParams(score_from=score_from), session_id=session_id)
+        if not np.array_equal(scored.token_ids, token_ids[score_from:]):
+            raise GenerationError(f"{len(scored.token_ids)} tokens were scored, of {len(token_ids) - score_from}")
+        return scored.logprobs
+
     @property
     def in_flight(self) -> int:
         return len(self._pending)

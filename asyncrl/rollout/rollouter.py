@@ -16,7 +16,8 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -30,15 +31,19 @@ from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.remote.waits import ROLLOUTER
+from asyncrl.rewards import RewardResult
+from asyncrl.rewards.group import added
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
+from asyncrl.rollout.judge import Judge
 from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
 from asyncrl.rollout.sample_files import QuarantineFile, RolloutFiles, SampleFile, SpanFile
 from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
+from asyncrl.rollout.teacher import with_teacher
 from asyncrl.rollout.user_code import UserCode, summary
 from asyncrl.types import (
     Admission,
@@ -113,12 +118,15 @@ class Rollouter:
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
         """Client of the leased replicas, while an evaluation has some."""
+        self._pools: dict[str, GenerationClient] = {}
+        """Clients of the pools of other models, by the section of the recipe."""
+        self._judge: Judge | None = None
         self._time = ReplicaTime(time.monotonic())
         self._states: Counter[ReplicaState] = Counter()
         self._held: Set[int] = set()
         self._asleep: Set[int] = set()
         self._open = 0
-        """Trajectories in progress."""
+        """Trajectories, and rewards of groups, in progress."""
         self.client: GenerationClient
         self._tools: SessionTools
         self._renderer: PromptRenderer
@@ -146,9 +154,12 @@ class Rollouter:
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._failure = asyncio.get_running_loop().create_future()
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
+        self._pools = {key: self._pool_client(key) for key in recipe.pools if self._train is not None}
+        if (asked := self._pools.get("judge")) is not None:
+            self._judge = Judge(recipe.reward.judge, recipe.judge.model, asked)
         self._observe()
         stop = stop_texts(tokenizer, rollout.sampling.stop)
-        self._tools = SessionTools(self.client, chat, self._rewards.score, stop)
+        self._tools = SessionTools(self.client, chat, self._score, stop)
         return await self.stats()
 
     async def run(self) -> None:
@@ -158,6 +169,7 @@ class Rollouter:
         self._time = ReplicaTime(time.monotonic())  # the replicas serve now: their start is nobody's lost time
         self._observe()
         work = {"admission": self._admit(), "client": self.client.watch(), "garbage": PauselessCollector().run()}
+        work |= {f"client of the {key}": client.watch() for key, client in self._pools.items()}
         loops = [asyncio.create_task(loop, name=name) for name, loop in work.items()]
         try:
             done, _ = await asyncio.wait([*loops, failure], return_when=asyncio.FIRST_COMPLETED)
@@ -183,6 +195,12 @@ class Rollouter:
             if self._lent is not None:
                 self._lent.set_replicas(table)
             self._observe()
+
+    async def set_pool(self, key: str, table: ReplicaTable) -> None:
+        """The replicas of the pool of another model, with `ReplicaChannel`s as handles. `key`: its section of the
+        recipe."""
+        if key in self._pools:
+            self._pools[key].set_replicas(table)
 
     async def partials(self) -> list[PartialGroup]:
         """A copy of every running group that has at least one token."""
@@ -262,7 +280,8 @@ class Rollouter:
         for running in self._groups.values():
             running.give_up()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.client.close()
+        for client in (self.client, *self._pools.values()):
+            await client.close()
         await self._rewards.close()
         if isinstance(self._environment, Managed):
             try:
@@ -287,6 +306,18 @@ class Rollouter:
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
             on_change=self._observe if waits else lambda: None,
+        )
+
+    def _pool_client(self, key: str) -> GenerationClient:
+        pool, replicas = self._recipe.pools[key]
+        return GenerationClient(
+            f"{self._client_id}-{os.getpid()}-{key}",
+            ReplicaTable(),
+            request_timeout_s=pool.request_timeout_s,
+            poll_interval_s=self._recipe.rollout.poll_interval_s,
+            states=("serving",),
+            waits_for_replacements=True,
+            max_lost=self._recipe.recovery.replicas_per_response(replicas.num_replicas),
         )
 
     async def _admit(self) -> None:
@@ -385,15 +416,43 @@ class Rollouter:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
+                if (teacher := self._pools.get("teacher")) is not None:
+                    with self._working():
+                        made = await with_teacher(made, teacher, f"group-{ticket.ordinal}")
                 trajectory = done[i] = made.untrained() if skipped else made
             return trajectory
 
         trajectories = await all_at_once(one(i) for i in range(len(done)))
+        with self._working():
+            trajectories = await self._with_group_rewards(trajectories, row)
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
         longest, limit = max(map(len_of, trajectories)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
+
+    async def _score(self, response: str, row: PromptRow) -> RewardResult:
+        """The reward of one response, with what the judge adds. Raises what either raises."""
+        result, config = await self._rewards.score(response, row), self._recipe.reward.judge
+        if self._judge is None or config.pairwise:
+            return result
+        verdict = await self._judge.score(response, row)
+        return RewardResult(*added(result.reward, result.parts, "judge", config.weight, verdict))
+
+    async def _with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
+        """The trajectories of one group, with what rewards that see all of it add. Raises what these raise."""
+        config, found = self._recipe.reward, list(trajectories)
+        responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
+        given: list[tuple[str, float, Sequence[RewardResult]]] = []
+        if config.group.function:
+            given.append(("group", config.group.weight, await self._rewards.score_group(responses, row)))
+        if self._judge is not None and config.judge.pairwise:
+            given.append(("judge", config.judge.weight, await self._judge.compare(responses, row)))
+        for name, weight, results in given:
+            for i, result in enumerate(results):
+                reward, parts = added(found[i].reward, found[i].reward_parts, name, weight, result)
+                found[i] = replace(found[i], reward=reward, reward_parts=parts)
+        return found
 
     async def _trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
         """The trajectory that the environment returns for `task`, validated. Raises what `UserCode.call` raises."""
@@ -401,20 +460,28 @@ class Rollouter:
         async def made() -> Trajectory:
             return (await self._environment.run(task, session)).normalized().validate()
 
-        self._open += 1
         began = time.time()
         session.clock = ActiveClock(self._recipe.rollout.trajectory_timeout_s)
+        with self._working():
+            try:
+                return await self._of_environment(
+                    f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
+                    made,
+                    session.clock,
+                    do="see what it waits for, or raise rollout.trajectory_timeout_s",
+                )
+            finally:
+                session.close()
+                if session.spans is not None:
+                    session.spans.append(("trajectory", began, time.time(), {}))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """A trajectory or a group is in progress: replicas without a request wait for it."""
+        self._open += 1
         try:
-            return await self._of_environment(
-                f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
-                made,
-                session.clock,
-                do="see what it waits for, or raise rollout.trajectory_timeout_s",
-            )
+            yield
         finally:
-            session.close()
-            if session.spans is not None:
-                session.spans.append(("trajectory", began, time.time(), {}))
             self._open -= 1
             self._observe()
 

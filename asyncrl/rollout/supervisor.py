@@ -32,6 +32,7 @@ class RolloutProcess(Protocol):
     async def run(self) -> None: ...
     async def evaluate(self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None) -> EvalResult: ...
     async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None) -> None: ...
+    async def set_pool(self, key: str, table: ReplicaTable) -> None: ...
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
     async def stats(self, timeout_s: float) -> RolloutStats: ...
     async def stop(self, timeout_s: float) -> None: ...
@@ -48,6 +49,8 @@ class _Incarnation:
     up: bool = False
     told: ReplicaTable | None = None
     """The table that it has."""
+    pools: dict[str, ReplicaTable] = field(default_factory=dict)
+    """Of the pools of other models, the tables that it has."""
     failure: ProcessDied | None = None
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,6 +88,8 @@ class RolloutSupervisor:
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
         self._table = ReplicaTable()
+        self._pools: dict[str, ReplicaTable] = {}
+        """Section of the recipe -> the replicas of that pool of another model."""
         self._current = self._new()
         self._ready = asyncio.Event()
         self._stats: RolloutStats
@@ -153,6 +158,14 @@ class RolloutSupervisor:
         """Gives the table to the rollouter, and later to each replacement. A rollouter that is not up yet gets it at
         its start; one that dies during the call is replaced."""
         self._table = table
+        await self._tell_current()
+
+    async def set_pool(self, key: str, table: ReplicaTable) -> None:
+        """As `set_replicas`, of the pool of another model. `key`: its section of the recipe."""
+        self._pools[key] = table
+        await self._tell_current()
+
+    async def _tell_current(self) -> None:
         current = self._current
         if current.up:
             try:
@@ -223,12 +236,17 @@ class RolloutSupervisor:
         return self._stats
 
     async def _introduce(self, current: _Incarnation) -> None:
-        """Sends the table until the rollouter has the newest one: another may come during a call."""
+        """Sends the tables until the rollouter has the newest ones: another may come during a call."""
         while current.told is not self._table:
             table = self._table
             own = None if self._count == 1 else table.part(self._index, self._count)
             await self._answer(current, current.control.set_replicas(table, own))
             current.told = table
+        for key in self._pools:
+            while current.pools.get(key) is not self._pools[key]:
+                table = self._pools[key]
+                await self._answer(current, current.control.set_pool(key, table))
+                current.pools[key] = table
 
     async def _restart(self, failure: ProcessDied) -> None:
         """Replaces the current rollouter, which is dead. Raises RunFailed."""

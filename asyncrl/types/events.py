@@ -176,6 +176,16 @@ class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
     """The evaluation has ended its lease; the replica waits for the current version."""
 
 
+class ModelReplicaChanged(Event, kind="model_replica"):
+    """A replica of another model than the policy: of the pool `pool`, a section of the recipe. `change` is the kind of
+    event that a replica of the policy would have."""
+
+    pool: str
+    replica: Whole
+    change: str
+    error: str
+
+
 class RollouterFailed(Event, kind="rollouter_failed"):
     """The rollouter has died or does not answer."""
 

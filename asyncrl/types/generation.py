@@ -23,6 +23,10 @@ class SamplingParams:
     `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
     `json_schema` (a JSON schema as text) guides the response: only tokens that keep it valid are sampled. Engines
     without guided decoding refuse it.
+
+    `score_from`: nothing is sampled. The answer is one chunk with the tokens of the prompt from this place on, and
+    their log-probabilities under the model, at temperature 1 and without filters, whatever the other fields say. Engine
+    sglang refuses it.
     """
 
     temperature: float = 1.0
@@ -32,9 +36,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     json_schema: str | None = None
+    score_from: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema)
+        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema, self.score_from)
         return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest)
 
 

@@ -163,6 +163,7 @@ class Metric(StrEnum):
     KL_BEHAVIOR = "train/kl_behavior", "nats", NONE, "mean of behaviour minus policy log-probability (k1)"
     ENTROPY = "train/entropy", "nats", NONE, "mean entropy of the policy at the trained tokens"
     KL_REFERENCE = "train/kl_reference", "nats", NONE, "mean divergence of the policy from the reference model (k3), per trained token"
+    KL_TEACHER = "train/kl_teacher", "nats", LOWER, "mean of policy minus teacher log-probability (k1 of the reverse KL) at the trained tokens, with algorithm.distillation"
     ROUTER_BALANCE = "train/router_balance", "experts", LOWER, "load-balancing loss of a mixture's routers; experts per token where the load is even"
     ADVANTAGE_MEAN = "train/advantage_mean", "reward", NONE, "mean token advantage before whitening, with advantage gae or reinforce_plus_plus"
     TOUCHED = "train/touched_fraction/", "share", NONE, "with a correction's name: trained tokens that it weighed down or dropped"
@@ -206,7 +207,7 @@ class Metric(StrEnum):
 
 _SOMETIMES = (
     *(Metric.REWARD_ZERO_SIGNAL, Metric.REPREFILLED, Metric.KL_REFERENCE, Metric.ADVANTAGE_MEAN),
-    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS),
+    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS, Metric.KL_TEACHER),
 )
 REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
 FAMILIES = tuple(metric for metric in Metric if metric.is_family)

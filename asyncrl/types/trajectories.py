@@ -8,7 +8,9 @@ position. The default of a frozen dataclass looks its fields up one by one and c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +18,12 @@ import numpy as np
 SegmentKind = Literal["policy", "environment"]
 
 FinishReason = Literal["stop", "length", "abort"]
+
+TOKEN_ARRAYS: Mapping[str, type[np.generic]] = MappingProxyType({"teacher_logprobs": np.float32})
+"""The arrays that `Trajectory.extra` may hold, and their dtypes; each has one finite entry per response token.
+
+teacher_logprobs: log-probability of the token under the teacher of `algorithm.distillation`, at temperature 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,7 @@ class Trajectory:
         loss_mask: [T] bool, True where the policy wrote the token and it may be trained.
         segments: tile `[0, T)` in order; empty only when T is 0.
         reward: total reward; `reward_parts` its named components.
+        extra: further arrays by name, [T] each, see `TOKEN_ARRAYS`.
         started_s, finished_s: wall-clock seconds since the epoch.
 
     Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
@@ -66,6 +75,7 @@ class Trajectory:
     turns: int = 1
     started_s: float = 0.0
     finished_s: float = 0.0
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = (
@@ -75,13 +85,16 @@ class Trajectory:
             packed(self.loss_mask, np.bool_),
         )
         rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
-        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s))
+        extra = tuple((name, packed(array, TOKEN_ARRAYS[name])) for name, array in self.extra.items())
+        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s), extra)
 
     def normalized(self) -> Trajectory:
         """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
 
-        Raises ValueError: something is not an array, or not a number.
+        Raises ValueError: something is not an array, or not a number, or `extra` has an unknown name.
         """
+        if unknown := self.extra.keys() - TOKEN_ARRAYS.keys():
+            raise ValueError(f"extra has {sorted(unknown)}; a trajectory may have {sorted(TOKEN_ARRAYS)}")
         try:
             return replace(
                 self,
@@ -92,6 +105,7 @@ class Trajectory:
                 segments=tuple(self.segments),
                 reward=float(self.reward),
                 reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
+                extra={name: np.asarray(array, TOKEN_ARRAYS[name]) for name, array in self.extra.items()},
             )
         except (TypeError, AttributeError) as e:
             raise ValueError(f"malformed trajectory: {e}") from e
@@ -103,6 +117,9 @@ class Trajectory:
             raise ValueError("prompt_ids is empty: a trajectory needs at least one prompt token")
         if len(self.logprobs) != n or len(self.loss_mask) != n:
             raise ValueError(f"response_ids {n}, logprobs {len(self.logprobs)}, loss_mask {len(self.loss_mask)} differ")
+        for name, array in self.extra.items():
+            if len(array) != n or not np.isfinite(array).all():
+                raise ValueError(f"extra[{name!r}] has {len(array)} entries for {n} tokens, or one is not finite")
         at = 0
         for segment in self.segments:
             if segment.start != at or segment.stop <= segment.start:
@@ -125,6 +142,12 @@ class Trajectory:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def policy_ids(self) -> np.ndarray:
+        """[n] int32: what the policy wrote of the response, trained or not."""
+        written = [self.response_ids[s.start : s.stop] for s in self.segments if s.kind == "policy"]
+        return np.concatenate(written) if written else self.response_ids[:0]
+
+    @property
     def oldest_version(self) -> int | None:
         """The smallest version among policy segments; None when the policy wrote nothing."""
         return min((s.version for s in self.segments if s.kind == "policy"), default=None)
@@ -135,7 +158,9 @@ def packed(array: np.ndarray, dtype: type[np.generic]) -> bytes:
     return array.astype(dtype, copy=False).tobytes()
 
 
-def _unpack_trajectory(arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...]) -> Trajectory:
+def _unpack_trajectory(
+    arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...], extra: tuple[tuple[str, bytes], ...] = ()
+) -> Trajectory:
     prompt_ids, response_ids, logprobs, loss_mask = arrays
     return Trajectory(
         np.frombuffer(prompt_ids, np.int32),
@@ -143,6 +168,7 @@ def _unpack_trajectory(arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[An
         np.frombuffer(logprobs, np.float32),
         np.frombuffer(loss_mask, np.bool_),
         *rest,
+        extra={name: np.frombuffer(array, TOKEN_ARRAYS[name]) for name, array in extra},
     )
 
 

@@ -28,7 +28,7 @@ class WorkerSpec:
     labels: tuple[str, ...] = ()
     settings: object
     asked: str
-    answer: type
+    answer: type | tuple[type, ...]
     advice: str
     num_workers: int
     timeout_s: float

@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 
 class TestFakeEngine(EngineConformance):
+    models_text = False
+
     @pytest.fixture
     def make_engine(self):
         async def make():

@@ -42,6 +42,7 @@ async def shared_engine(make_sglang_engine):
 
 class TestSglangEngine(EngineConformance):
     deterministic = False
+    scores = False
 
     @pytest.fixture
     def make_engine(self, make_sglang_engine):

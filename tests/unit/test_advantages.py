@@ -37,6 +37,8 @@ def paper(name, r):
             return [(x - mean) / mean if mean else 0.0 for x in r]
         case "gae" | "reinforce_plus_plus":
             return r
+        case "teacher_only":
+            return [0.0] * n
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -61,6 +63,7 @@ def test_one_right_of_four_by_hand():
         "reinforce_plus_plus_baseline": [0.75, -0.25, -0.25, -0.25],
         "reinforce_plus_plus": one,
         "gae": one,
+        "teacher_only": 0 * one,
     }
     assert set(expected) == set(ADVANTAGES)
     for name, values in expected.items():

@@ -27,6 +27,7 @@ REACHES = {
     "model.path": "org/model",
     "reward.function": "evil:reward",
     "reward.parts": {"evil.module:reward": 1.0},
+    "reward.group.function": "evil:group",
     "rollout.environment": "evil:Environment",
     "rollout.tool_use.tools": ["calculator", "evil:Tool"],
     "rollout.agent.function": "evil:agent",

@@ -40,6 +40,8 @@ class ProcessEngine(ABC, Generic[S]):
     """The engine's name in a recipe."""
     _guided = False
     """The engine has guided decoding."""
+    _scores: ClassVar[bool] = False
+    """The engine scores given tokens (`SamplingParams.score_from`)."""
 
     def __init__(self, model: ModelConfig, *, max_running: int, context_tokens: int, load_real_weights: bool) -> None:
         """`load_real_weights`: start as version 0; otherwise with version None."""
@@ -390,6 +392,7 @@ class ProcessEngine(ABC, Generic[S]):
             max_model_len=self._context_tokens,
             vocab_size=vocab_size,
             guided=self._guided,
+            scores=self._scores,
         )
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

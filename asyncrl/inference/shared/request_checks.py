@@ -14,13 +14,20 @@ MAX_TOP_K = 2**31 - 1
 
 
 def misfit(
-    request: GenerationRequest, *, engine: str, max_model_len: int, vocab_size: int, guided: bool = False
+    request: GenerationRequest,
+    *,
+    engine: str,
+    max_model_len: int,
+    vocab_size: int,
+    guided: bool = False,
+    scores: bool = False,
 ) -> tuple[str, str] | None:
     """The fault of a request, and what to do about it; None when it can be served.
 
     Args:
         engine: its name in a recipe.
         guided: the engine has guided decoding.
+        scores: the engine scores given tokens.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
@@ -33,6 +40,8 @@ def misfit(
         )
     if sampling.json_schema is not None and request.first_position:
         return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
+    if request.sampling.score_from is not None:
+        return _misfit_of_scores(request, max_model_len, vocab_size, scores)
     if sampling.max_tokens < 1:
         return f"max_tokens={sampling.max_tokens}", "ask for at least one token"
     if len(prompt) + sampling.max_tokens > max_model_len:
@@ -50,6 +59,24 @@ def misfit(
     if not MIN_TOP_P <= sampling.top_p <= 1 or not 0 <= sampling.top_k <= MAX_TOP_K:
         found = f"top_p={sampling.top_p}, top_k={sampling.top_k}"
         return found, f"top_p from {MIN_TOP_P} to 1, top_k from 0 (off) to {MAX_TOP_K}"
+    return None
+
+
+def _misfit_of_scores(
+    request: GenerationRequest, max_model_len: int, vocab_size: int, scores: bool
+) -> tuple[str, str] | None:
+    """As `misfit`, of a request with `score_from`."""
+    prompt, start = request.prompt_ids, request.sampling.score_from or 0
+    if not scores:
+        return "score_from, and this engine does not score given tokens", "use torch or vllm"
+    if not 1 <= start < len(prompt):
+        return f"score_from={start} of {len(prompt)} tokens", "1 <= score_from < tokens: the first has no context"
+    if len(prompt) >= max_model_len:
+        found = f"max_model_len={max_model_len}, but {len(prompt)} tokens to score"
+        return found, "shorten the text, or raise max_model_len of the engine: it has to exceed the number of tokens"
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
+        return found, "tokenize with the model's own tokenizer"
     return None
 
 

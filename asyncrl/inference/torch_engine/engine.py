@@ -213,7 +213,11 @@ class TorchEngine:
         """Raises GenerationError for a request that would not fit, or would end the thread for all others."""
         assert self._runner is not None
         found = misfit(
-            request, engine="torch", max_model_len=self._settings.context_tokens, vocab_size=self._runner.vocab_size
+            request,
+            engine="torch",
+            max_model_len=self._settings.context_tokens,
+            vocab_size=self._runner.vocab_size,
+            scores=True,
         )
         if request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

@@ -79,6 +79,8 @@ class DecodeLoop:
         self._report = report
         self._slots = SlotTable(num_slots, chunk_tokens)
         self._waiting: deque[GenerationRequest] = deque()
+        self._scoring: deque[GenerationRequest] = deque()
+        """Requests whose tokens are given (`score_from`); they take no slot."""
         self._wave: _Wave | None = None
         self._paused = False
         self._drain_tickets: list[int] = []
@@ -117,7 +119,8 @@ class DecodeLoop:
         """True when a round has work to do. Without a version the weights are dummies, and nothing is sampled."""
         if self._paused or self.counters.version is None:
             return False
-        return self._running > 0 or bool(self._waiting) or self._draining  # the last round of a drain ends it
+        waits = bool(self._waiting or self._scoring)
+        return self._running > 0 or waits or self._draining  # the last round of a drain ends it
 
     def _serve_commands(self) -> bool:
         """Serves all waiting commands, and waits for one when there is nothing to decode; returns False at `Stop`."""
@@ -138,7 +141,7 @@ class DecodeLoop:
     def _serve(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                self._waiting.append(request)
+                (self._waiting if request.sampling.score_from is None else self._scoring).append(request)
             case Abort(request_ids, ticket):
                 self._abort(request_ids)
                 if ticket is not None:
@@ -192,10 +195,7 @@ class DecodeLoop:
         slots = self._slots
         ids = None if request_ids is None else frozenset(request_ids)
         self._finish(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")
-        queued: deque[GenerationRequest] = deque()
-        for request in self._waiting:
-            self._keep_or_end(request, ids, queued)
-        self._waiting = queued
+        self._waiting, self._scoring = self._without(self._waiting, ids), self._without(self._scoring, ids)
         if self._wave:
             for place, same in enumerate(self._wave.requests):
                 kept: deque[GenerationRequest] = deque()
@@ -206,6 +206,13 @@ class DecodeLoop:
                 self._wave = None
         self.counters.abort_s = time.perf_counter() - started
 
+    def _without(self, queued: deque[GenerationRequest], ids: frozenset[str] | None) -> deque[GenerationRequest]:
+        """The queued requests that are not ended. `ids` None: all are."""
+        kept: deque[GenerationRequest] = deque()
+        for request in queued:
+            self._keep_or_end(request, ids, kept)
+        return kept
+
     def _keep_or_end(
         self, request: GenerationRequest, ids: frozenset[str] | None, kept: deque[GenerationRequest]
     ) -> None:
@@ -215,7 +222,9 @@ class DecodeLoop:
             kept.append(request)
 
     def _round(self) -> None:
-        """One prefill pass if prompts wait for it, then one decode step."""
+        """One batch of tokens to score and one prefill pass, where some wait, then one decode step."""
+        if self._scoring and not self._draining:
+            self._score()
         if self._wave is None and not self._draining:
             self._wave = self._admit()
         if self._wave:
@@ -231,6 +240,21 @@ class DecodeLoop:
             self._paused = True
             self._tickets += self._drain_tickets
             self._drain_tickets.clear()
+
+    def _score(self) -> None:
+        """Answers the oldest requests with `score_from`, as many as fit into one prefill pass; a longer one alone."""
+        taken = [self._scoring.popleft()]
+        width = len(taken[0].prompt_ids)
+        while self._scoring:
+            width = max(width, len(self._scoring[0].prompt_ids))
+            if (len(taken) + 1) * width > self._runner.prefill_tokens:
+                break
+            taken.append(self._scoring.popleft())
+        starts = [request.sampling.score_from or 1 for request in taken]
+        scored = self._runner.score([request.prompt_ids for request in taken], starts)
+        for request, start, logprobs in zip(taken, starts, scored, strict=True):
+            self._require_finite(logprobs)
+            self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop")
 
     def _admit(self) -> _Wave | None:
         """Takes requests from the queue, in order, as many as fit into the free slots and one prefill pass.
@@ -272,6 +296,16 @@ class DecodeLoop:
         logits = self._runner.decode(slots.tokens, slots.lengths)
         drawn, drawn_logprobs = sample(logits, slots.sampling())
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
+        self._require_finite(logprobs)
+        self.counters.generated_tokens += slots.n
+        due = slots.advance(tokens, logprobs)
+        for row in due.full.tolist():
+            self._emit(slots.request_ids[row], *slots.take(row), None)
+        if len(due.stopped) or len(due.exhausted):
+            self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
+
+    def _require_finite(self, logprobs: np.ndarray) -> None:
+        """Raises GenerationError, which ends the engine: its weights are useless."""
         if not np.isfinite(logprobs).all():
             raise GenerationError(
                 explain(
@@ -280,12 +314,6 @@ class DecodeLoop:
                     "look at train/grad_norm of the steps before it; float16 overflows where bfloat16 does not",
                 )
             )
-        self.counters.generated_tokens += slots.n
-        due = slots.advance(tokens, logprobs)
-        for row in due.full.tolist():
-            self._emit(slots.request_ids[row], *slots.take(row), None)
-        if len(due.stopped) or len(due.exhausted):
-            self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
 
     def _finish(self, rows: np.ndarray, reason: FinishReason) -> None:
         self._finish_each([(rows, reason)])

@@ -111,7 +111,41 @@ class ModelRunner:
 
     def prefill(self, prefill: Prefill) -> None:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
-        size = max(1, self.prefill_tokens // len(prefill.prompts))
+        self._feed(prefill, self.model.base_model)
+
+    def score(self, sequences: list[np.ndarray], starts: list[int]) -> list[np.ndarray]:
+        """The log-probabilities [len - start] float32 of the tokens of each sequence from its start on, at
+        temperature 1.
+
+        Args:
+            sequences: token ids [len] int32 of each, at least two.
+            starts: 1 <= start < len.
+        """
+        prefill = Prefill([sequence[:-1] for sequence in sequences])
+        found: list[list[np.ndarray]] = [[] for _ in sequences]
+        while not prefill.finished:
+            begun, first = prefill.done, max(prefill.done, min(starts) - 1)
+            stop = min(begun + self._chunk_of(prefill), prefill.width)
+            if first >= stop:  # nothing of this chunk is scored: its logits are not needed
+                self._feed(prefill, self.model.base_model)
+                continue
+            kept = torch.arange(first - begun, stop - begun, device=self._device)
+            logits = self._feed(prefill, self.model, logits_to_keep=kept).logits
+            for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+                low, high = max(first, start - 1), min(stop, len(sequence) - 1)
+                if low < high:
+                    targets = torch.from_numpy(sequence[low + 1 : high + 1].astype(np.int64)).to(self._device)
+                    logprobs = torch.log_softmax(logits[row, low - first : high - first].float(), dim=-1)
+                    found[row].append(logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy())
+        return [np.concatenate(parts) for parts in found]
+
+    def _chunk_of(self, prefill: Prefill) -> int:
+        """Tokens of each prompt that one pass computes."""
+        return max(1, self.prefill_tokens // len(prefill.prompts))
+
+    def _feed(self, prefill: Prefill, model: Any, **options: Any) -> Any:
+        """The output of `model` for the next chunk of every prompt."""
+        size = self._chunk_of(prefill)
         start, stop = prefill.done, min(prefill.done + size, prefill.width)
         ids = np.zeros((len(prefill.prompts), stop - start), np.int64)
         for row, prompt in enumerate(prefill.prompts):
@@ -119,14 +153,16 @@ class ModelRunner:
             ids[row, : len(piece)] = piece
         positions = self._positions[start:stop]
         prefill.cache.aim(start)
-        self.model.base_model(
+        output = model(
             input_ids=torch.from_numpy(ids).to(self._device),
             position_ids=positions[None],
             attention_mask=self._mask(positions, stop)[None, None],
             past_key_values=prefill.cache,
             use_cache=False,
+            **options,
         )
         prefill.done = stop
+        return output
 
     def seat(self, prefill: Prefill, prompts: list[int], rows: list[int]) -> None:
         """Copies prompt number `prompts[i]` of a finished prefill to slot `rows[i]`."""

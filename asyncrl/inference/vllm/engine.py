@@ -30,6 +30,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     package = "vLLM"
     key = "vllm"
+    _scores = True
 
     def __init__(
         self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int = 0

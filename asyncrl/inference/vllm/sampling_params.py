@@ -11,11 +11,17 @@ _MASK = (1 << 64) - 1
 
 
 def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
-    """vLLM's SamplingParams. Only `stop_token_ids` end a response: the model's own end token counts if it is there."""
+    """vLLM's SamplingParams. Only `stop_token_ids` end a response: the model's own end token counts if it is there.
+
+    Where tokens are only scored, vLLM still samples one, which is dropped.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling = request.sampling
+    if request.sampling.score_from is not None:
+        scored = {"max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+        return SamplingParams(temperature=0, output_kind=RequestOutputKind.DELTA, **scored)
     guide = None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)
     return SamplingParams(
         temperature=sampling.temperature,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.inference.shared.streams import RequestStream, spans_of
+from asyncrl.inference.shared.streams import NO_VERSION, RequestStream, spans_of
 from asyncrl.types import GenerationRequest, TokenChunk
 
 
@@ -18,6 +18,8 @@ class VllmStream(RequestStream):
         super().__init__(request)
         self._collector: Any = None
         self._starts: Sequence[tuple[str, int]] | None = None
+        self._logprobs: np.ndarray | None = None
+        """Of tokens that are only scored."""
 
     @property
     def internal_id(self) -> str | None:
@@ -45,7 +47,9 @@ class VllmStream(RequestStream):
 
         Raises GenerationError: vLLM ended the request with an error.
         """
-        completion = output.outputs[0]
+        completion, start = output.outputs[0], self.request.sampling.score_from
+        if start is not None:
+            return self._scored(output, start, version)
         ids = np.asarray(completion.token_ids, np.int32)
         logprobs = np.array(
             [
@@ -61,3 +65,17 @@ class VllmStream(RequestStream):
         if not output.finished:
             return chunks
         return self.finished(chunks, version, str(completion.finish_reason), output.num_cached_tokens or 0)
+
+    def _scored(self, output: Any, start: int, version: int | None) -> list[TokenChunk]:
+        """The answer to a request whose tokens are given: the log-probabilities of its prompt; nothing of one that was
+        aborted before it had them, and resumes elsewhere."""
+        ids = self.request.prompt_ids[start:].astype(np.int32)
+        if output.prompt_logprobs and len(output.prompt_logprobs) == len(self.request.prompt_ids):
+            entries = zip(ids, output.prompt_logprobs[start:], strict=True)
+            self._logprobs = np.array([entry[int(token)].logprob for token, entry in entries], np.float32)
+        if not output.finished:
+            return []
+        if self._logprobs is None:
+            return self.finished([], version, "abort", 0)
+        stamp = NO_VERSION if version is None else version
+        return self.finished([TokenChunk(self.request.request_id, ids, self._logprobs, stamp)], version, "stop", 0)

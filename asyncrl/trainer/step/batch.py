@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -136,7 +136,8 @@ class PackedTokens:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, share of the objective, number
-    of its sequence in the micro-batch, lag in optimizer steps, and whether it counts.
+    of its sequence in the micro-batch, lag in optimizer steps, and whether it counts; `extra` has the arrays of
+    `Trajectory.extra` that were asked for.
 
     A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
     forward and backward pass, and with it the same collectives. `num_tokens` counts the tokens of the sequences.
@@ -150,6 +151,7 @@ class PackedBatch:
     lags: torch.Tensor
     mask: torch.Tensor
     num_tokens: int
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def inputs(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
         """The input of losses and corrections, [n] each."""
@@ -163,6 +165,7 @@ class PackedBatch:
             sequences=self.sequences,
             lags=self.lags,
             entropy=entropy,
+            teacher_logprobs=self.extra.get("teacher_logprobs"),
         )
 
 
@@ -175,6 +178,7 @@ def pack(
     step: int = 0,
     temperature: float = 1.0,
     share_prompts: bool = False,
+    extra: Sequence[str] = (),
 ) -> PackedBatch:
     """Packs in the order of `microbatch`.
 
@@ -182,9 +186,10 @@ def pack(
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
         share_prompts: trajectories of a group with the same prompt share its tokens in the row.
+        extra: names of the arrays of `Trajectory.extra` that every trajectory has.
 
     Raises:
-        ValueError: a trajectory is missing or differs from the lengths that it was planned with.
+        ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
     """
     chosen = [_checked(microbatch, i, trajectories) for i in range(len(microbatch))]
     row = PackedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
@@ -195,6 +200,13 @@ def pack(
     sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
     advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
+    if lacking := [(name, s) for s, t in zip(microbatch, chosen, strict=True) for name in extra if name not in t.extra]:
+        name, sequence = lacking[0]
+        raise ValueError(f"trajectory {sequence.index} of group {sequence.ordinal} has no {name}")
+    further = {
+        name: np.concatenate([t.extra[name][p] for t, p in zip(chosen, picks, strict=True)]) if not empty else [0.0]
+        for name in extra
+    }
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
     targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
@@ -218,6 +230,7 @@ def pack(
         lags=place(step - np.concatenate(versions), torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
         num_tokens=int(row.lengths.sum()) if microbatch else 0,
+        extra={name: place(np.asarray(array), torch.float32) for name, array in further.items()},
     )
 
 

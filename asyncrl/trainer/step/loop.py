@@ -51,10 +51,14 @@ class TrainingStep:
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
         self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
-        # Each token of a row counts once for the balance of routers: shared prompts would count less.
-        share = share_prompts and spec.algorithm.router_aux_coefficient == 0
         self._pack = partial(
-            pack, predict="trained", device=device, temperature=spec.temperature or 1.0, share_prompts=share
+            pack,
+            predict="trained",
+            device=device,
+            temperature=spec.temperature or 1.0,
+            # each token of a row counts once for the balance of routers: shared prompts would count less
+            share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0,
+            extra=("teacher_logprobs",) if spec.algorithm.distillation.coefficient else (),
         )
         self._preparer = Preparer(
             spec.algorithm,
@@ -108,7 +112,9 @@ class TrainingStep:
     def logprobs(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, torch.Tensor]:
         """[T] float32 on the CPU for each sequence of the plan, at temperature 1; see `TrainBackend`."""
         self._train(False)
-        batches = [self._pack(m, trajectories, predict="response", temperature=1.0) for m in plan.microbatches]
+        batches = [
+            self._pack(m, trajectories, predict="response", temperature=1.0, extra=()) for m in plan.microbatches
+        ]
         found: dict[TrajectoryKey, torch.Tensor] = {}
         outputs = self._models.policy.evaluate([batch.tokens for batch in batches])
         for microbatch, output in zip(plan.microbatches, outputs, strict=True):

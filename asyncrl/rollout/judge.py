@@ -1,0 +1,117 @@
+"""Asks the judge, a model in a pool of its own, what responses are worth."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rewards import JudgeConfig
+from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from asyncrl.errors import GenerationError, explain
+from asyncrl.rewards.pairwise import scored
+from asyncrl.rewards.reward import RewardResult
+from asyncrl.rollout.at_once import all_at_once
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.types import SamplingParams
+
+_TOLD_CHARS = 200
+
+
+class Judge:
+    """Turns responses into questions of `reward.judge.prompt`, and the answers into rewards. Owns the judge's
+    tokenizer, not the client."""
+
+    def __init__(self, config: JudgeConfig, model: ModelConfig, client: GenerationClient) -> None:
+        """Raises ConfigError: the judge has no tokenizer or no chat template, or two answers begin alike."""
+        self._config = config
+        self._client = client
+        self._tokenizer = tokenizer = load_tokenizer(model)
+        self._renderer = PromptRenderer(tokenizer, model)
+        self._stops = stop_token_ids(tokenizer, model, [])
+        self._answers = [
+            (np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32), worth)
+            for text, worth in config.worths.items()
+        ]
+
+    async def score(self, response: str, row: PromptRow) -> RewardResult:
+        """What one response is worth. Raises GenerationError: no answer in time; ValueError: one that cannot be
+        read."""
+        return await self._ask({"{response}": response}, row)
+
+    async def compare(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
+        """What each response of a group is worth, by comparisons of all pairs in both orders. Raises as `score`."""
+        pairs = list(itertools.permutations(range(len(responses)), 2))
+        found = await all_at_once(self._ask({"{first}": responses[i], "{second}": responses[j]}, row) for i, j in pairs)
+        shares, unreadable = np.full((len(responses), len(responses)), 0.5), np.zeros(len(responses))
+        for (i, j), result in zip(pairs, found, strict=True):
+            if result.parts:  # not read: neither is better
+                unreadable[i] += 1 / (len(responses) - 1)
+            else:
+                shares[i, j] = result.reward
+        worth = scored(shares, self._config.scores).tolist()
+        shown = [(("unreadable", share),) if share else () for share in unreadable.tolist()]
+        return tuple(RewardResult(value, parts) for value, parts in zip(worth, shown, strict=True))
+
+    async def _ask(self, places: Mapping[str, str], row: PromptRow) -> RewardResult:
+        prompt = "\n".join(message.content for message in row.messages)
+        filled = _filled(self._config.prompt, {**places, "{prompt}": prompt, "{truth}": row.ground_truth})
+        question = replace(row, messages=(ChatMessage("user", filled),))
+        prompt_ids = self._renderer.prompt_ids(question)
+        try:
+            if self._config.read == "expected":
+                return RewardResult(await self._expected(prompt_ids))
+            return await self._written(prompt_ids, row)
+        except GenerationError as error:
+            raise GenerationError(f"the judge on a response to {row.origin}: {error}") from error
+
+    async def _expected(self, prompt_ids: np.ndarray) -> float:
+        """The mean worth of the answers by their probability against each other."""
+        asked = (np.concatenate([prompt_ids, ids]) for ids, _ in self._answers)
+        found = await all_at_once(self._client.score(tokens, len(prompt_ids)) for tokens in asked)
+        logprobs = np.array([float(np.sum(logprobs, dtype=np.float64)) for logprobs in found])
+        likely = np.exp(logprobs - logprobs.max())
+        return float(likely @ [worth for _, worth in self._answers] / likely.sum())
+
+    async def _written(self, prompt_ids: np.ndarray, row: PromptRow) -> RewardResult:
+        """What the judge has written is worth."""
+        config = self._config
+        sampling = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, stop_token_ids=self._stops)
+        generation = await self._client.generate(prompt_ids, sampling)
+        text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+        worth = read_worth(text, config)
+        if worth is not None:
+            return RewardResult(worth)
+        if config.on_unreadable == "zero":
+            return RewardResult(0.0, (("unreadable", 1.0),))
+        asked, do = (
+            f"the judge on a response to {row.origin}",
+            "correct reward.judge.prompt or pattern; raise max_tokens",
+        )
+        raise ValueError(explain(asked, f"an answer that cannot be read: {text[-_TOLD_CHARS:]!r}", do))
+
+
+def read_worth(text: str, config: JudgeConfig) -> float | None:
+    """The worth of what a judge has written, by the last match of `config.pattern`; None: there is none, or it is
+    neither a known answer nor, without any, a finite number (with pairwise from 0 to 1)."""
+    matches = re.findall(config.pattern, text)
+    if not matches:
+        return None
+    if config.worths:
+        return config.worths.get(matches[-1])
+    try:
+        worth = float(matches[-1])
+    except ValueError:
+        return None
+    in_range = 0 <= worth <= 1 if config.pairwise else np.isfinite(worth)
+    return worth if in_range else None
+
+
+def _filled(template: str, places: Mapping[str, str]) -> str:
+    """The template with its places filled in one pass: a response that contains the name of a place stays as it is."""
+    return re.sub("|".join(map(re.escape, places)), lambda found: places[found.group()], template)

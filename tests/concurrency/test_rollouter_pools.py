@@ -1,0 +1,147 @@
+"""The rollouter with pools of other models: teacher, judge, and rewards that see a whole group."""
+
+import numpy as np
+import pytest
+
+from asyncrl.inference.replica import Replica
+from asyncrl.types import Ticket
+from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_scores
+from asyncrl_testing.local import LocalReplicaChannel, Rows
+from tests.concurrency.test_rollouter import Queue, Rig, tokenizer, until
+
+pytestmark = pytest.mark.concurrency
+
+__all__ = ["tokenizer"]  # a fixture
+
+TEACHER = ("algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false")
+JUDGE = (
+    "rollout.environment=single_turn",
+    "reward.judge.weight=2",
+    "reward.judge.prompt='{prompt} {response}'",
+    "reward.judge.answers={a: 1, b: 0}",
+)
+
+
+def by_length(responses, row):
+    return [float(i) for i, _ in enumerate(responses)]
+
+
+def one_too_few(responses, row):
+    return [1.0]
+
+
+async def in_order(first, second, row):
+    return 0.5
+
+
+async def replica(engine):
+    made = Replica(7, lambda: engine, gate_timeout_s=5, serves_at_once=True)
+    await made.start()
+    return made
+
+
+def of_pool(key, tokenizer, *keys, **script):
+    overrides = (f"{key}.path={tokenizer}", f"{key}.request_timeout_s=0.5", *keys)
+    return lambda tmp_path: Rig(tmp_path, tokenizer, *overrides, environment="TwoTurns", **script)
+
+
+async def test_the_teacher_scores_every_token_of_a_trajectory(tmp_path, tokenizer):
+    rig, queue = of_pool("teacher", tokenizer, *TEACHER)(tmp_path), Queue()
+    queue.give(Ticket(3, 0, 4))
+    teacher = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
+        await queue.ends(1)
+    await teacher.stop()
+    [group] = queue.put_groups.values()
+    for trajectory in group.trajectories:
+        assert len(trajectory.response_ids) == 42, "also those of the environment"
+        assert trajectory.extra["teacher_logprobs"].tolist() == fake_scores(trajectory.response_ids).tolist()
+        assert not np.array_equal(trajectory.extra["teacher_logprobs"], trajectory.logprobs)
+
+
+async def test_a_pool_that_does_not_come_fails_the_attempt_and_a_later_one_serves_the_next(tmp_path, tokenizer):
+    rig, queue = of_pool("teacher", tokenizer, *TEACHER)(tmp_path), Queue()
+    first, second = Ticket(3, 0, 4), Ticket(4, 0, 4)
+    queue.give(first)
+    teacher = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await queue.ends(1)
+        [(ticket, reason)] = queue.nacks
+        assert ticket == first
+        assert "was not finished within 0.5 s" in reason
+        rows = Rows()
+        lost = LocalReplicaChannel(teacher)
+        lost.die()
+        await rollouter.set_pool(
+            "teacher", rows.put(6, lost)
+        )  # it dies under the request, which waits for the next one
+        queue.give(second)
+        await until(lambda: not rollouter._pools["teacher"].loads, "the loss of the dead replica")
+        await rollouter.set_pool("teacher", rows.put(7, LocalReplicaChannel(teacher)))
+        await until(lambda: second in queue.put_groups, "the second group")
+    await teacher.stop()
+    assert len(queue.nacks) == 1
+
+
+async def test_the_judge_is_added_to_the_reward_of_each_response(tmp_path, tokenizer):
+    rig, queue = of_pool("judge", tokenizer, *JUDGE)(tmp_path), Queue()
+    queue.give(Ticket(3, 0, 4))
+    judge = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await rollouter.set_pool("judge", Rows().put(7, LocalReplicaChannel(judge)))
+        await queue.ends(1)
+    await judge.stop()
+    assert not queue.nacks
+    [group] = queue.put_groups.values()
+    likely = np.exp(fake_scores(np.array([2, 3])))  # the ids of a and b
+    for trajectory in group.trajectories:
+        parts = dict(trajectory.reward_parts)
+        assert parts["judge"] == pytest.approx(likely[0] / likely.sum())
+        assert trajectory.reward == pytest.approx(2 * parts["judge"] + parts.get("correct", 0.0))
+
+
+@pytest.mark.parametrize(("unreadable", "ends"), [("fail", "nack"), ("zero", "put")])
+async def test_a_judge_that_cannot_be_read(tmp_path, tokenizer, unreadable, ends):
+    keys = ("reward.judge.read=text", "reward.judge.pattern=(yes|no)", f"reward.judge.on_unreadable={unreadable}")
+    rig, queue = of_pool("judge", tokenizer, *JUDGE, *keys)(tmp_path), Queue()
+    queue.give(Ticket(3, 0, 4))
+    judge = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await rollouter.set_pool("judge", Rows().put(7, LocalReplicaChannel(judge)))
+        await queue.ends(1)
+    await judge.stop()
+    if ends == "nack":
+        assert "an answer that cannot be read" in queue.nacks[0][1]
+        return
+    [group] = queue.put_groups.values()
+    assert all(dict(t.reward_parts)["judge.unreadable"] == 1 for t in group.trajectories)
+
+
+async def test_a_group_reward_is_added_to_each_member(tmp_path, tokenizer):
+    keys = (f"reward.group.function={__name__}:by_length", "reward.group.weight=10")
+    rig, queue = Rig(tmp_path, tokenizer, *keys, group_size=3), Queue()
+    queue.give(Ticket(3, 0, 4))
+    async with rig.start(queue, version=4):
+        await queue.ends(1)
+    [group] = queue.put_groups.values()
+    assert [t.reward for t in group.trajectories] == [0.0, 10.0, 20.0]
+    assert [dict(t.reward_parts)["group"] for t in group.trajectories] == [0.0, 1.0, 2.0]
+
+
+async def test_a_group_reward_of_the_wrong_length_fails_the_attempt(tmp_path, tokenizer):
+    rig, queue = Rig(tmp_path, tokenizer, f"reward.group.function={__name__}:one_too_few"), Queue()
+    queue.give(Ticket(3, 0, 4))
+    async with rig.start(queue, version=4):
+        await queue.ends(1)
+    assert "1 rewards for 2 responses" in queue.nacks[0][1]
+
+
+async def test_pairs_are_compared(tmp_path, tokenizer):
+    keys = (f"reward.group.function={__name__}:in_order", "reward.group.pairwise=true")
+    rig, queue = Rig(tmp_path, tokenizer, *keys), Queue()
+    queue.give(Ticket(3, 0, 4))
+    async with rig.start(queue, version=4):
+        await queue.ends(1)
+    [group] = queue.put_groups.values()
+    assert [t.reward for t in group.trajectories] == [0.5, 0.5]

@@ -1,0 +1,105 @@
+"""What distillation needs of recipes, trajectories and micro-batches."""
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.load import load_recipe
+from asyncrl.errors import ConfigError
+from asyncrl.queue.group_files import load_groups, save_groups
+from asyncrl.queue.masking import mask_older
+from asyncrl.trainer.step.batch import pack
+from asyncrl.types import Lengths, TrainSequence
+from tests.make import group, trajectory
+
+pytestmark = pytest.mark.unit
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
+
+
+def taught(made, start=0):
+    logprobs = -np.arange(start, start + len(made.response_ids), dtype=np.float32) / 8
+    return replace(made, extra={"teacher_logprobs": logprobs})
+
+
+def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
+    recipe = load_recipe(QUICKSTART, [*DISTILLS, "teacher.num_replicas=2", "teacher.torch.num_slots=3"])
+    pool, replicas = recipe.pools["teacher"]
+    assert (pool.model.path, replicas.num_replicas, replicas.torch.num_slots) == ("t", 2, 3)
+    assert replicas.max_model_len == recipe.rollout.max_model_len + 1
+    assert load_recipe(QUICKSTART, []).pools == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["teacher.path=t"], "nobody asks the teacher"),
+        (["algorithm.distillation.coefficient=1"], "there is no teacher"),
+        ([*DISTILLS, "rollout.sampling.temperature=0.7"], "at temperature 1 without filters"),
+        ([*DISTILLS, "rollout.sampling.top_k=5"], "at temperature 1 without filters"),
+        ([*DISTILLS, "algorithm.dynamic_sampling=true"], "would be filtered"),
+        ([*DISTILLS, "teacher.torch.max_model_len=100"], "may have 161 tokens"),
+        ([*DISTILLS, "teacher.num_replicas=0"], "num_replicas"),
+        (["algorithm.advantage=teacher_only"], "nothing would be learned"),
+    ],
+)
+def test_what_cannot_distill_is_refused(overrides, found):
+    with pytest.raises(ConfigError, match=found):
+        load_recipe(QUICKSTART, overrides)
+
+
+def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
+    keys = ["algorithm.advantage=teacher_only", "batch.group_size=1"]
+    assert load_recipe(QUICKSTART, [*DISTILLS, *keys]).batch.group_size == 1
+
+
+def test_further_arrays_travel_with_their_trajectory(tmp_path):
+    plain, with_teacher = group(0), group(1)
+    members = tuple(taught(t, i) for i, t in enumerate(with_teacher.trajectories))
+    groups = [plain, replace(with_teacher, trajectories=members), group(2)]
+    save_groups(tmp_path, groups)
+    for kept in (load_groups(tmp_path), pickle.loads(pickle.dumps(groups))):
+        assert [len(t.extra) for g in kept for t in g.trajectories] == [0, 0, 1, 1, 0, 0]
+        for found, given in zip(kept[1].trajectories, members, strict=True):
+            array = found.validate().extra["teacher_logprobs"]
+            assert (array.dtype, array.tolist()) == (np.float32, given.extra["teacher_logprobs"].tolist())
+    older = replace(groups[1], trajectories=tuple(replace(t, segments=t.segments) for t in members))
+    assert all(t.extra for t in mask_older(older, 1).trajectories)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"teacher_logprobs": np.zeros(3, np.float32)},
+        {"teacher_logprobs": np.array([0, -1, -np.inf, 0], np.float32)},
+        {"teacher_logits": np.zeros(4, np.float32)},
+    ],
+)
+def test_an_array_that_is_not_of_the_tokens_is_refused(extra):
+    with pytest.raises(ValueError, match="extra"):
+        replace(trajectory(), extra=extra).normalized().validate()
+
+
+def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
+    made = [taught(trajectory(response=n, seed=n), 10 * n) for n in (3, 2)]
+    mask = np.array([True, False, True])
+    made[0] = replace(made[0], loss_mask=mask)
+    plan = tuple(
+        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens)) for i, t in enumerate(made)
+    )
+    found = {(0, i): t for i, t in enumerate(made)}
+    options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("teacher_logprobs",)}
+    batch = pack(plan, found, **options)
+    expected = np.concatenate([made[0].extra["teacher_logprobs"][mask], made[1].extra["teacher_logprobs"]])
+    assert batch.extra["teacher_logprobs"].tolist() == expected.tolist()
+    inputs = batch.inputs(batch.behavior_logprobs, batch.behavior_logprobs, batch.behavior_logprobs)
+    assert inputs.teacher_logprobs is batch.extra["teacher_logprobs"]
+    assert pack((), {}, **options).extra["teacher_logprobs"].tolist() == [0]
+    found[0, 1] = trajectory(response=2, seed=2)
+    with pytest.raises(ValueError, match="trajectory 1 of group 0 has no teacher_logprobs"):
+        pack(plan, found, **options)
