@@ -46,7 +46,7 @@ from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
 from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
 from asyncrl.serving.reply import Dialect
-from asyncrl.serving.turns import Turns, request_id_of
+from asyncrl.serving.turns import TurnTable, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Api:
         self._max_requests = max_requests
         self._local_only = local_only
         self._wait_timeout_s = math.inf if wait_timeout_s is None else wait_timeout_s
-        self._turns = Turns()
+        self._turns = TurnTable()
 
     def app(self) -> FastAPI:
         one_replica: tuple[tuple[str, str, Handler], ...] = (

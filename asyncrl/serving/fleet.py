@@ -13,7 +13,7 @@ import numpy as np
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.generation import GenerationClient, OnChunk
 from asyncrl.rollout.router import Affinity, prefix_blocks
-from asyncrl.serving.places import Places
+from asyncrl.serving.places import PlaceQueue
 from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
 
 
@@ -59,7 +59,7 @@ class Fleet:
         client: GenerationClient,
         replicas: FleetReplicas,
         *,
-        places: Places | None = None,
+        places: PlaceQueue | None = None,
         refresh_s: float = 2.0,
         on_refresh: Callable[[], None] | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Places:
+class PlaceQueue:
     """A semaphore in order of arrival whose size follows the number of replicas. Owns the requests that wait.
 
     Args:

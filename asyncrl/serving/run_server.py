@@ -1,7 +1,7 @@
 """The server of a run (`rollout.serve`): answers clients that are not part of the run, from the run's replicas. Runs as
 a Ray actor on the driver's machine, which `serving.run_server_supervisor` replaces when it dies.
 
-    client --HTTP--> Api --> Fleet --> Places --> GenerationClient --> Replica[0..R) of the run
+    client --HTTP--> Api --> Fleet --> PlaceQueue --> GenerationClient --> Replica[0..R) of the run
 
 It is a client of the replicas as a rollouter is, so no call of the run waits for it. Nothing that it gets enters the
 queue.
@@ -36,7 +36,7 @@ from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
-from asyncrl.serving.places import Places
+from asyncrl.serving.places import PlaceQueue
 from asyncrl.serving.server import Server, address_of, bind, is_local, serve_until
 from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
 
@@ -113,7 +113,7 @@ class RunServer:
         self._replicas = RunReplicas()
         settings = spec.rollout.serve
         limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
-        self._places = Places(limits.external)
+        self._places = PlaceQueue(limits.external)
         self._metrics = ServingMetrics()
         self._stopped = asyncio.Event()
         self._address = ""

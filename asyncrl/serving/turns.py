@@ -18,7 +18,7 @@ def request_id_of(named: str) -> str:
     return named.removeprefix(prefix)
 
 
-class Turns:
+class TurnTable:
     """The replica of each recent turn by the id of its request. The oldest are dropped, and those that nobody has named
     for `expiry_s` seconds.
 

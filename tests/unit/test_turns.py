@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.router import Affinity, Router
-from asyncrl.serving.places import Places
-from asyncrl.serving.turns import Turns, request_id_of
+from asyncrl.serving.places import PlaceQueue
+from asyncrl.serving.turns import TurnTable, request_id_of
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +20,7 @@ def router(count=2, **limits):
 
 
 def test_a_turn_is_found_by_its_id_and_by_the_id_of_its_body():
-    turns = Turns()
+    turns = TurnTable()
     turns.served("abc", 1, now_s=0.0)
     assert [turns.replica_of(request_id_of(n), 1.0) for n in ("abc", "chatcmpl-abc", "cmpl-abc ")] == [1, 1, 1]
     assert turns.replica_of("abcd", 1.0) is None
@@ -29,7 +29,7 @@ def test_a_turn_is_found_by_its_id_and_by_the_id_of_its_body():
 
 
 def test_turns_expire_and_are_bounded():
-    turns = Turns(max_turns=3, expiry_s=10.0)
+    turns = TurnTable(max_turns=3, expiry_s=10.0)
     for number in range(4):
         turns.served(f"t{number}", number, now_s=number)
     assert len(turns) == 3
@@ -67,7 +67,7 @@ def test_one_replica_alone_may_be_asked_for():
 
 
 async def test_places_are_given_in_order_and_follow_the_replicas():
-    places, order = Places(1), []
+    places, order = PlaceQueue(1), []
     leave = asyncio.Event()
 
     async def one(name):
@@ -91,7 +91,7 @@ async def test_places_are_given_in_order_and_follow_the_replicas():
 
 
 async def test_a_place_that_was_given_to_a_cancelled_request_comes_back():
-    places = Places(1)
+    places = PlaceQueue(1)
     places.set_replicas(1)
 
     async def enter():

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.algorithms.loss import LossInputs
 from asyncrl.trainer.length_classes import length_classes, spared_work
-from asyncrl.trainer.step.packed_row import PackedRow
+from asyncrl.trainer.step.shared_row import SharedRow
 from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
 
 Trajectories = Mapping[TrajectoryKey, Trajectory]
@@ -192,7 +192,7 @@ def pack(
         ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
     """
     chosen = [_checked(microbatch, i, trajectories) for i in range(len(microbatch))]
-    row = PackedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
+    row = SharedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
     picks = [np.flatnonzero(t.loss_mask) if predict == "trained" else np.arange(len(t.response_ids)) for t in chosen]
     counts = [len(p) for p in picks]
     empty = not any(counts)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.trainer.step.batch import PackedLayout, pack
-from asyncrl.trainer.step.packed_row import PackedRow
+from asyncrl.trainer.step.shared_row import SharedRow
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 
 pytestmark = pytest.mark.unit
@@ -37,7 +37,7 @@ def test_every_sequence_reads_its_own_tokens(prompts, drawn):
     """Now and then a member of a group has another prompt than its siblings."""
     chosen = [trajectory(prompts[group] + [7] * other, response) for group, response, other in drawn]
     families = [group for group, _, _ in drawn]
-    row = PackedRow.of(chosen, families)
+    row = SharedRow.of(chosen, families)
     whole = [np.concatenate([t.prompt_ids, t.response_ids]) for t in chosen]
     places = np.arange(len(row.input_ids)) if row.rows is None else row.rows
     np.testing.assert_array_equal(row.input_ids[places], np.concatenate(whole))

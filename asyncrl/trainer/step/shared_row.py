@@ -15,7 +15,7 @@ from asyncrl.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedRow:
+class SharedRow:
     """S sequences in a row of N tokens. Without a sequence it has one token, so that a model can read it.
 
     Attributes:
@@ -35,7 +35,7 @@ class PackedRow:
     rows: np.ndarray | None
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], families: Sequence[int]) -> PackedRow:
+    def of(cls, trajectories: Sequence[Trajectory], families: Sequence[int]) -> SharedRow:
         """Trajectories of one family share their prompt where it is the same; `families`: [S]."""
         ids, positions, rows = [], [], []
         prompt_ends, responses = [], []
