@@ -20,7 +20,13 @@ _REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
     events.ReplicaReturned: (("leased",), "new"),
 }
 """Event -> the states of the replica in which it may occur, and the state that follows."""
-_OUT_OF_TRAINING = events.ReplicaFailed | events.ReplicaStarted | events.ReplicaSuspended | events.ReplicaRejoined
+_OUT_OF_TRAINING = (
+    events.ReplicaFailed
+    | events.ReplicaStarted
+    | events.ReplicaSuspended
+    | events.ReplicaRejoined
+    | events.ModelReplicaChanged
+)
 """Events of background tasks, which also occur while the run ends or its training side restarts."""
 _Life = events.RunFaulted | events.TrainingResumed | events.TrainingFailed | events.TrainingRestarted
 

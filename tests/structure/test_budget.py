@@ -13,7 +13,7 @@ pytestmark = pytest.mark.structure
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 BUDGET = {
     "algorithms": 745,
-    "audit": 1065,
+    "audit": 1070,
     "checkpoint": 555,
     "cluster": 600,
     "commands": 1600,

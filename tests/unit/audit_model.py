@@ -52,7 +52,7 @@ class Run:
     def __init__(self, seed: int, *, crashes: bool) -> None:
         self.rng = random.Random(seed)
         self.state = State()
-        self.limit, self.guard_rng = MAX_LAG, random.Random(-seed)
+        self.limit, self.guard_rng, self.teacher_rng = MAX_LAG, random.Random(-seed), random.Random(seed + 1)
         self.events: list[Event] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.saved: list[tuple[str, State]] = []
@@ -114,6 +114,7 @@ class Run:
             self.start()
             return
         self.write("training_failed", process="trainer rank 0", error="gone", step=self.state.step)
+        self.lose_teacher()
         checkpoint = f"step_{self.saved[-1][1].step}" if self.saved else None
         self.write("training_restarted", process="trainer rank 0", seconds=1.0, checkpoint=checkpoint)
         self.replicas |= {i: "new" for i, now in self.replicas.items() if now in ("serving", "leased")}
@@ -216,10 +217,16 @@ class Run:
                 self.give_back(ordinal)
             self.write("rollouter_restarted", seconds=1.0, groups=len(running))
 
+    def lose_teacher(self) -> None:
+        if self.teacher_rng.random() < 0.2:
+            change = self.teacher_rng.choice(("replica_failed", "replica_serving"))
+            self.write("model_replica", pool="teacher", replica=0, change=change, error="")
+
     def snapshot(self) -> None:
         if self.state.of("leased"):
             return
         self.settle()
+        self.lose_teacher()
         name = f"{self.state.step}-{len(self.events):08x}"
         self.saved.append((name, self.state.copy()))
         self.write("snapshot", snapshot=name, step=self.state.step, counts=self.state.all_counts())
