@@ -121,11 +121,20 @@ class Placement:
 def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
     """The bundles of a run on nodes with so many GPUs each.
 
-    Raises ConfigError: they do not fit, whoever else uses the nodes; or processes that share a GPU would have to
-    exchange weights over NCCL.
+    Raises ConfigError: they do not fit, whoever else uses the nodes; processes that share a GPU would have to exchange
+    weights over NCCL; or the transport does not reach every replica.
     """
-    found = plan_placement(Demand.of(recipe), node_gpus)
-    transport = recipe.weights.transport
+    demand, transport = Demand.of(recipe), recipe.weights.transport
+    found = plan_placement(demand, node_gpus)
+    nodes = fit(found.bundles, node_gpus) if demand.one_node and found.strategy == "PACK" else None
+    sender = next((node for node, b in zip(nodes or (), found.bundles, strict=False) if b.num_ranks), None)
+    require(
+        nodes is None or all(node == sender for node, b in zip(nodes, found.bundles, strict=True) if b.replicas),
+        asked=f"weights.transport={transport}; {words(found.bundles)}",
+        found=f"they do not fit on one node ({', '.join(str(gpus) for gpus in node_gpus)} GPUs), and this transport "
+        "reaches replicas on the node of the sending rank only",
+        do="set weights.transport=collective, or disk with weights.disk_directory on shared storage",
+    )
     require(
         not found.shares_gpus or transport not in ("collective", "vllm_nccl"),
         asked=f"weights.transport={transport}; {words(found.bundles)}",
@@ -167,7 +176,7 @@ def describe_demand(demand: Demand) -> str:
         return "none: everything computes on CPUs"
     whole = plan_placement(demand, [max(demand.num_gpus, demand.replica_gpus)])
     text = "where there are any: " + words([bundle for bundle in whole.bundles if bundle.gpus])
-    if demand.may_share:
+    if demand.may_share and demand.gpu_share == 1:
         text += "; processes share GPUs where there are fewer, at most one rank on each"
     elif max(bundle.num_ranks for bundle in whole.bundles) > 1:
         text += "; ranks are divided evenly where no node holds all of them"

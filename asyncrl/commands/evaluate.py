@@ -27,6 +27,7 @@ from rich.table import Table
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
 from asyncrl.config.algorithm_parts import ADVANTAGES
+from asyncrl.config.checks import require
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import hidden_by, load, load_recipe
@@ -200,9 +201,16 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections.pop(pool, None)
     for part in ("judge", "group"):
         sections.get("reward", {}).pop(part, None)
+    require(
+        sections.get("reward", {}).get("function") != "zero" or arguments.reward is not None,
+        asked="an evaluation with reward.function=zero",
+        found="it judges nothing, and an evaluation asks neither a judge nor rewards of groups",
+        do="pass --reward NAME",
+    )
     algorithm = sections.get("algorithm", {})
     if "advantage" in algorithm and ADVANTAGES[algorithm["advantage"]].needs_teacher:
         algorithm.pop("advantage")
+        sections.pop("batch", None)  # it may have groups of one, which no other advantage takes
     rollout = sections.setdefault("rollout", {})
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):

@@ -90,6 +90,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     key = serving_api_key()
     check_server(recipe.rollout.serve, key)
     directory.lock(command)
+    directory.serving.unlink(missing_ok=True)  # of a run that was killed
     # Again, now under the lock: the process that had the directory may have written a last checkpoint.
     start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     if start_from is not None:

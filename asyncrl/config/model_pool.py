@@ -52,18 +52,28 @@ class ModelPoolConfig:
             inference_dtype=self.inference_dtype,
         )
 
-    def replicas(self, context_tokens: int, *, key: str) -> RolloutConfig:
+    def __post_init__(self) -> None:
+        require(
+            self.vllm.gpu_share == 1,
+            asked=f"vllm.gpu_share={self.vllm.gpu_share:g} of a teacher or judge",
+            found="only a replica of the policy shares its GPU, with a trainer rank",
+            do="leave it out; engine=torch shares the GPUs that are left",
+        )
+
+    def replicas(self, context_tokens: int, *, key: str, is_least: bool = True) -> RolloutConfig:
         """The settings of the replicas, as those of the policy's are written.
 
         Args:
-            context_tokens: the engine takes at least this many. key: the section of the recipe, for messages.
+            context_tokens: of the engine, where `max_model_len` is not set.
+            is_least: a smaller one is refused.
+            key: the section of the recipe, for messages.
 
         Raises ConfigError: `max_model_len` is set and smaller.
         """
         engine = self.torch if self.engine == "torch" else self.vllm
         found = engine.max_model_len
         require(
-            found is None or found >= context_tokens,
+            not is_least or found is None or found >= context_tokens,
             asked=f"{key}.{self.engine}.max_model_len={found}",
             found=f"a request to this pool may have {context_tokens} tokens",
             do=f"raise it to {context_tokens} or leave it out",

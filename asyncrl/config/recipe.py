@@ -370,10 +370,12 @@ class Recipe:
         longest = self.rollout.max_model_len
         asked = {
             "teacher": longest + 1,  # an engine may insist on sampling one token
-            "judge": 2 * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
+            "judge": (1 + self.reward.judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
         }
-        found = {key: getattr(self, key) for key in asked}
-        return {key: (pool, pool.replicas(asked[key], key=key)) for key, pool in found.items() if pool.path is not None}
+        found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
+        return {
+            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher")) for key, pool in found.items()
+        }
 
     @property
     def longest_response_tokens(self) -> int:

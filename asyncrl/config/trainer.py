@@ -29,7 +29,8 @@ class FsdpConfig:
     """How packed sequences attend only to themselves; auto takes flash_attention_2 where it is installed."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all of its trajectories in a micro-batch. The gradient is the same. It
-    needs attention packed_sdpa, and no router loss; otherwise each trajectory has its own prompt."""
+    needs attention packed_sdpa, and no router loss; otherwise each trajectory has its own prompt. Where attention=auto
+    may take another one (bfloat16 on GPUs), groups are not kept together for it: set packed_sdpa there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

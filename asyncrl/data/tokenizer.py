@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that `model.chat_template` names, if any.
+def load_tokenizer(model: ModelConfig, section: str = "model") -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that `model.chat_template` names, if any. `section`: of the recipe,
+    for messages.
 
     Raises ConfigError: no tokenizer there, no such template file, or no chat template at all.
     """
@@ -31,14 +32,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
     if not tokenizer.chat_template:
-        do = "set model.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
-        raise ConfigError(explain(f"the chat template of model.path={model.path}", "its tokenizer has none", do))
+        do = f"set {section}.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
+        raise ConfigError(explain(f"the chat template of {section}.path={model.path}", "its tokenizer has none", do))
     return tokenizer
 
 
-def vocabulary(path: str, *, trust_remote_code: bool) -> dict[str, int]:
+def vocabulary(path: str, *, revision: str | None = None, trust_remote_code: bool) -> dict[str, int]:
     """Token ids by token of the model at `path`. Raises ConfigError: no tokenizer there."""
-    return _read(path, None, trust_remote_code).get_vocab()
+    return _read(path, revision, trust_remote_code).get_vocab()
 
 
 def _read(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

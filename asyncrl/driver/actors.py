@@ -257,8 +257,12 @@ class Actors:
 
 
 def _gpus_beside(places: Places) -> ClusterGpus:
-    total = ray.cluster_resources().get("GPU", 0)
-    return ClusterGpus(total, total - sum(bundle.gpus for bundle in places.placement.bundles))
+    free = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+    total = sum(free.values())
+    for bundle, node in zip(places.placement.bundles, places.nodes(), strict=False):
+        if node is not None:
+            free[node] -= bundle.gpus
+    return ClusterGpus(total, tuple(free.values()))
 
 
 def _smallest_node() -> tuple[int, int]:

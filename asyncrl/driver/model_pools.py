@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from asyncrl.cluster.placement import Bundle, fit
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import RunFailed, explain
@@ -23,10 +24,14 @@ Listener = Callable[[str, ReplicaTable], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ClusterGpus:
-    """GPUs of a cluster: of all nodes, and those that the run's replicas and ranks leave."""
+    """GPUs of a cluster: of all nodes, and on each node those that the run's replicas and ranks leave."""
 
     total: float
-    free: float
+    free_of_nodes: tuple[int, ...]
+
+    @property
+    def free(self) -> int:
+        return sum(self.free_of_nodes)
 
 
 def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
@@ -41,10 +46,12 @@ def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
     whole = {key: r.settings.num_workers for key, r in settings.items() if ENGINES[r.engine].takes_whole_gpus}
     sharing = [key for key, r in settings.items() if key not in whole and r.torch.device != "cpu"]
     left = gpus.free - sum(each * settings[key].num_replicas for key, each in whole.items())
+    bundles = [Bundle(each) for key, each in whole.items() for _ in range(settings[key].num_replicas)]
     require(
-        left >= (1 if sharing else 0),
+        left >= (1 if sharing else 0) and fit(bundles, gpus.free_of_nodes) is not None,
         asked=f"replicas of {' and '.join([*whole, *sharing])} beside those of the policy and the trainer ranks",
-        found=f"of {gpus.total:g} GPUs these leave {gpus.free:g}",
+        found=f"of {gpus.total:g} GPUs these leave {gpus.free}: {', '.join(map(str, gpus.free_of_nodes)) or 0} on each "
+        "node, and a replica lives on one",
         do="add GPUs, lower the number of replicas or ranks, or set "
         + " and ".join(f"{key}.engine=torch with {key}.torch.device=cpu" for key in (*whole, *sharing)),
     )

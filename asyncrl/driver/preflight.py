@@ -203,10 +203,12 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
             notes.append(f"{key}.path={path} comes from the hub: it is looked up when the run starts")
             continue
         if key == "judge":
-            load_tokenizer(pool.model)
+            load_tokenizer(pool.model, key)
         require_runs(replicas, facts if facts.is_local else hub_facts(pool.model), section=f"{key}.")
         require(
-            key != "teacher" or vocabulary(path, trust_remote_code=pool.trust_remote_code) == tokenizer.get_vocab(),
+            key != "teacher"
+            or vocabulary(path, revision=pool.revision, trust_remote_code=pool.trust_remote_code)
+            == tokenizer.get_vocab(),
             asked=f"{key}.path={path}",
             found=f"its tokenizer has other tokens than that of model.path={recipe.model.path}",
             do="name a teacher with the same tokenizer: its log-probabilities are of the policy's tokens",

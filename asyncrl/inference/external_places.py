@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExternalLimits:
-    """`total`: requests that the engine decodes at once. `external`: how many of them may be from outside the run."""
+    """`total`: requests that the engine decodes at once. `external`: how many of them may be from outside the run.
+    `timeout_s`: longest wait of one of these for the gate and for a place; their server has deadlines of its own."""
 
     total: int
     external: int
+    timeout_s: float = 600.0
 
     @classmethod
-    def of(cls, total: int, share: float) -> ExternalLimits:
+    def of(cls, total: int, share: float, timeout_s: float = 600.0) -> ExternalLimits:
         """`share` of the places, at least one."""
-        return cls(total, max(1, math.floor(share * total)))
+        return cls(total, max(1, math.floor(share * total)), timeout_s)
 
 
 class ExternalPlaces:

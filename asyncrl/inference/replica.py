@@ -135,6 +135,7 @@ class Replica:
         self._paused_s = 0.0
         self._outboxes: dict[str, Outbox] = {}
         self._places = ExternalPlaces(external)
+        self._external_timeout_s = external.timeout_s if external is not None else gate_timeout_s
         self._external_tokens = 0
         self._forgotten: set[str] = set()
         self._requests: dict[str, _InFlight] = {}
@@ -332,8 +333,8 @@ class Replica:
 
         Consumes: the request.
         Produces: its chunks, in the outbox of its client.
-        Waits for: the gate, and an external request for a place too, together at most `gate_timeout_s`; tokens of the
-        engine.
+        Waits for: the gate, at most `gate_timeout_s`; an external request for the gate and a place, at most the time
+        of its limits; tokens of the engine.
         Unblocked by: the commit of a publish, which opens the gate; the end of a request, which frees a place.
         Stops when: the engine has returned the last chunk; an error becomes the last chunk.
         """
@@ -386,8 +387,9 @@ class Replica:
         if not external and self._gate.is_set():
             self._places.take()
             return
+        timeout_s = self._external_timeout_s if external else self._gate_timeout_s
         try:
-            async with asyncio.timeout(self._gate_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     await self._gate.wait()
                     if not external:

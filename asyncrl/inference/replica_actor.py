@@ -89,7 +89,9 @@ def spawn_replica(
     if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
         rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
     build = functools.partial(build_engine, rollout, model, load_real_weights=load_real_weights)
-    limits = ExternalLimits.of(rollout.settings.decodes_at_once, rollout.serve.share) if rollout.serve.enabled else None
+    serve, limits = rollout.serve, None
+    if serve.enabled:
+        limits = ExternalLimits.of(rollout.settings.decodes_at_once, serve.share, serve.request_timeout_s)
     handle = (
         ray.remote(Replica)
         .options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ class EngineSleep:
     def __init__(self, engine: InferenceEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
+        self._one = asyncio.Lock()
+        """A call whose caller has given up goes on: the next one waits for its end."""
         self._asleep: list[str] = []
         """The parts that are given back."""
         self._since = 0.0
@@ -38,22 +41,31 @@ class EngineSleep:
 
         Raises GenerationError: the engine cannot sleep.
         """
-        if len(self._asleep) == 2:
-            return
-        await self.end()
-        await self._sleeper().sleep(level=2)
-        self._asleep, self._since = [WEIGHTS, KV_CACHE], self._clock()
+        async with self._one:
+            if len(self._asleep) == 2:
+                return
+            await self._end()
+            await self._sleeper().sleep(level=2)
+            self._asleep, self._since = [WEIGHTS, KV_CACHE], self._clock()
 
     async def wake_weights(self) -> None:
         """Takes the memory of the weights back; their values are undefined. Does nothing when they have it."""
+        async with self._one:
+            await self._wake_weights()
+
+    async def end(self) -> None:
+        """Takes back what is still missing. Does nothing when the engine is awake."""
+        async with self._one:
+            await self._end()
+
+    async def _wake_weights(self) -> None:
         if WEIGHTS in self._asleep:
             slept_s = self._clock() - self._since
             await self._wake(WEIGHTS)
             self._asleep_s += slept_s
 
-    async def end(self) -> None:
-        """Takes back what is still missing. Does nothing when the engine is awake."""
-        await self.wake_weights()
+    async def _end(self) -> None:
+        await self._wake_weights()
         if KV_CACHE in self._asleep:
             await self._wake(KV_CACHE)
 

@@ -128,7 +128,7 @@ class GenerationClient:
     replica is lost.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 its limits and hooks have defaults
         self,
         name: str,
         replicas: ReplicaTable,
@@ -138,6 +138,7 @@ class GenerationClient:
         states: tuple[ReplicaState, ...] = ("serving", "held"),
         waits_for_replacements: bool = False,
         max_lost: int = 3,
+        router: Router | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
         """
@@ -150,6 +151,7 @@ class GenerationClient:
             waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
                 deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
             max_lost: a response fails when this many replicas died while they worked on it: it may be what kills them.
+            router: None takes one whose limits suit replicas that decode many requests at once.
             on_change: called when a replica gets its first request, or has ended its last one.
         """
         self._name = name
@@ -161,7 +163,7 @@ class GenerationClient:
         self._added = asyncio.Event()
         self._last_loss = "there is no replica"
         self._links: dict[int, _Link] = {}
-        self._router = Router()
+        self._router = Router() if router is None else router
         self._request_timeout_s = request_timeout_s
         self._poll_interval_s = poll_interval_s
         self._pending: dict[str, _Pending] = {}

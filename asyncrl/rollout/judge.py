@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rewards import JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
@@ -38,6 +39,8 @@ class Judge:
             (np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32), worth)
             for text, worth in config.worths.items()
         ]
+        if config.read == "expected":
+            _require_distinct(dict(zip(config.worths, (ids for ids, _ in self._answers), strict=True)))
 
     async def score(self, response: str, row: PromptRow) -> RewardResult:
         """What one response is worth. Raises GenerationError: no answer in time; ValueError: one that cannot be
@@ -110,6 +113,18 @@ def read_worth(text: str, config: JudgeConfig) -> float | None:
         return None
     in_range = 0 <= worth <= 1 if config.pairwise else np.isfinite(worth)
     return worth if in_range else None
+
+
+def _require_distinct(answers: Mapping[str, np.ndarray]) -> None:
+    """Raises ConfigError: the tokens of one answer begin with those of another one, whose probability includes it."""
+    for (one, first), (other, second) in itertools.combinations(answers.items(), 2):
+        shared = min(len(first), len(second))
+        require(
+            not np.array_equal(first[:shared], second[:shared]),
+            asked=f"reward.judge.answers {one!r} and {other!r}",
+            found="to the judge's tokenizer one begins with the other: its probability includes the other's",
+            do="choose answers that begin differently, such as yes and no",
+        )
 
 
 def _filled(template: str, places: Mapping[str, str]) -> str:

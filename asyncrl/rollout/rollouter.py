@@ -416,10 +416,12 @@ class Rollouter:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
-                if (teacher := self._pools.get("teacher")) is not None:
-                    with self._working():
-                        made = await with_teacher(made, teacher, f"group-{ticket.ordinal}")
-                trajectory = done[i] = made.untrained() if skipped else made
+                trajectory = made.untrained() if skipped else made
+            # one that a checkpoint brought may be of a time without a teacher
+            if (teacher := self._pools.get("teacher")) is not None and "teacher_logprobs" not in trajectory.extra:
+                with self._working():
+                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}")
+            done[i] = trajectory
             return trajectory
 
         trajectories = await all_at_once(one(i) for i in range(len(done)))
@@ -442,6 +444,8 @@ class Rollouter:
     async def _with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
         """The trajectories of one group, with what rewards that see all of it add. Raises what these raise."""
         config, found = self._recipe.reward, list(trajectories)
+        if not config.group.function and (self._judge is None or not config.judge.pairwise):
+            return found
         responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
         given: list[tuple[str, float, Sequence[RewardResult]]] = []
         if config.group.function:

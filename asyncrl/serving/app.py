@@ -167,6 +167,8 @@ class Api:
     def _require_replica(self, request: Request) -> None:
         """Raises ApiError: the address is that of a replica that there is not."""
         only, there = _only(request), {report.replica_id for report in self._fleet.reports}
+        if only is not None and not there:
+            raise ApiError(503, "the server does not know its replicas yet", code="not_serving")
         if only is not None and only not in there:
             raise ApiError(404, f"there is no replica {only}; ask {sorted(there)}", code="replica_not_found")
 

@@ -38,7 +38,7 @@ class ReplicaReport:
 
 
 class FleetReplicas(Protocol):
-    """The replicas behind a fleet: a server's own `ReplicaPool`, or those of a run (`serving.run_replicas`)."""
+    """The replicas behind a fleet: a server's own `ReplicaPool`, or `serving.run_server.RunReplicas` of a run."""
 
     @property
     def table(self) -> ReplicaTable: ...
@@ -124,6 +124,9 @@ class Fleet:
         reports = [report for report in self.reports if only in (None, report.replica_id)]
         if any(r.alive and r.version is not None for r in reports):
             return None
+        rows = self._replicas.table.rows
+        if reports and all(rows[r.replica_id].asleep for r in reports if r.replica_id in rows):
+            return "the trainer has its turn on the devices of the replicas: they answer after the next publish"
         if any(r.alive for r in reports):
             return "no replica has a committed version yet: their weights are placeholders until the first publish"
         reasons = "; ".join(f"replica {r.replica_id} is {r.state}: {r.detail}" for r in reports)

@@ -54,7 +54,7 @@ class ServingMetrics:
     @property
     def refused(self) -> int:
         """Requests that were sent away for later."""
-        return sum(count for (_, status), count in self.requests.items() if status in (429, 503))
+        return sum(n for (path, status), n in self.requests.items() if status in (429, 503) and path != "/health")
 
     def count_choice(self, prompt_tokens: int, finished: Finished) -> None:
         self.prompt_tokens += prompt_tokens

@@ -22,9 +22,10 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.router import Router
 from asyncrl.serving.app import Api, ServedModel
 from asyncrl.serving.connection_guard import (
     SPARE_CONNECTIONS,
@@ -112,8 +113,8 @@ class RunServer:
         self._niceness = niceness
         self._replicas = RunReplicas()
         settings = spec.rollout.serve
-        limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
-        self._places = PlaceQueue(limits.external)
+        self._limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
+        self._places = PlaceQueue(self._limits.external)
         self._metrics = ServingMetrics()
         self._stopped = asyncio.Event()
         self._address = ""
@@ -145,12 +146,21 @@ class RunServer:
     async def run(self) -> None:
         """Serves until `stop`. Raises what ended the HTTP server before."""
         stop = asyncio.create_task(self._stopped.wait(), name="stop")
-        watching = asyncio.create_task(self._fleet.watch(), name="fleet")
+        watching = asyncio.create_task(self._watch(), name="fleet")
         try:
             await serve_until(stop, self._server, self._serving, watching)
         finally:
             stop.cancel()
             await self._client.close()
+
+    async def _watch(self) -> None:
+        """Runs until it is cancelled. Raises the unexpected error of a part that talks to the replicas."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fleet.watch())
+                group.create_task(self._client.watch())
+        except ExceptionGroup as errors:
+            raise cause(errors.exceptions) from None
 
     async def set_replicas(self, table: ReplicaTable) -> None:
         """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s of an external
@@ -172,6 +182,8 @@ class RunServer:
         """Builds the parts between this socket and the replicas."""
         spec, settings = self._spec, self._spec.rollout.serve
         self._address = address_of(listener)
+        # a request waits for the replica of its session or prefix only where that has a place left
+        spare = min(32, self._limits.external - 1)
         self._client = GenerationClient(
             self._client_id,
             self._replicas.table,
@@ -179,6 +191,7 @@ class RunServer:
             poll_interval_s=spec.rollout.poll_interval_s,
             waits_for_replacements=True,
             max_lost=spec.max_lost,
+            router=Router(max_imbalance=spare, max_prefix_imbalance=min(8, spare)),
         )
         name = settings.model_name or spec.model.path
         found = FleetAddress(self._address, name, spec.rollout.engine, os.getpid(), time.time())

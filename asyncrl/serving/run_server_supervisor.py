@@ -22,7 +22,7 @@ END_TIMEOUT_S = 10.0
 
 
 class RunServerProcess(Protocol):
-    """One server, as `serving.run_server_actor.RunServerControl` reaches it."""
+    """One server, as `serving.run_server_control.RunServerControl` reaches it."""
 
     async def start(self, port: int, timeout_s: float) -> RunServerStats: ...
     async def run(self) -> None: ...
@@ -103,7 +103,7 @@ class RunServerSupervisor:
 
     def start(self) -> None:
         """Begins to keep a server up."""
-        self._file.unlink(missing_ok=True)  # of a run that was killed
+        self._remove_file()  # of a run that was killed
         self._task = asyncio.create_task(self._keep(), name="server of the run")
 
     async def stop(self, timeout_s: float) -> None:
@@ -121,7 +121,7 @@ class RunServerSupervisor:
             await asyncio.gather(task, return_exceptions=True)
         if current is not None:
             current.kill()
-        self._file.unlink(missing_ok=True)
+        self._remove_file()
 
     async def _keep(self) -> None:
         while True:
@@ -176,14 +176,20 @@ class RunServerSupervisor:
 
     async def _clear(self, current: RunServerProcess | None, client_id: str) -> None:
         """Removes what a dead server leaves: its process, its file, and its requests at the replicas."""
-        self._file.unlink(missing_ok=True)
         if current is not None:
             current.kill()
             try:
                 await current.ended(END_TIMEOUT_S)
             except AsyncRLError as error:
                 logger.warning("the dead server of the run may still hold its port: %s", error)
+        self._remove_file()
         try:
             await self._forget(client_id)
-        except AsyncRLError as error:  # its requests end by themselves, and their tokens are never collected
+        except Exception as error:  # noqa: BLE001 - task boundary: its requests end by themselves, uncollected
             logger.warning("replicas may still work for the dead server %s: %s", client_id, error)
+
+    def _remove_file(self) -> None:
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s names a server that is not there, and cannot be removed: %s", self._file, error)

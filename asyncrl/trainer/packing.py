@@ -44,8 +44,18 @@ class PackingRules:
             seed=recipe.run.seed,
             aggregation=recipe.algorithm.aggregation,
             fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
-            share_prompts=recipe.trainer.backend == "fsdp" and recipe.trainer.fsdp.share_prompts,
+            share_prompts=_shares_prompts(recipe),
         )
+
+
+def _shares_prompts(recipe: Recipe) -> bool:
+    """True where ranks are sure to share them: balanced by what they share, they would otherwise differ in work."""
+    trainer, fsdp = recipe.trainer, recipe.trainer.fsdp
+    may_flash = fsdp.attention == "auto" and fsdp.param_dtype == "bfloat16" and trainer.device != "cpu"
+    is_packed = fsdp.attention == "packed_sdpa" or (fsdp.attention == "auto" and not may_flash)
+    return (
+        trainer.backend == "fsdp" and fsdp.share_prompts and is_packed and recipe.algorithm.router_aux_coefficient == 0
+    )
 
 
 def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:

@@ -130,10 +130,12 @@ class TrainerWorker:
 
     def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
         """As `TrainBackend.reference_kl`, for the trajectories of this rank's plan; collective."""
-        return self._backend.reference_kl(plan, self._trajectories(plan))
+        found = self._backend.reference_kl(plan, self._trajectories(plan))
+        self._leave_device()
+        return found
 
     def _leave_device(self) -> None:
-        """Gives back what the allocator keeps for the next step: activations and gradients. Weights and, without
+        """Gives back what the allocator keeps: activations, gradients, gathered weights. Weights and, without
         offload_optimizer, the optimizer's state stay on the device."""
         if self._spec.shares_device and self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -196,8 +198,11 @@ class TrainerWorker:
         if manifest.encoding == "delta":
             sent = self._send(manifest, self._encoder.differences(), timeout_s)
             return None if sent is None else self._encoder.digest
-        with self._weights(self._device) as weights:
-            return self._send(manifest, weights, timeout_s)
+        try:
+            with self._weights(self._device) as weights:
+                return self._send(manifest, weights, timeout_s)
+        finally:
+            self._leave_device()
 
     def _send(self, manifest: Manifest, weights: Iterator[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         senders = self._backend.sending_ranks()
@@ -263,6 +268,7 @@ class TrainerWorker:
         """Raises ConfigError: it is a checkpoint of another backend or model, or none."""
         require_written_by(self._spec.trainer.backend, directory)
         self._backend.load(directory)
+        self._leave_device()
 
     def ping(self) -> float:
         """CPU seconds of this process. May be called from another thread while a step runs."""

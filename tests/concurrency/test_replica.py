@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
+from asyncrl.inference.sleep import EngineSleep
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_token
 from asyncrl_testing.local import NO_SOURCE, publish
@@ -227,3 +228,24 @@ async def test_an_abort_as_the_gate_opens_ends_the_request_once(turns):
     assert chunks[-1].finish_reason == "abort"
     assert await replica.collect("client", 0.02) == []
     await replica.stop()
+
+
+class SlowSleeper(FakeEngine):
+    """Takes its memory back slowly."""
+
+    async def wake_up(self, tags=None):
+        await asyncio.sleep(0.05)
+        await super().wake_up(tags)
+
+
+async def test_a_wake_whose_caller_gave_up_disturbs_no_later_one():
+    engine = SlowSleeper(FakeScript())
+    await engine.start()
+    await engine.pause("abort")
+    sleep = EngineSleep(engine)
+    await sleep.begin()
+    late = asyncio.create_task(sleep.wake_weights())  # as Ray leaves it when its caller's deadline has passed
+    await asyncio.sleep(0.01)
+    await asyncio.gather(sleep.wake_weights(), sleep.end(), sleep.begin(), late)
+    await sleep.end()
+    await engine.stop()

@@ -50,7 +50,12 @@ def test_bad_input_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["{kl: {coefficient: 0.1, path: gone}}", "{advantage: gae, critic: {path: gone}}"]
+    "algorithm",
+    [
+        "{kl: {coefficient: 0.1, path: gone}}",
+        "{advantage: gae, critic: {path: gone}}",
+        "{advantage: teacher_only, distillation: {coefficient: 1}}\nteacher: {path: gone}\nbatch: {group_size: 1}",
+    ],
 )
 def test_models_that_only_training_needs_may_be_gone(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str

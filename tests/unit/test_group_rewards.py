@@ -173,6 +173,13 @@ def test_the_expected_worth_is_that_of_the_answers_by_their_probability(judge_mo
     assert "What is 3 + 4? (7) ***" in reader.asked[-1]
 
 
+def test_answers_that_begin_alike_are_refused(judge_model):
+    answers = {"yes": 1.0, "yes mostly": 0.5, "no": 0.0}
+    config = JudgeConfig(weight=1, prompt="{response}", answers=answers)
+    with pytest.raises(ConfigError, match="'yes' and 'yes mostly'"):
+        Judge(config, judge_model, Reader(build_tokenizer()))
+
+
 def test_a_response_that_names_a_place_stays_as_it_is(judge_model):
     reader = Reader(build_tokenizer())
     asyncio.run(Judge(JudgeConfig(weight=1, prompt="{response}"), judge_model, reader).score("{truth}{prompt}", ROW))

@@ -26,7 +26,7 @@ def recipe(*overrides):
     ],
 )
 def test_pools_take_what_is_left(total, free, overrides, each):
-    assert pool_gpus(recipe(*overrides), ClusterGpus(total, free)) == {"teacher": each}
+    assert pool_gpus(recipe(*overrides), ClusterGpus(total, (free,))) == {"teacher": each}
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,20 @@ def test_pools_take_what_is_left(total, free, overrides, each):
 )
 def test_too_few_gpus_are_named_with_the_way_to_do_without(overrides):
     with pytest.raises(ConfigError, match=r"leave 0(?s:.*)teacher\.torch\.device=cpu"):
-        pool_gpus(recipe(*overrides), ClusterGpus(8, 0))
+        pool_gpus(recipe(*overrides), ClusterGpus(8, (0,)))
+
+
+def test_a_replica_of_a_pool_lives_on_one_node():
+    teacher = recipe("teacher.num_replicas=1", "teacher.engine=vllm", "teacher.vllm.tensor_parallel_size=2")
+    assert pool_gpus(teacher, ClusterGpus(8, (0, 2))) == {"teacher": 2.0}
+    with pytest.raises(ConfigError, match="1, 1 on each node"):
+        pool_gpus(teacher, ClusterGpus(8, (1, 1)))
+
+
+def test_a_pool_shares_no_gpu_with_a_rank():
+    with pytest.raises(ConfigError, match=r"vllm\.gpu_share=0\.5 of a teacher or judge"):
+        recipe("teacher.engine=vllm", "teacher.vllm.gpu_share=0.5")
 
 
 def test_a_run_without_pools_takes_none():
-    assert pool_gpus(load_recipe(QUICKSTART, []), ClusterGpus(8, 0)) == {}
+    assert pool_gpus(load_recipe(QUICKSTART, []), ClusterGpus(8, (0,))) == {}

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.load import load_recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from tests.unit.test_recipes import QUICKSTART
 
 pytestmark = pytest.mark.unit
 
@@ -197,6 +199,22 @@ def test_sharing_prompts_keeps_groups_together(groups, num_plans, budget):
         order = [s.ordinal for run in plan.microbatches for s in run]
         changes = sum(a != b for a, b in pairwise(order))
         assert num_plans > 1 or changes == len(plan.ordinals) - 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        ((), True),
+        (("trainer.fsdp.share_prompts=false",), False),
+        (("trainer.fsdp.param_dtype=bfloat16",), False),
+        (("trainer.fsdp.param_dtype=bfloat16", "trainer.device=cpu"), True),
+        (("trainer.fsdp.param_dtype=bfloat16", "trainer.fsdp.attention=packed_sdpa"), True),
+        (("trainer.fsdp.attention=flash_attention_2",), False),
+        (("algorithm.router_aux_coefficient=0.01",), False),
+    ],
+)
+def test_ranks_are_balanced_by_shared_prompts_only_where_they_share_them(overrides, shares):
+    assert PackingRules.of(load_recipe(QUICKSTART, list(overrides))).share_prompts is shares
 
 
 def test_few_groups_are_divided_among_many_ranks():

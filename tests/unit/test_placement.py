@@ -163,6 +163,16 @@ def test_what_reaches_one_node_only_is_kept_there_if_it_has_room():
     assert plan_placement(Demand(num_replicas=2, num_ranks=2, one_node=True), [0, 0]).strategy == "STRICT_PACK"
 
 
+@pytest.mark.parametrize("transport", ["ipc", "disk"])
+def test_replicas_that_a_transport_does_not_reach_are_refused(transport):
+    asked = ("rollout.engine=vllm", "trainer.num_ranks=1", f"weights.transport={transport}")
+    assert place_run(recipe(*asked, "rollout.num_replicas=1"), [2, 2]).strategy == "STRICT_PACK"
+    with pytest.raises(ConfigError, match=rf"weights\.transport={transport}(?s:.*)1, 1 GPUs(?s:.*)collective"):
+        place_run(recipe(*asked, "rollout.num_replicas=1"), [1, 1])
+    far = recipe(*asked[:2], "rollout.num_replicas=1", "weights.transport=collective")
+    assert place_run(far, [1, 1]).strategy == "PACK"
+
+
 VLLM = ["rollout.engine=vllm", "trainer.num_ranks=2", "rollout.num_replicas=2", "weights.transport=collective"]
 
 

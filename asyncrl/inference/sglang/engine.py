@@ -57,6 +57,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
         self._require_sleep(f"sleep(level={level})")
         if level > 1 and self._publishes is not None:
             self._publishes.forget()
+            self._forget_version()
         await self._ask(self._host.call("sleep", ["kv_cache", "weights"]))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

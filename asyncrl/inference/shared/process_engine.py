@@ -299,6 +299,12 @@ class ProcessEngine(ABC, Generic[S]):
 
     # -- pausing -------------------------------------------------------------------------------------------------
 
+    def _forget_version(self) -> None:
+        """The weights are dropped: nothing is sampled before a commit has a version."""
+        self._version = None
+        self._salt += 1
+        self._set_gate()
+
     def _set_gate(self) -> None:
         self._queue.set_open(not self._closed and self._version is not None and self._failure is None)
 

@@ -56,6 +56,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._require_sleep_mode(f"sleep(level={level})")
         if level > 1:
             await self._ask(self._llm.collective_rpc("asyncrl_forget"))
+            self._forget_version()
         await self._ask(self._llm.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
