@@ -203,7 +203,7 @@ def test_a_shared_gpu_takes_ipc_and_one_rank():
         recipe(*shared, "weights.transport=vllm_nccl", "weights.verify=off")
     with pytest.raises(ConfigError, match=r"trainer\.device=cpu"):
         recipe(*shared, "weights.transport=ipc", "trainer.device=cpu")
-    found = place_run(recipe(*shared, "weights.transport=ipc"), [1, 1])
+    found = place_run(recipe(*shared, "weights.transport=ipc"), [2])
     assert words(found.bundles) == "2 bundles of 1 GPU (a replica and a trainer rank)"
     assert (found.replica_gpus, found.rank_gpus, found.shares_gpus) == (0.4, 0.6, True)
 
