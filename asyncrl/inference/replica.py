@@ -401,7 +401,7 @@ class Replica:
                     self._places.give_back(external=True)  # the gate has closed since the place was granted
         except TimeoutError:
             why = "requests of the run take its places" if self._gate.is_set() else self._closed_because
-            raise DeadlineExceeded(f"replica {self._id} did not serve within {self._gate_timeout_s} s: {why}") from None
+            raise DeadlineExceeded(f"replica {self._id} did not serve within {timeout_s} s: {why}") from None
 
     def _close_gate(self, because: str) -> None:
         self._closed_because = because

@@ -27,11 +27,11 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 
 @asynccontextmanager
-async def serving(total=4, external=2, gate_timeout_s=20.0, version=1):
+async def serving(total=4, external=2, external_timeout_s=20.0, version=1):
     """A replica whose engine decodes `total` requests at once; yields it and its engine."""
     engine = FakeEngine(FakeScript(start_version=None, max_model_len=10 * LONG, num_slots=total))
-    limits = ExternalLimits(total, external) if external else None
-    replica = Replica(0, lambda: engine, gate_timeout_s=gate_timeout_s, external=limits)
+    limits = ExternalLimits(total, external, external_timeout_s) if external else None
+    replica = Replica(0, lambda: engine, gate_timeout_s=20.0, external=limits)
     await replica.start()
     await publish(replica, 1, version)
     try:
@@ -131,7 +131,7 @@ async def test_what_waits_at_a_publish_starts_after_it(mode):
 
 
 async def test_the_wait_for_a_place_has_a_deadline_and_says_why():
-    async with serving(total=1, external=1, gate_timeout_s=0.1) as (replica, engine):
+    async with serving(total=1, external=1, external_timeout_s=0.1) as (replica, engine):
         await replica.submit("run", [request("r0")])
         await until(lambda: engine.health().running == 1)
         await replica.submit("outside", [request("x0")], True)
