@@ -251,7 +251,8 @@ class TrainBackendSuite:
         captured = weights_of(backend)
         expected = _train(backend, leases[1:])  # also replaces both moments, in place
         last = weights_of(backend)
-        backend.save(tmp_path / "trainer")
+        named = backend.save(tmp_path / "trainer")
+        assert sorted(named) == sorted(path.name for path in (tmp_path / "trainer").iterdir())
         assert_same_weights(last, weights_of(backend))  # saving changes nothing
         backend.load(tmp_path / "trainer")
         assert_same_weights(captured, weights_of(backend))

@@ -123,7 +123,7 @@ class PlainBackend:
         live = {"random": torch.get_rng_state(), "models": [model.state() for model in self._trained]}
         self._captured = copy.deepcopy(live)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> tuple[str, ...]:
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
@@ -131,6 +131,7 @@ class PlainBackend:
             directory.mkdir(parents=True, exist_ok=True)
             with (directory / FILE).open("wb") as file:
                 torch.save(captured, file)
+            return (FILE,)
         except OSError as error:
             raise StorageError(explain(f"write {directory}", str(error), "make room there")) from error
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,36 @@ FILES = "files.json"
 _CHUNK_BYTES = 4 << 20
 
 
-def seal(directory: Path) -> None:
-    """Writes `files.json` over all files below `directory`, each with its size in bytes and its XXH3-64 in hex.
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """Of one file: its size, and its XXH3-64 in hex."""
 
-    Raises OSError: a file cannot be read, or this one written.
+    bytes: int
+    xxh3_64: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        """Reads the whole file. Raises OSError."""
+        return cls(path.stat().st_size, _digest(path))
+
+
+def seal(directory: Path, written: Mapping[str, FileDigest] | None = None) -> None:
+    """Writes `files.json` over all files below `directory`.
+
+    Args:
+        written: files whose digests the processes that wrote them have made, by their paths below `directory`. They
+            are not read again: only their presence and sizes are checked, as this machine sees them.
+
+    Raises OSError: a file cannot be read, or this one written; a file of `written` is not here, or has another size.
     """
-    found = {}
+    found = dict(written or {})
+    for name, digest in found.items():
+        _check_here(directory / name, name, digest)
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path != directory / FILES:
-            found[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "xxh3_64": _digest(path)}
-    (directory / FILES).write_bytes(_render(found))
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != FILES and name not in found:
+            found[name] = FileDigest.of(path)
+    (directory / FILES).write_bytes(_render({name: asdict(found[name]) for name in sorted(found)}))
 
 
 def verify(directory: Path) -> str | None:
@@ -48,6 +70,17 @@ def verify(directory: Path) -> str | None:
     except (ValueError, TypeError, AttributeError, KeyError):
         return f"{FILES} is not as it was written"
     return None
+
+
+def _check_here(path: Path, name: str, digest: FileDigest) -> None:
+    try:
+        with path.open("rb") as file:  # opening asks a network file system for the present size
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        found = f"a process wrote {name}, and it is not here: its machine does not share this directory"
+        raise OSError(error.errno, found, str(path)) from error
+    if size != digest.bytes:
+        raise OSError(f"{name} has {size} bytes here, and {digest.bytes} where it was written")
 
 
 def _render(files: Mapping[str, Any]) -> bytes:

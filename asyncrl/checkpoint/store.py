@@ -13,10 +13,11 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncrl.checkpoint.digests import seal, verify
+from asyncrl.checkpoint.digests import FileDigest, seal, verify
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.json_records import from_plain
@@ -102,11 +103,19 @@ class CheckpointStore:
             raise _unwritable(temporary, error) from error
         return temporary
 
-    def finish(self, temporary: Path, state: RunState, given_up: threading.Event | None = None) -> Path:
+    def finish(
+        self,
+        temporary: Path,
+        state: RunState,
+        given_up: threading.Event | None = None,
+        *,
+        written: Mapping[str, FileDigest] | None = None,
+    ) -> Path:
         """Makes the checkpoint durable and visible, and removes those over `keep`.
 
         Args:
             given_up: when it is set the checkpoint is not renamed: the run continues from another checkpoint.
+            written: digests of files that their writers have made; see `seal`.
 
         Raises StorageError: it cannot be written. The temporary directory is removed, the other checkpoints stay.
         """
@@ -114,7 +123,7 @@ class CheckpointStore:
         replaced = final.with_name(f"{final.name}.replaced")
         try:
             (temporary / "state.json").write_text(render_state(state))
-            seal(temporary)
+            seal(temporary, written)
             for path in sorted(temporary.rglob("*"), reverse=True):
                 _fsync(path)
             _fsync(temporary)
@@ -161,12 +170,16 @@ class CheckpointStore:
             raise StorageError(explain(f"the newest checkpoint in {self._directory}", "; ".join(damaged), do))
         return None
 
-    def set_aside_corrupt(self) -> list[Path]:
+    def set_aside_corrupt(self, intact: Path) -> list[Path]:
         """Renames damaged checkpoints that are newer than the newest intact one to `corrupt_step_<n>`; returns the new
-        names. Called before training starts: damaged checkpoints would displace intact ones among the newest `keep`."""
+        names. Called before training starts: damaged checkpoints would displace intact ones among the newest `keep`.
+
+        Args:
+            intact: the checkpoint that was found intact just now; it is not read again.
+        """
         aside = []
         for path in reversed(self.all()):
-            if verify(path) is None:
+            if path == intact or verify(path) is None:
                 break
             aside.append(_set_aside(path, "corrupt"))
             logger.warning("the damaged checkpoint %s is now %s", path.name, aside[-1])

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
@@ -40,7 +41,7 @@ class QueueState(Protocol):
 
 class TrainerState(Protocol):
     async def capture(self) -> None: ...
-    async def save(self, path: Path, timeout_s: float) -> None: ...
+    async def save(self, path: Path, timeout_s: float) -> Mapping[str, FileDigest]: ...
 
 
 class CheckpointWriter:
@@ -115,15 +116,16 @@ class CheckpointWriter:
         try:
             temporary = self._store.begin(state.global_steps)
             async with asyncio.timeout(timeout_s + GRACE_S):
-                outcomes = await asyncio.gather(
+                of_queue, of_trainer = await asyncio.gather(
                     self._queue.save(temporary / "queue", timeout_s),
                     self._trainers.save(temporary / "trainer", timeout_s),
                     return_exceptions=True,  # both have ended before a failure removes the directory
                 )
-                for failure in outcomes:
-                    if isinstance(failure, BaseException):
-                        raise failure
-                path = await self._finish(temporary, state)
+                if isinstance(of_queue, BaseException):
+                    raise of_queue
+                if isinstance(of_trainer, BaseException):
+                    raise of_trainer
+                path = await self._finish(temporary, state, of_trainer)
         except (ProcessDied, DeadlineExceeded, asyncio.CancelledError):
             self._discard(temporary)
             raise
@@ -143,11 +145,14 @@ class CheckpointWriter:
             took_s = time.monotonic() - started
             self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
 
-    async def _finish(self, temporary: Path, state: RunState) -> Path:
+    async def _finish(self, temporary: Path, state: RunState, of_trainer: Mapping[str, FileDigest]) -> Path:
         """Completes and renames the directory. After a cancellation it is never renamed: the run may by then continue
         from another checkpoint. Raises StorageError."""
         given_up = threading.Event()
-        finishing = asyncio.ensure_future(asyncio.to_thread(self._store.finish, temporary, state, given_up))
+        written = {f"trainer/{name}": digest for name, digest in of_trainer.items()}
+        finishing = asyncio.ensure_future(
+            asyncio.to_thread(self._store.finish, temporary, state, given_up, written=written)
+        )
         try:
             return await asyncio.shield(finishing)
         except asyncio.CancelledError:

@@ -163,7 +163,7 @@ class _Run:
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         start_from, elapsed_s = self._spec.start_from, 0.0
         if start_from is not None:
-            await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
+            await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
         while True:
             coordinator = Coordinator(self._recipe, self._parts(watchdog), start_from, elapsed_s=elapsed_s)
             self._coordinator = coordinator
@@ -190,7 +190,8 @@ class _Run:
             watchdog.saw("restart", budget.total)
             if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
-                await asyncio.to_thread(self._checkpoints.set_aside_corrupt)
+                if start_from is not None:
+                    await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
             checkpoint = start_from.name if start_from else None
             self._events.write(TrainingRestarted(str(lost.process), time.monotonic() - started, checkpoint))
             watchdog.saw("verified", budget.total)

@@ -61,9 +61,9 @@ class TrainBackend(Protocol):
         memory of a copy that was written or dropped may be kept for the next."""
         ...
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> tuple[str, ...]:
         """Writes the last `capture` of all ranks below `directory` and ends its use, also when writing fails;
-        collective.
+        collective. Returns the names of the files that this rank wrote there.
 
         May be called from another thread while any other method runs, `capture` included.
 

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
+from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
@@ -117,8 +118,8 @@ class TrainerActor:
         self._worker.stop()
 
     @in_group(SAVING)
-    def save(self, path: Path) -> None:
-        self._worker.save(path)
+    def save(self, path: Path) -> dict[str, FileDigest]:
+        return self._worker.save(path)
 
     @in_group(HEALTH)
     def ping(self) -> float:
@@ -287,15 +288,17 @@ class TrainerPool:
         step_s = self._spec.trainer.step_timeout_s
         await self._on_all(step_s if timeout_s is None else timeout_s, TrainerActor.capture)
 
-    async def save(self, path: Path, timeout_s: float) -> None:
+    async def save(self, path: Path, timeout_s: float) -> dict[str, FileDigest]:
         """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
-        publishes may run at the same time.
+        publishes may run at the same time. Returns the digests of all files, by their names below `path`, as the ranks
+        that wrote them read them.
 
         Raises:
             StorageError: a rank could not write. The ranks remain usable.
             ProcessDied, DeadlineExceeded: naming the rank.
         """
-        await self._on_all(timeout_s, TrainerActor.save, path)
+        written = await self._on_all(timeout_s, TrainerActor.save, path)
+        return {name: digest for files in written for name, digest in files.items()}
 
     async def load(self, path: Path) -> None:
         await self._on_all(self._spec.trainer.step_timeout_s, TrainerActor.load, path)

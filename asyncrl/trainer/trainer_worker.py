@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.checks import require_cuda
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain, unwritable
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.host_copies import HostCopies
@@ -255,14 +256,18 @@ class TrainerWorker:
     def capture(self) -> None:
         self._backend.capture()
 
-    def save(self, directory: Path) -> None:
-        """Writes the last capture; collective, in a group of its own. May be called from another thread.
+    def save(self, directory: Path) -> dict[str, FileDigest]:
+        """Writes the last capture; collective, in a group of its own. May be called from another thread. Returns the
+        digests of what this rank wrote, by file name.
 
         Raises:
-            StorageError: a rank could not write.
+            StorageError: a rank could not write, or this one cannot read what it wrote.
         """
         self._use_thread()
-        self._backend.save(directory)
+        try:
+            return {name: FileDigest.of(directory / name) for name in self._backend.save(directory)}
+        except OSError as error:
+            raise unwritable(directory, error) from error
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: it is a checkpoint of another backend or model, or none."""

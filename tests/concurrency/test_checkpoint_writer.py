@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.checkpoint import CheckpointConfig
@@ -37,6 +38,7 @@ class Part:
             raise self.errors.pop(0)
         directory.mkdir(parents=True)
         (directory / "state").write_text("state")
+        return {"state": FileDigest.of(directory / "state")}
 
 
 class Rig:

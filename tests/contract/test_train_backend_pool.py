@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
+from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import MegatronConfig, TrainerConfig
@@ -224,7 +225,8 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     plans = lease.plans(num_plans=2)
     await pool.capture()
     first = await pool.train_step(plans)
-    await pool.save(tmp_path / "trainer", START_S)
+    written = await pool.save(tmp_path / "trainer", START_S)
+    assert written == {path.name: FileDigest.of(path) for path in (tmp_path / "trainer").iterdir()}
     await pool.load(tmp_path / "trainer")
     assert await pool.train_step(plans) == first
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.digests import seal, verify
+from asyncrl.checkpoint.digests import FileDigest, seal, verify
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.errors import StorageError
 
@@ -119,14 +119,50 @@ def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named_and_set
     assert ["step_8" in m and "files.json" in m for m in caplog.messages] == [True, False]
     assert "trainer/__0_0.distcp has 56 bytes of 63" in caplog.messages[1]
     assert [p.name for p in store.all()] == ["step_2", "step_4", "step_6", "step_8"]  # looking changes nothing
-    assert [p.name for p in store.set_aside_corrupt()] == ["corrupt_step_8", "corrupt_step_6"]
+    assert [p.name for p in store.set_aside_corrupt(paths[4])] == ["corrupt_step_8", "corrupt_step_6"]
     assert [p.name for p in store.all()] == ["step_2", "step_4"]
     assert store.latest() == paths[4]
-    assert store.set_aside_corrupt() == []
+    assert store.set_aside_corrupt(paths[2]) == []  # an older one was asked for: newer intact ones stay
     again = save(store, 6)
     (again / "state.json").write_text("{}")
-    store.set_aside_corrupt()  # in place of the earlier one of that name
+    store.set_aside_corrupt(paths[4])  # in place of the earlier one of that name
     assert (tmp_path / "corrupt_step_6" / "state.json").read_text() == "{}"
+
+
+def test_a_resume_reads_an_intact_checkpoint_once(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr("asyncrl.checkpoint.store.verify", lambda path: read.append(path.name) or verify(path))
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 2)
+    intact = save(store, 4)
+    assert store.latest() == intact
+    assert store.set_aside_corrupt(intact) == []
+    assert read == ["step_4"]
+
+
+def test_a_file_that_was_written_elsewhere_or_cut_short_makes_no_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    whole = save(store, 2)
+    of_rank = FileDigest.of(whole / "trainer" / "__0_0.distcp")
+    state = RunState(4, 1.5, 4, 2, 1, 0, True, "digest")
+
+    def begun():
+        temporary = store.begin(4)
+        (temporary / "trainer").mkdir()
+        (temporary / "trainer" / "__0_0.distcp").write_bytes(b"weights" * 9)
+        return temporary
+
+    with pytest.raises(StorageError, match=r"wrote trainer/__1_0\.distcp, and it is not here: .* does not share"):
+        store.finish(begun(), state, written={"trainer/__0_0.distcp": of_rank, "trainer/__1_0.distcp": of_rank})
+    short = begun()
+    (short / "trainer" / "__0_0.distcp").write_bytes(b"weights")
+    with pytest.raises(StorageError, match=r"trainer/__0_0\.distcp has 7 bytes here, and 63 where it was written"):
+        store.finish(short, state, written={"trainer/__0_0.distcp": of_rank})
+    assert store.latest() == whole
+    flipped = begun()  # after the rank has read it: found when it is resumed from
+    (flipped / "trainer" / "__0_0.distcp").write_bytes(b"weighty" * 9)
+    store.finish(flipped, state, written={"trainer/__0_0.distcp": of_rank})
+    assert store.latest() == whole
 
 
 def test_a_run_does_not_silently_begin_anew_when_all_checkpoints_are_damaged(tmp_path):

@@ -87,13 +87,14 @@ class FsdpBackend:
             sharded_state.with_random_state(live, rank=self._rank, device=self._device).items()
         )
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> tuple[str, ...]:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
         try:
             sharded_state.save(directory, captured, self._saving)
+            return sharded_state.files_of(directory, self._rank)
         finally:
             self._copies.give_back(captured)
 

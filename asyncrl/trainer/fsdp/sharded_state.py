@@ -88,6 +88,12 @@ def save(
         raise _unwritable(directory, error) from error
 
 
+def files_of(directory: Path, rank: int) -> tuple[str, ...]:
+    """Names of the files that `rank` wrote in `save`."""
+    own = sorted(path.name for path in directory.glob(f"__{rank}_*"))
+    return (*own, ".metadata") if rank == 0 else tuple(own)
+
+
 def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> None:
     """Restores what `save` wrote into the tensors of `wanted` (`of_model`); collective.
 

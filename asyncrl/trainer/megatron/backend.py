@@ -96,13 +96,14 @@ class MegatronBackend:
         header = stored_state.header(self._rank, self._world_size, numbers, parameters)
         self._captured = Captured(header, self._copies.copy(stored_state.with_random_state(live).items()))
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> tuple[str, ...]:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise RuntimeError("save was called before capture")
         try:
             stored_state.write(directory, captured, self._saving)
+            return (stored_state.file_of(directory, self._rank).name,)
         finally:
             self._copies.give_back(captured.tensors)
 

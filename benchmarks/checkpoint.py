@@ -1,0 +1,131 @@
+"""What the digests of checkpoints cost: files of trainer ranks are read by the driver, or by the ranks; a resume reads all.
+
+    python benchmarks/checkpoint.py [--gigabytes 2] [--ranks 2] [--rounds 5] [--directory DIR] [--write]
+
+`sealing`: the driver's work when a checkpoint is complete, where the ranks made the digests of their files, against the
+driver's own reading of everything. The ranks' part is done by as many processes. `resuming`: what stands between
+`resume=auto` and the first start of a process, once, and as often as it was done before (three times). Variants alternate
+within a round; ratios are within a round. The page cache is warm in all of them. Writes benchmarks/results/checkpoint.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+from asyncrl.checkpoint.digests import FILES, FileDigest, seal, verify
+from asyncrl.checkpoint.run_directory import git_commit
+from asyncrl.checkpoint.store import CheckpointStore
+
+RESULT = Path(__file__).resolve().parent / "results" / "checkpoint.md"
+FORMER_READINGS = 3
+BLOCK = 64 << 20
+
+
+def make(directory: Path, nbytes: int, ranks: int) -> list[Path]:
+    """A checkpoint of one file for each rank."""
+    (directory / "trainer").mkdir(parents=True)
+    (directory / "state.json").write_text("{}")
+    files = [directory / "trainer" / f"__{rank}_0.distcp" for rank in range(ranks)]
+    for path in files:
+        with path.open("wb") as file:
+            for _ in range(nbytes // ranks // BLOCK):
+                file.write(os.urandom(BLOCK))
+    return files
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def measure(directory: Path, nbytes: int, ranks: int, rounds: int) -> dict[str, list[float]]:
+    checkpoint = directory / "step_1"
+    files = make(checkpoint, nbytes, ranks)
+    store = CheckpointStore(directory, keep=1)
+    found: dict[str, list[float]] = {"driver alone": [], "ranks": [], "driver after ranks": [], "former": [], "now": []}
+    with ProcessPoolExecutor(ranks) as pool:
+        list(pool.map(FileDigest.of, files))  # every process has started, every page is in memory
+
+        def former() -> None:
+            for _ in range(FORMER_READINGS):
+                assert verify(checkpoint) is None
+
+        def now() -> None:
+            latest = store.latest()
+            assert latest is not None
+            assert store.set_aside_corrupt(latest) == []
+
+        for number in range(rounds):
+            (checkpoint / FILES).unlink(missing_ok=True)
+            found["driver alone"].append(timed(lambda: seal(checkpoint)))
+            (checkpoint / FILES).unlink()
+            began = time.perf_counter()
+            of_ranks = dict(zip((f"trainer/{f.name}" for f in files), pool.map(FileDigest.of, files), strict=True))
+            found["ranks"].append(time.perf_counter() - began)
+            found["driver after ranks"].append(timed(lambda of=of_ranks: seal(checkpoint, of)))  # type: ignore[misc]
+            turns = [("former", former), ("now", now)]
+            for name, work in turns if number % 2 == 0 else reversed(turns):
+                found[name].append(timed(work))
+    return found
+
+
+def report(found: dict[str, list[float]], options: argparse.Namespace) -> str:
+    median = {name: statistics.median(values) for name, values in found.items()}
+    whole = [r + d for r, d in zip(found["ranks"], found["driver after ranks"], strict=True)]
+    rows = [
+        ("sealing", "the driver reads everything", median["driver alone"], found["driver alone"]),
+        ("", f"{options.ranks} ranks read their files, then the driver", statistics.median(whole), whole),
+        ("", "of which the driver", median["driver after ranks"], found["driver after ranks"]),
+        ("resuming", f"{FORMER_READINGS} readings, as before", median["former"], found["former"]),
+        ("", "one reading", median["now"], found["now"]),
+    ]
+    lines = [
+        "# Digests of checkpoints",
+        "",
+        f"`python benchmarks/checkpoint.py --gigabytes {options.gigabytes:g} --ranks {options.ranks} "
+        f"--rounds {options.rounds}`",
+        "",
+        f"{os.cpu_count()} cores; commit {git_commit()}; medians over {options.rounds} rounds. Ratios to the first row "
+        "of each part, within a round.",
+        "",
+        "| | | seconds | ratio |",
+        "|---|---|---|---|",
+    ]
+    base: list[float] = []
+    for part, name, value, values in rows:
+        base = values if part else base
+        ratio = statistics.median(b / a for a, b in zip(base, values, strict=True))
+        lines.append(f"| {part} | {name} | {value:.3f} | {ratio:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="where the checkpoint is made; a temporary one when left out")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+        found = measure(Path(scratch), int(options.gigabytes * 1e9), options.ranks, options.rounds)
+    text = report(found, options)
+    print(text)
+    if options.write:
+        RESULT.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
