@@ -1,11 +1,12 @@
-"""What the digests of checkpoints cost: files of trainer ranks are read by the driver, or by the ranks; a resume reads all.
+"""What the digests of checkpoints cost: made by the driver or by the trainer ranks; and what a resume reads.
 
     python benchmarks/checkpoint.py [--gigabytes 2] [--ranks 2] [--rounds 5] [--directory DIR] [--write]
 
-`sealing`: the driver's work when a checkpoint is complete, where the ranks made the digests of their files, against the
-driver's own reading of everything. The ranks' part is done by as many processes. `resuming`: what stands between
-`resume=auto` and the first start of a process, once, and as often as it was done before (three times). Variants alternate
-within a round; ratios are within a round. The page cache is warm in all of them. Writes benchmarks/results/checkpoint.md.
+`sealing`: the driver's work when a checkpoint is complete, where the ranks made the digests of their files, against
+the driver's own reading of everything. The ranks' part is done by as many processes. `resuming`: what stands between
+`resume=auto` and the first start of a process: one reading, and three, as in asyncrl's first version. Variants
+alternate within a round; ratios are within a round. The page cache is warm in all of them. Writes
+benchmarks/results/checkpoint.md.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def report(found: dict[str, list[float]], options: argparse.Namespace) -> str:
         ("sealing", "the driver reads everything", median["driver alone"], found["driver alone"]),
         ("", f"{options.ranks} ranks read their files, then the driver", statistics.median(whole), whole),
         ("", "of which the driver", median["driver after ranks"], found["driver after ranks"]),
-        ("resuming", f"{FORMER_READINGS} readings, as before", median["former"], found["former"]),
+        ("resuming", f"{FORMER_READINGS} readings, as in the first version", median["former"], found["former"]),
         ("", "one reading", median["now"], found["now"]),
     ]
     lines = [
