@@ -17,6 +17,12 @@ class FsdpConfig:
     """Compute dtype of forward and backward; the sharded master weights and the optimizer stay float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced."""
+    shard_ranks: PositiveInt | None = None
+    """Ranks that hold one copy of the model together; the copies average their gradients once an update. With the ranks
+    of a node, only that average goes over the network between nodes. It divides num_ranks. None: all ranks hold one."""
+    reduce_every_microbatch: bool = True
+    """Reduce gradients to shards after each micro-batch. False reduces them once an update: less traffic, but each rank
+    holds float32 gradients of the whole model meanwhile."""
     reshard_after_forward: bool = True
     """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
     activation_checkpointing: bool = False
@@ -148,6 +154,11 @@ class TrainerConfig:
     reads the models."""
 
     @property
+    def shard_ranks(self) -> int:
+        """`fsdp.shard_ranks`, set or derived."""
+        return self.fsdp.shard_ranks or self.num_ranks
+
+    @property
     def layout(self) -> Layout:
         """Which ranks share a plan."""
         if self.backend == "fsdp":
@@ -159,6 +170,12 @@ class TrainerConfig:
         check_ranges("trainer.", self)
         if self.backend == "megatron":
             self._check_megatron()
+        require(
+            self.num_ranks % self.shard_ranks == 0,
+            asked=f"trainer.fsdp.shard_ranks={self.fsdp.shard_ranks}",
+            found=f"it does not divide trainer.num_ranks={self.num_ranks}",
+            do="set it to the number of ranks of a node, or leave it out",
+        )
         require_device("trainer.device", self.device)
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,

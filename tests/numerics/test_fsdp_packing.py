@@ -132,7 +132,7 @@ def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head
 
 def rank_of_two(rank):
     """Of a device mesh what `load_model` asks."""
-    return SimpleNamespace(device_type="cpu", get_local_rank=lambda: rank)
+    return SimpleNamespace(device_type="cpu", get_rank=lambda: rank)
 
 
 @pytest.mark.parametrize("name", MODELS)

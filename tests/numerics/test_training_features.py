@@ -501,17 +501,19 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_length(path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "lora"),
+    ("algorithm", "lora", "dtype"),
     [
-        (AlgorithmConfig(), LoraConfig()),
-        (AlgorithmConfig(advantage="gae", kl=KlConfig(coefficient=0.1)), LoraConfig()),
-        (AlgorithmConfig(kl=KlConfig(coefficient=0.1)), LoraConfig(rank=4)),
-        (AlgorithmConfig(), LoraConfig(rank=2, target_modules=["q_proj", "down_proj"])),
+        (AlgorithmConfig(), LoraConfig(), "bfloat16"),
+        (AlgorithmConfig(advantage="gae", kl=KlConfig(coefficient=0.1)), LoraConfig(), "bfloat16"),
+        (AlgorithmConfig(advantage="gae", kl=KlConfig(coefficient=0.1)), LoraConfig(), "float32"),
+        (AlgorithmConfig(kl=KlConfig(coefficient=0.1)), LoraConfig(rank=4), "bfloat16"),
+        (AlgorithmConfig(), LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), "float32"),
     ],
-    ids=["plain", "critic and reference", "adapters", "some adapters"],
+    ids=["plain", "critic and reference", "the same in float32", "adapters", "some adapters"],
 )
-def test_the_memory_that_a_plan_announces_is_what_a_rank_holds(path, algorithm, lora):
-    backend = build(path, algorithm, lora=lora)
+def test_the_memory_that_a_plan_announces_is_what_a_rank_holds(path, algorithm, lora, dtype):
+    fsdp = FsdpConfig(param_dtype=dtype)
+    backend = build(path, algorithm, lora=lora, fsdp=fsdp)
     models = backend._models
     held = [m for m in (models.policy, models.critic, models._reference) if m is not None]
     modules = [getattr(m, "causal_lm", m) for m in held]
@@ -522,5 +524,5 @@ def test_the_memory_that_a_plan_announces_is_what_a_rank_holds(path, algorithm, 
     config = json.loads((Path(path) / "config.json").read_text())
     tensors = model_tensors(ModelFacts.of_config(path, config))
     needs = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
-    (announced,) = memory_of(TrainerConfig(lora=lora), tensors, **needs)
+    (announced,) = memory_of(TrainerConfig(lora=lora, fsdp=fsdp), tensors, **needs)
     assert (announced.weights, announced.gradients, announced.optimizer) == (weights, trained, moments)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA
@@ -25,6 +25,14 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 logger = logging.getLogger(__name__)
 
 
+def _mesh(device: torch.device, world_size: int, shard_ranks: int | None) -> DeviceMesh:
+    """[ranks], or [copies, ranks of a copy]: consecutive ranks, which are on one node, hold a copy. Collective."""
+    if shard_ranks in (None, world_size):
+        return init_device_mesh(device.type, (world_size,))
+    shape = (world_size // shard_ranks, shard_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
+
+
 class FsdpBackend:
     """One rank. Needs torch.distributed's default group, whose timeout bounds every collective made here. Owns the
     models, their optimizers, and the captured copy of their state; `TrainingStep` makes the step."""
@@ -33,7 +41,7 @@ class FsdpBackend:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._rank, self._device = spec, rank, device
         torch.manual_seed(spec.seed)  # random initial weights (adapters) are the same on any number of ranks
-        self._models = Models(spec, init_device_mesh(device.type, (world_size,)))
+        self._models = Models(spec, _mesh(device, world_size, spec.trainer.fsdp.shard_ranks))
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy = self._models.policy
         fsdp = spec.trainer.fsdp

@@ -1,7 +1,8 @@
 """What an FSDP2 rank holds, by arithmetic. Pure; imports no torch.
 
-Weights, gradients and moments are float32 and split evenly over the ranks; gathered layers, which the step frees again,
-come on top. A test compares it with what a rank allocates.
+What is trained has weights, gradients and moments in float32, what is frozen is in the dtype of the passes; all of it
+is split evenly over the ranks of a copy. Gathered layers, which the step frees again, come on top. A test compares it
+with what a rank allocates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from asyncrl.config.trainer import LoraConfig, TrainerConfig
 from asyncrl.trainer.model_tensors import NORM, OUTPUT, RankMemory, Shape
 
 _FLOAT32, _MOMENTS = 4, 8
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def rank_memory(
@@ -23,13 +25,13 @@ def rank_memory(
     adapters = sum(_adapter(name, shape, trainer.lora) for name, shape in tensors.items()) if trainer.lora.rank else 0
     value = policy - prod(tensors.get(OUTPUT, (0,))) + tensors[NORM][0] + 1 if critic else 0
     trained = (adapters or policy) + value
-    held = policy + adapters + value + (policy if reference and not adapters else 0)  # else the base is the reference
-    ranks = trainer.num_ranks
+    frozen = policy if adapters or reference else 0  # the base of adapters is the reference, too
+    ranks = trainer.shard_ranks
     return [
         RankMemory(
             ranks="each rank" + " (in host memory)" * trainer.fsdp.offload_parameters,
-            weights=_FLOAT32 * held // ranks,
-            gradients=_FLOAT32 * trained // ranks,
+            weights=(_FLOAT32 * trained + _BYTES[trainer.fsdp.param_dtype] * frozen) // ranks,
+            gradients=_FLOAT32 * trained // (ranks if trainer.fsdp.reduce_every_microbatch else 1),
             optimizer=_MOMENTS * trained // ranks,
         )
     ]

@@ -160,8 +160,9 @@ def decoder_layers(model: PreTrainedModel) -> Any:
 
 
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
-    """Shards `module` in place over the mesh, one group per decoder layer of `model` in it, one for each layer on top
-    of `model`, which computes in float32, and one for the rest. The values are those of the first rank. Collective."""
+    """Shards `module` in place over the last dimension of the mesh, which holds copies over the one before it, if there
+    is one. One group per decoder layer of `model` in it, one for each layer on top of `model`, which computes in
+    float32, and one for the rest. The values are those of the first rank. Collective."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
@@ -181,7 +182,7 @@ def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: Fsd
 
 
 def _reads(mesh: DeviceMesh) -> bool:
-    return mesh.get_local_rank() == 0
+    return mesh.get_rank() == 0
 
 
 @torch.no_grad()
@@ -196,8 +197,7 @@ def _spread(module: nn.Module, whole: dict[str, torch.Tensor], mesh: DeviceMesh)
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         sharded = distribute_tensor(values.to(device), mesh, parameter.placements)
         parameter.to_local().copy_(sharded.to_local())
-    group = mesh.get_group()
     for buffer in module.buffers():
         values = buffer.to(device)
-        dist.broadcast(values, group=group, group_src=0)
+        dist.broadcast(values, src=0)
         buffer.copy_(values)

@@ -46,12 +46,16 @@ class Models:
 
     def of_step(self) -> StepModels:
         """The same as the training step sees them."""
-        algorithm, ranks, critic = self._spec.algorithm, self._mesh.size(), None
+        algorithm, trained, critic = (
+            self._spec.algorithm,
+            partial(Trained, mesh=self._mesh, fsdp=self._spec.trainer.fsdp),
+            None,
+        )
         if self.critic is not None and self.critic_update is not None:
-            critic = Trained(self.critic, self.critic, self.critic_update, ranks)
+            critic = trained(self.critic, self.critic, self.critic_update)
         outputs = partial(policy_outputs, self.policy, routing=algorithm.router_aux_coefficient > 0)
         reference = Reference(self._opened_reference) if algorithm.needs_reference else None
-        return StepModels(Trained(self.policy, outputs, self.update, ranks), critic, reference)
+        return StepModels(trained(self.policy, outputs, self.update), critic, reference)
 
     @contextmanager
     def _opened_reference(self) -> Iterator[Policy]:
@@ -79,7 +83,9 @@ class Models:
 
     def _policy(self) -> Policy:
         spec = self._spec
-        model = load_model(spec.model, spec.trainer.fsdp, self._mesh)
+        # Adapters are trained over weights that nothing changes: those are kept as the passes read them.
+        kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
+        model = load_model(spec.model, spec.trainer.fsdp, self._mesh, dtype=getattr(torch, kept))
         check_routers(model, spec.algorithm.router_aux_coefficient)
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)

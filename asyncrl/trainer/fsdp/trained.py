@@ -9,7 +9,10 @@ from typing import Generic
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.step.batch import PackedTokens
@@ -20,14 +23,22 @@ class Trained(Generic[Output]):
     """The `Model` of a module and its optimizer.
 
     Gradients are reduced after every micro-batch, not only after the last one: what accumulates is then the rank's
-    shard, where unreduced gradients would take the memory of a whole model on every rank.
+    shard, where unreduced gradients would take the memory of a whole model on every rank. What several copies of the
+    model have is averaged after the last one: a shard is all that it takes.
     """
 
     def __init__(
-        self, module: nn.Module, forward: Callable[[PackedTokens], Output], update: Update, num_ranks: int
+        self,
+        module: nn.Module,
+        forward: Callable[[PackedTokens], Output],
+        update: Update,
+        *,
+        mesh: DeviceMesh,
+        fsdp: FsdpConfig,
     ) -> None:
-        """`forward`: a pass through `module`. `update`: its optimizer."""
-        self._module, self._forward, self._num_ranks = module, forward, num_ranks
+        """`forward`: a pass through `module`, which is sharded over `mesh`. `update`: its optimizer."""
+        self._module, self._forward, self._num_ranks = module, forward, mesh.size()
+        self._has_copies, self._reduces_each = mesh.ndim > 1, fsdp.reduce_every_microbatch
         self.clip_gradients, self.update, self.drop_gradients = update.clip, update.step, update.drop
 
     def train(self, mode: bool) -> None:
@@ -40,7 +51,19 @@ class Trained(Generic[Output]):
     def forward_backward(
         self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
     ) -> list[Part]:
-        return [self._part(at, tokens, loss_function, learns=learns) for at, tokens in enumerate(batches)]
+        found = []
+        for at, tokens in enumerate(batches):
+            self._reduce(is_last=at == len(batches) - 1)
+            found.append(self._part(at, tokens, loss_function, learns=learns))
+        return found
+
+    def _reduce(self, *, is_last: bool) -> None:
+        """Says what the next backward pass does with its gradients."""
+        module = self._module
+        assert isinstance(module, FSDPModule), "it was sharded"
+        module.set_requires_gradient_sync(is_last or self._reduces_each)
+        if self._has_copies:
+            module.set_requires_all_reduce(is_last)
 
     def _part(self, at: int, tokens: PackedTokens, loss_function: LossFunction[Output], *, learns: bool) -> Part:
         with torch.set_grad_enabled(learns):

@@ -1,0 +1,137 @@
+"""Several copies of a model, each sharded over some of the ranks; gradients reduced once an update; frozen weights in
+the dtype of the passes. Four ranks (gloo) against one."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.trainer import FsdpConfig, LoraConfig
+from asyncrl_testing.backend_suite import random_lease, weights_of
+from asyncrl_testing.rank_processes import run_ranks
+from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build
+
+pytestmark = pytest.mark.numerics
+
+RANKS, DEADLINE_S = 4, 240
+LEASES = [random_lease(60 + step, step=step) for step in range(3)]
+BUDGET = 32
+"""Of tokens: several micro-batches on each rank."""
+LAYOUTS = {
+    "two copies of two ranks": FsdpConfig(shard_ranks=2),
+    "four copies": FsdpConfig(shard_ranks=1),
+    "reduced once": FsdpConfig(reduce_every_microbatch=False),
+    "two copies, reduced once": FsdpConfig(shard_ranks=2, reduce_every_microbatch=False, reshard_after_forward=False),
+}
+SHARDS = {"two copies of two ranks": 2, "four copies": 1, "reduced once": 4, "two copies, reduced once": 2}
+SAVED = "two copies of two ranks"
+
+
+def train(backend, leases, rank, world_size):
+    plans = [lease.plans(world_size, BUDGET)[rank] for lease in leases]
+    assert min(len(update) for plan in plans for update in plan.updates) > 1, "there is something to accumulate"
+    return [asdict(backend.train_step(plan, lease.trajectories)) for plan, lease in zip(plans, leases, strict=True)]
+
+
+def rank_main(root, rank, world_size, path):
+    found = {}
+    for name, fsdp in LAYOUTS.items():
+        backend = build(path, rank, world_size, fsdp)
+        held = sum(p.to_local().numel() for p in backend._policy.causal_lm.parameters())
+        found[name] = {
+            "held": held,
+            "steps": train(backend, LEASES[:2], rank, world_size),
+            "weights": weights_of(backend),
+        }
+        if name == SAVED:
+            backend.capture()
+            files = backend.save(path.parent / "saved")
+            found["files"] = sorted(files)
+            found["last"] = train(backend, LEASES[2:], rank, world_size)
+            found["last_weights"] = weights_of(backend)
+    resumed = build(path, rank, world_size, LAYOUTS["reduced once"])
+    resumed.load(path.parent / "saved")
+    found["resumed"] = train(resumed, LEASES[2:], rank, world_size)
+    found["resumed_weights"] = weights_of(resumed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from asyncrl_testing.backend_suite import VOCAB_SIZE
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=36,
+        intermediate_size=49,  # odd: shards of unequal size
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("copies") / "model"
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def four(model):
+    return run_ranks(
+        rank_main,
+        model.parent / "ranks",
+        RANKS,
+        model,
+        preload=["tests.numerics.test_fsdp_ranks"],
+        deadline_s=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_rank_does(model, four, alone, name):
+    one = build(model, 0, 1)
+    for expected, found in zip(train(one, LEASES[:2], 0, 1), four[0][name]["steps"], strict=True):
+        assert_close_metrics(expected, found)
+    assert_close_weights(weights_of(one), four[0][name]["weights"])
+    for other in four[1:]:
+        assert other[name]["steps"] == four[0][name]["steps"]
+        assert all((other[name]["weights"][key] == w).all() for key, w in four[0][name]["weights"].items())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_copy_is_split_over_its_ranks_alone(four, name):
+    whole = sum(weight.size for weight in four[0][name]["weights"].values())
+    held = [found[name]["held"] for found in four]
+    ranks = SHARDS[name]
+    assert [sum(held[first : first + ranks]) for first in range(0, RANKS, ranks)] == [whole] * (RANKS // ranks)
+
+
+def test_a_checkpoint_of_copies_goes_on_in_another_layout(model, four, alone):
+    written = sorted(path.name for path in (model.parent / "saved").iterdir())
+    assert sorted(name for found in four for name in found["files"]) == written
+    assert_close_metrics(four[0]["last"][0], four[0]["resumed"][0])
+    assert_close_weights(four[0]["last_weights"], four[0]["resumed_weights"])
+    one = build(model, 0, 1)
+    one.load(model.parent / "saved")
+    (found,) = train(one, LEASES[2:], 0, 1)
+    assert_close_metrics(four[0]["last"][0], found)
+
+
+def test_adapters_are_trained_over_weights_in_the_dtype_of_the_passes(model, alone):
+    lora = LoraConfig(rank=4)
+    backend = build(model, 0, 1, FsdpConfig(param_dtype="bfloat16"), lora=lora)
+    kept = {".lora_" in name: p.dtype for name, p in backend._policy.causal_lm.named_parameters()}
+    assert kept == {True: torch.float32, False: torch.bfloat16}
+    (bfloat16,) = train(backend, LEASES[:1], 0, 1)
+    (float32,) = train(build(model, 0, 1, lora=lora), LEASES[:1], 0, 1)
+    assert bfloat16["grad_norm"] == pytest.approx(float32["grad_norm"], rel=0.1)
