@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config.trainer import FsdpConfig, LoraConfig
-from asyncrl_testing.backend_suite import random_lease, weights_of
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build
 
@@ -59,7 +59,6 @@ def rank_main(root, rank, world_size, path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from asyncrl_testing.backend_suite import VOCAB_SIZE
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
