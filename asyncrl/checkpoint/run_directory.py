@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoint.digests import verify
+from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain, unwritable
@@ -40,9 +40,11 @@ class RunDirectory:
         """Where clients find the server of the run, while there is one."""
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
+        self._verifier = Verifier()
 
     def resolve_resume(self, resume: str, keep: int, command: str) -> Path | None:
-        """The checkpoint to resume from; None for a fresh start. Reads the whole checkpoint, writes nothing.
+        """The checkpoint to resume from; None for a fresh start. Reads the whole checkpoint, the first time; writes
+        nothing.
 
         Raises:
             ConfigError: the directory holds a run and `resume` is never; the named checkpoint does not exist or is
@@ -51,9 +53,9 @@ class RunDirectory:
         """
         store = CheckpointStore(self.checkpoints, keep)
         if resume == "auto":
-            return store.latest()
+            return store.latest(self._verifier.damage)
         if resume != "never":
-            return _intact(Path(resume).resolve())
+            return self._named(Path(resume).resolve())
         if self.config.exists():
             latest = next(reversed(store.all()), None)
             held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"
@@ -66,6 +68,17 @@ class RunDirectory:
                 )
             )
         return None
+
+    def _named(self, checkpoint: Path) -> Path:
+        if (wrong := self._verifier.damage(checkpoint)) is not None:
+            raise ConfigError(
+                explain(
+                    f"resume from {checkpoint}",
+                    f"it is not an intact checkpoint: {wrong}",
+                    "name a directory runs/<name>/checkpoints/step_<n>, or resume=auto for the newest intact one",
+                )
+            )
+        return checkpoint
 
     def lock(self, command: str) -> None:
         """Takes the directory for this process until it exits. Raises ConfigError when another process has it."""
@@ -115,18 +128,6 @@ class RunDirectory:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise unwritable(self.config, error) from error
-
-
-def _intact(named: Path) -> Path:
-    if (wrong := verify(named)) is not None:
-        raise ConfigError(
-            explain(
-                f"resume from {named}",
-                f"it is not an intact checkpoint: {wrong}",
-                "name a directory runs/<name>/checkpoints/step_<n>, or resume=auto for the newest intact one",
-            )
-        )
-    return named
 
 
 def git_commit() -> str | None:

@@ -21,6 +21,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
 
+from asyncrl.cluster.address import joined_address
 from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.config.load import environment_defaults
 from asyncrl.inference.engines import ENGINES, SCRATCH
@@ -50,11 +51,6 @@ class Cluster:
         """What processes of the run on this machine wrote outside of its log, as the C code of one that crashes does;
         gone with the cluster. Empty for one that was joined."""
         return [] if self.scratch is None else sorted(self.scratch.glob("ray/session_2*/logs/*.err"))
-
-
-def joined_address(address: str | None) -> str | None:
-    """The cluster that a run joins, given `ray.address`; None: it starts one."""
-    return address or os.environ.get("RAY_ADDRESS")
 
 
 @contextlib.contextmanager

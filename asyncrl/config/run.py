@@ -37,6 +37,9 @@ class RayConfig:
     a local cluster and ends it."""
     start_timeout_s: Positive = 300.0
     """Longest time for the start of one part (all trainer ranks, a replica, the rollouter)."""
+    gpu_memory_gib: Positive | None = None
+    """Memory of one GPU of the cluster. What does not fit is refused before anything starts, with a layout that does.
+    None takes that of this machine's GPUs, where there are any and no cluster is joined; else nothing is refused."""
     health_interval_s: Positive = 2.0
     """Seconds between two health checks of every actor."""
     health_timeout_s: Positive = 20.0

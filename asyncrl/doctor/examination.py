@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.cluster.ray_session import joined_address
+from asyncrl.cluster.address import joined_address
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, load
@@ -14,6 +14,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.doctor.cluster import check_cluster
 from asyncrl.doctor.machine import (
     check_address,
+    check_compiled,
     check_disk,
     check_files,
     check_gpus,
@@ -67,6 +68,7 @@ def _examine(
     address = joined_address(recipe.ray.address)
     found: list[Preflight] = []
     yield from guarded("packages", lambda: _packages(recipe))
+    yield from guarded("packages", check_compiled)
     for area, check in (
         ("GPUs", lambda: check_gpus(recipe, joins=address is not None)),
         ("processors", lambda: check_processors(recipe)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import resource
@@ -43,6 +44,22 @@ def check_versions() -> Iterator[Observation]:
             yield bad("versions", f"{name} {have}; asyncrl needs {wanted}", f"pip install '{name}{wanted}'")
     named = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     yield ok("versions", f"Python {sys.version.split()[0]}, {named}")
+
+
+def check_compiled(package: str = "torch") -> Iterator[Observation]:
+    """Python compiles what it imports and keeps the result, unless it may not: then every process compiles it again."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None or Path(importlib.util.cache_from_source(found.origin)).exists():
+        return
+    place = Path(found.origin).parent
+    if sys.dont_write_bytecode:
+        reason, do = "PYTHONDONTWRITEBYTECODE is set", "unset PYTHONDONTWRITEBYTECODE"
+    elif not os.access(place, os.W_OK):
+        reason, do = f"{place} cannot be written", "set PYTHONPYCACHEPREFIX to a directory that can"
+    else:
+        return
+    text = f"no compiled files of {package}, and {reason}: every process takes about three times as long to start"
+    yield warning("packages", text, f"{do}, or once: python -m compileall -q {place.parent}")
 
 
 def check_gpus(recipe: Recipe, *, joins: bool) -> Iterator[Observation]:

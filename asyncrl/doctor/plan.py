@@ -14,9 +14,9 @@ import psutil
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.doctor.observation import Observation, bad, ok, warning
+from asyncrl.driver.memory_plan import ranks_memory
 from asyncrl.driver.preflight import Preflight
 from asyncrl.rewards.reward_pool import RewardPool
-from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
 
@@ -28,21 +28,14 @@ PASSES = {"ipc": 3, "collective": 2, "disk": 2}
 
 
 def trained_bytes(recipe: Recipe, facts: ModelFacts) -> int | None:
-    """Weights and optimizer of all ranks, which a checkpoint holds; None where the config does not say."""
-    found = _memory(recipe, facts)
-    return None if found is None else sum((m.weights + m.optimizer) * recipe.trainer.num_ranks for m in found[:1])
-
-
-def _memory(recipe: Recipe, facts: ModelFacts):  # noqa: ANN202 - of `memory_of`
-    tensors, algorithm = model_tensors(facts), recipe.algorithm
-    if tensors is None:
-        return None
-    return memory_of(recipe.trainer, tensors, critic=algorithm.needs_critic, reference=algorithm.needs_reference)
+    """Weights and optimizer of a whole model, which a checkpoint holds; None where the config does not say."""
+    found = ranks_memory(recipe, facts)
+    return None if found is None else sum((m.weights + m.optimizer) * recipe.trainer.shard_ranks for m in found[:1])
 
 
 def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     """Memory of ranks and replicas, against that of a GPU, or of this machine where there is none."""
-    tensors, ranks = model_tensors(facts), _memory(recipe, facts)
+    tensors, ranks = model_tensors(facts), ranks_memory(recipe, facts)
     if tensors is None or not ranks:
         yield warning("memory", f"not estimated for {facts.name}", "watch the first steps")
         return
@@ -50,8 +43,8 @@ def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     weights = sum(math.prod(shape) for shape in tensors.values()) * itemsize
     rollout = recipe.rollout
     replica = weights / rollout.settings.num_workers
-    largest = max(memory.total for memory in ranks)
-    text = f"a trainer rank {largest / GIB:.2f} GiB before activations, "
+    largest = max(memory.peak or memory.total for memory in ranks)
+    text = f"a trainer rank {largest / GIB:.2f} GiB{' before activations' if ranks[0].peak is None else ''}, "
     text += f"a replica's worker {replica / GIB:.2f} GiB of weights"
     import torch
 

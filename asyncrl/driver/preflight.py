@@ -30,6 +30,7 @@ from asyncrl.data.tool_calls import format_of, template_text
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cores import local_cores
+from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
@@ -148,6 +149,7 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         require_transport(recipe.rollout.engine, recipe.weights.transport)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
+        check_memory_fits(recipe, facts, gpu_bytes(recipe))
     require_runs(recipe.rollout, facts)
 
 

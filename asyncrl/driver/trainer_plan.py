@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.trainer.backends import memory_of, stages_of
+from asyncrl.driver.memory_plan import ranks_memory
+from asyncrl.trainer.backends import stages_of
 from asyncrl.trainer.model_tensors import RankMemory, model_tensors
 from asyncrl.types import ModelFacts, TensorSpec
 from asyncrl.weights.plan import make_spec, plan_buckets
@@ -15,13 +16,16 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """(label, text) of each line; none where the backend or the model's config does not say enough."""
-    tensors, trainer, algorithm = model_tensors(facts), recipe.trainer, recipe.algorithm
+    tensors, trainer = model_tensors(facts), recipe.trainer
     if tensors is None:
         return
-    found = memory_of(trainer, tensors, critic=algorithm.needs_critic, reference=algorithm.needs_reference)
+    found = ranks_memory(recipe, facts)
     for memory in found or ():
         yield "memory", _memory(memory)
-    if found:
+        if memory.passes is not None and memory.peak is not None:
+            text = f"passes over {recipe.max_tokens_per_microbatch} tokens take up to {_bytes(memory.passes)}: "
+            yield "", f"{text}{_bytes(memory.peak)} at the peak; two buckets of a publish come on top"
+    if any(memory.passes is None for memory in found or ()):
         yield "", "activations, two buckets of a publish and what an allocator keeps come on top: not estimated"
     if trainer.lora.rank:
         return

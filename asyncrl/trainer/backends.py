@@ -101,12 +101,24 @@ def require_fits(trainer: TrainerConfig, facts: ModelFacts, key: str = "model.pa
 
 
 def memory_of(
-    trainer: TrainerConfig, tensors: Mapping[str, Shape], *, critic: bool, reference: bool
+    trainer: TrainerConfig,
+    tensors: Mapping[str, Shape],
+    *,
+    critic: bool,
+    reference: bool,
+    tokens: int | None = None,
+    experts_per_token: int = 1,
 ) -> list[RankMemory] | None:
-    """What each kind of rank holds between two steps; None where the backend has no estimate. `tensors`: of the policy,
-    which a critic and a reference resemble."""
-    estimate = BACKENDS[trainer.backend].memory
-    return resolve_name(estimate)(trainer, tensors, critic=critic, reference=reference) if estimate else None
+    """What each kind of rank holds; None where the backend has no estimate.
+
+    Args:
+        tensors: of the policy, which a critic and a reference resemble.
+        tokens: of the largest micro-batch, where what its passes hold is asked for too.
+    """
+    if (estimate := BACKENDS[trainer.backend].memory) is None:
+        return None
+    models = {"critic": critic, "reference": reference}
+    return resolve_name(estimate)(trainer, tensors, **models, tokens=tokens, experts_per_token=experts_per_token)
 
 
 def stages_of(trainer: TrainerConfig, tensors: Mapping[str, Shape]) -> dict[str, int]:

@@ -18,19 +18,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes that one trainer rank holds for a whole step. Activations, buffers of a publish and what an allocator keeps
-    come on top.
+    """Bytes that one trainer rank holds for a whole step. Buffers of a publish and what an allocator keeps come on top.
 
     Attributes:
         ranks: which ranks it is of, in words; the largest of them.
         weights: of all models in training, and of the reference.
         optimizer: master weights and moments.
+        passes: what forward and backward of a full micro-batch hold besides: activations, gathered layers and their
+            gradients, chunks of logits. None: not estimated.
+        peak: the most that the rank's device holds at once, None where `passes` is.
     """
 
     ranks: str
     weights: int
     gradients: int
     optimizer: int
+    passes: int | None = None
+    peak: int | None = None
 
     @property
     def total(self) -> int:

@@ -32,6 +32,7 @@ class LayerSizes:
         ffn, expert_ffn, shared_ffn: widths of the feed-forward block, of an expert and of the expert that every token
             takes.
         expert_layers: numbers of the layers that have experts.
+        experts_per_token: how many of a layer's experts a token takes.
         tied: the output layer is the embedding.
     """
 
@@ -45,6 +46,7 @@ class LayerSizes:
     ffn: int | None = None
     expert_ffn: int | None = None
     shared_ffn: int | None = None
+    experts_per_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class ModelFacts:
                 ffn=text.get("intermediate_size"),
                 expert_ffn=text.get("moe_intermediate_size"),
                 shared_ffn=text.get("shared_expert_intermediate_size"),
+                experts_per_token=text.get("num_experts_per_tok"),
             ),
         )
 

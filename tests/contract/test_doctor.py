@@ -95,6 +95,21 @@ def test_a_package_that_is_too_old_is_named(monkeypatch):
     assert [("torch 1.0" in finding.text, "pip install 'torch" in finding.remedy) for finding in bad] == [(True, True)]
 
 
+def test_a_package_that_every_process_would_compile_again(tmp_path, monkeypatch):
+    place = tmp_path / "site" / "often_imported"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(place.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert not list(machine.check_compiled("often_imported")), "the first process compiles it"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (found,) = machine.check_compiled("often_imported")
+    assert (found.status, found.area) == ("warning", "packages")
+    assert "unset PYTHONDONTWRITEBYTECODE" in found.remedy
+    subprocess.run(found.remedy.partition("or once: ")[2].replace("python", sys.executable).split(), check=True)
+    assert not list(machine.check_compiled("often_imported")), "its remedy helps"
+
+
 def test_gpus_that_torch_does_not_find(monkeypatch):
     from asyncrl.config.load import load_recipe
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.checkpoint.digests import FileDigest, seal, verify
+from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.errors import StorageError
 
@@ -131,13 +132,25 @@ def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named_and_set
 
 def test_a_resume_reads_an_intact_checkpoint_once(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr("asyncrl.checkpoint.store.verify", lambda path: read.append(path.name) or verify(path))
-    store = CheckpointStore(tmp_path, keep=2)
+
+    def counted(path):
+        read.append(path.name)
+        return verify(path)
+
+    for place in ("store", "digests"):
+        monkeypatch.setattr(f"asyncrl.checkpoint.{place}.verify", counted)
+    run = RunDirectory(tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=2)
     save(store, 2)
     intact = save(store, 4)
-    assert store.latest() == intact
+    for _ in range(2):  # before the directory is locked, and after
+        assert run.resolve_resume("auto", 2, "command") == intact
+        assert run.resolve_resume(str(intact), 2, "command") == intact
     assert store.set_aside_corrupt(intact) == []
     assert read == ["step_4"]
+    save(store, 4)  # by another process, meanwhile
+    assert run.resolve_resume("auto", 2, "command") == intact
+    assert read == ["step_4"] * 2
 
 
 def test_a_file_that_was_written_elsewhere_or_cut_short_makes_no_checkpoint(tmp_path):

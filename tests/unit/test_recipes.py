@@ -389,6 +389,34 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
     assert not counted or sum(counted) == int(tensors)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked", "found", "do"),
+    [
+        (
+            ["trainer.fsdp.offload_optimizer=false"],
+            "trainer.num_ranks=8 for model.path=Qwen/Qwen2.5-32B",
+            "of the 80 GiB",
+            ["trainer.fsdp.offload_optimizer=true (", "or trainer.num_ranks=16 ("],
+        ),
+        (["ray.gpu_memory_gib=24"], "with micro-batches of 22528 tokens", "of the 24 GiB", ["trainer.num_ranks=64 "]),
+        (
+            ["rollout.vllm.tensor_parallel_size=1", "rollout.num_replicas=8", "ray.gpu_memory_gib=70"],
+            "a replica of",
+            "61 GiB for weights",
+            ["rollout.vllm.tensor_parallel_size=2"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_layout_that_does(
+    overrides, asked, found, do, hub_cache, capsys, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["recipes/dapo_qwen.yaml", *overrides, "--dry-run"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    for part in (asked, found, *do):
+        assert part in error
+
+
 def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["trainer.megatron.tensor_parallel=16", "--dry-run"]

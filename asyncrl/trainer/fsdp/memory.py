@@ -1,40 +1,161 @@
 """What an FSDP2 rank holds, by arithmetic. Pure; imports no torch.
 
 What is trained has weights, gradients and moments in float32, what is frozen is in the dtype of the passes; all of it
-is split evenly over the ranks of a copy. Gathered layers, which the step frees again, come on top. A test compares it
-with what a rank allocates.
+is split evenly over the ranks of a copy. A test compares it with what a rank allocates, and benchmarks/memory.py with
+torch's memory tracker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
-from asyncrl.trainer.model_tensors import NORM, OUTPUT, RankMemory, Shape
+from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of
 
 _FLOAT32, _MOMENTS = 4, 8
 _BYTES = {"float32": 4, "bfloat16": 2}
+_HEAD = 128
+"""Size of an attention head, as most models have it."""
+LOGITS_PER_CHUNK = 1 << 26
+"""Entries of one block of logits: 256 MiB in float32."""
 
 
 def rank_memory(
-    trainer: TrainerConfig, tensors: Mapping[str, Shape], *, critic: bool = False, reference: bool = False
+    trainer: TrainerConfig,
+    tensors: Mapping[str, Shape],
+    *,
+    critic: bool = False,
+    reference: bool = False,
+    tokens: int | None = None,
+    experts_per_token: int = 1,
 ) -> list[RankMemory]:
-    """One entry: all ranks hold the same. `tensors`: of the policy; a critic and a reference have the same sizes."""
+    """One entry: all ranks hold the same.
+
+    Args:
+        tensors: of the policy; a critic and a reference have the same sizes.
+        tokens: of the largest micro-batch; None: what its passes hold is left out.
+    """
     policy = sum(map(prod, tensors.values()))
     adapters = sum(_adapter(name, shape, trainer.lora) for name, shape in tensors.items()) if trainer.lora.rank else 0
     value = policy - prod(tensors.get(OUTPUT, (0,))) + tensors[NORM][0] + 1 if critic else 0
     trained = (adapters or policy) + value
     frozen = policy if adapters or reference else 0  # the base of adapters is the reference, too
-    ranks = trainer.shard_ranks
+    ranks, fsdp = trainer.shard_ranks, trainer.fsdp
+    weights = (_FLOAT32 * trained + _BYTES[fsdp.param_dtype] * frozen) // ranks
+    gradients = _FLOAT32 * trained // (ranks if fsdp.reduce_every_microbatch else 1)
+    optimizer = _MOMENTS * trained // ranks
+    passes = peak = None
+    if tokens is not None:
+        passes = _Passes.of(trainer, tensors, tokens, experts_per_token).peak()
+        held = weights + gradients
+        peak = held + passes + optimizer
+        if fsdp.offload_parameters:
+            peak = passes
+        elif fsdp.offload_optimizer:
+            peak = held + max(passes, optimizer)
+    where = " (in host memory)" * fsdp.offload_parameters
     return [
         RankMemory(
-            ranks="each rank" + " (in host memory)" * trainer.fsdp.offload_parameters,
-            weights=(_FLOAT32 * trained + _BYTES[trainer.fsdp.param_dtype] * frozen) // ranks,
-            gradients=_FLOAT32 * trained // (ranks if trainer.fsdp.reduce_every_microbatch else 1),
-            optimizer=_MOMENTS * trained // ranks,
+            ranks=f"each rank{where}",
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            passes=passes,
+            peak=peak,
         )
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Bytes of the passes over one micro-batch.
+
+    Attributes:
+        checkpoints: what stays from the forward pass until a layer's turn comes in the backward pass.
+        last: of the final norm, and the hidden states whose logits are formed.
+        layer: what a layer saves for its backward pass, where it is computed again; with what it leaves meanwhile.
+        gradients: of activations, while a layer is differentiated.
+        gathered_root, gathered_layer: embedding and output layer; the largest layer.
+        logits: entries of one chunk.
+        width: bytes of an element.
+    """
+
+    checkpoints: int
+    last: int
+    layer: int
+    gradients: int
+    gathered_root: int
+    gathered_layer: int
+    output: int
+    hidden: int
+    logits: int
+    width: int
+    trains_all: bool
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens: int, experts_per_token: int) -> _Passes:
+        width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
+        layers: dict[int, dict[str, Shape]] = {}
+        for name, shape in tensors.items():
+            if (number := layer_of(name)) is not None:
+                layers.setdefault(number, {})[name.split(".", 3)[3]] = shape
+        vocabulary, hidden = tensors[EMBEDDING]
+        saved = [_saved(own, width, experts_per_token, recomputes=recomputes) for own in layers.values()]
+        output = prod(tensors.get(OUTPUT, tensors[EMBEDDING]))
+        root = sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)
+        kept = len(layers) * width * hidden if recomputes else sum(saved)
+        return cls(
+            checkpoints=tokens * (kept + 2 * width * _HEAD),  # cosines and sines of the positions too
+            last=tokens * _norm(hidden, width),
+            layer=tokens * max(saved) if recomputes else 0,
+            gradients=tokens * 2 * width * (max(_inner(own, experts_per_token) for own in layers.values()) + hidden),
+            gathered_root=width * root,
+            gathered_layer=width * max(sum(map(prod, own.values())) for own in layers.values()),
+            output=output,
+            hidden=width * hidden * tokens,
+            logits=min(tokens * vocabulary, LOGITS_PER_CHUNK),
+            width=width,
+            trains_all=not trainer.lora.rank,
+        )
+
+    def peak(self) -> int:
+        """The most that is there at once: while logits are formed, while they are differentiated, while the first layer
+        of the backward pass is, or while the gradients of embedding and output layer are reduced."""
+        before = self.checkpoints + self.last + self.gathered_root
+        forward = before + 2 * _FLOAT32 * self.logits
+        of_output = _FLOAT32 * self.output if self.trains_all else 0
+        backward = before + (_FLOAT32 + self.width) * self.logits + of_output + self.hidden + self.gathered_layer
+        reduced = _FLOAT32 * self.gathered_layer // self.width if self.trains_all else 0
+        layer = self.checkpoints + self.layer + self.gradients + self.gathered_root + 2 * self.gathered_layer + reduced
+        layer += self.width * self.output if self.trains_all else 0
+        root = self.gathered_root + _FLOAT32 * self.gathered_root // self.width if self.trains_all else 0
+        return max(forward, backward, layer, root)
+
+
+def _norm(size: int, width: int) -> int:
+    """Bytes a token that a norm saves, with its output: it computes in float32."""
+    return (_FLOAT32 + 2 * width if width < _FLOAT32 else 3 * width) * size
+
+
+def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, recomputes: bool) -> int:
+    """Bytes a token that a layer saves for its backward pass."""
+    query, hidden = layer["self_attn.q_proj.weight"]
+    key = layer["self_attn.k_proj.weight"][0]
+    norms = 2 * _norm(hidden, width)
+    if "self_attn.q_norm.weight" in layer:
+        norms += (_norm(query + key, width) - width * (query + key)) if width < _FLOAT32 else 2 * width * (query + key)
+    if recomputes and width == _FLOAT32:
+        norms -= width * hidden  # the input of the first one is the checkpoint itself
+    return norms + 2 * width * (query + key) + 4 * width * _inner(layer, experts_per_token)
+
+
+def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> int:
+    """Elements a token in the middle of the feed-forward block, of all experts that it takes."""
+    taken = {"mlp.gate_proj.weight": 1, "mlp.shared_expert.gate_proj.weight": 1}
+    taken["mlp.experts.0.gate_proj.weight"] = experts_per_token
+    return sum(times * layer[name][0] for name, times in taken.items() if name in layer)
 
 
 def _adapter(name: str, shape: Shape, lora: LoraConfig) -> int:

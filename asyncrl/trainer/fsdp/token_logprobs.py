@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-LOGITS_PER_CHUNK = 1 << 26
-"""Entries of one [C, V] block: 256 MiB in float32."""
+from asyncrl.trainer.fsdp.memory import LOGITS_PER_CHUNK
 
 
 def token_logprobs(
@@ -61,7 +60,8 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizers_N[rows] = normalizer_C
             logp_CV = logits_CV.sub_(normalizer_C[:, None])
             logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
-            entropies_N[rows] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
+            entropies_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(-1)
+            del logits_CV, logp_CV  # or the next chunk would be computed beside it
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N, entropies_N)
         ctx.scale, ctx.chunk = scale, chunk
         ctx.set_materialize_grads(False)
@@ -95,6 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden_ND[rows] = grad_CV @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden_ND[rows]
+            del logits_CV, logp_CV, grad_CV
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None

@@ -44,9 +44,15 @@ def stage_of(name: str, trainer: TrainerConfig, num_layers: int) -> int:
 
 
 def rank_memory(
-    trainer: TrainerConfig, tensors: Mapping[str, Shape], *, critic: bool = False, reference: bool = False
+    trainer: TrainerConfig,
+    tensors: Mapping[str, Shape],
+    *,
+    critic: bool = False,
+    reference: bool = False,
+    **passes: int | None,
 ) -> list[RankMemory]:
-    """One entry for each pipeline stage. `tensors`: of the policy; a critic and a reference have the same sizes."""
+    """One entry for each pipeline stage. `tensors`: of the policy; a critic and a reference have the same sizes.
+    `passes`: what they hold is not estimated."""
     megatron = trainer.megatron
     stages, width = megatron.pipeline_parallel, _DTYPE_BYTES[megatron.param_dtype]
     state = _MOMENT_BYTES + (_MASTER_BYTES if width < _MASTER_BYTES else 0)  # float32 weights are their own masters

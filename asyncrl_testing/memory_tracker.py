@@ -1,0 +1,69 @@
+"""What a rank of FSDP2 holds at its peak, by torch's memory tracker over fake tensors: the project's own sharding, passes
+and optimizer, of models of any size, without memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.fsdp import lora
+from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.model import shard
+from asyncrl.trainer.fsdp.optimizer import Update
+from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
+
+SEQUENCES = 4
+"""Of a micro-batch, equally long."""
+
+
+def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int) -> int:
+    """Bytes on the device of rank 0 at the peak of an update with two micro-batches of `tokens` tokens each, which are
+    all predicted. The update itself, which is fused, holds no more. Makes a process group of its own, and ends it.
+
+    Args:
+        config: of the model, as in its config.json, with `model_type`.
+    """
+    register_packed_attention()
+    fsdp = trainer.fsdp
+    dist.init_process_group("fake", rank=0, world_size=trainer.num_ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (trainer.num_ranks,))
+        layout = PackedLayout.of([tokens // SEQUENCES] * SEQUENCES, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            dtype = getattr(torch, fsdp.param_dtype) if trainer.lora.rank else torch.float32
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.for_model(**config), attn_implementation=PACKED_SDPA, dtype=dtype
+                )
+            model.tie_weights()
+            if fsdp.activation_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            if trainer.lora.rank:
+                lora.add_adapters(model, trainer.lora)
+            policy = Policy(model)
+            shard(policy, model, mesh, fsdp)
+            policy.train()
+            update = Update(model, trainer, max_grad_norm=0.0, host_state=False)
+            indices = torch.zeros(tokens, dtype=torch.int64)
+            batch = PackedTokens(indices[None], indices[None], layout, indices, indices, 1.0)
+            tracker = FSDPMemTracker(policy, update.optimizer)
+            with tracker:
+                for _ in range(2):
+                    logprobs, _ = policy(batch, 1.0)
+                    logprobs.sum().backward()
+                    tracker.reset_mod_stats()
+            (found,) = tracker.get_tracker_snapshot("peak").values()
+            return found["Total"]
+    finally:
+        dist.destroy_process_group()
