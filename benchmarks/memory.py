@@ -115,9 +115,8 @@ def main() -> int:
     for layout in LAYOUTS[: options.only]:
         began = time.time()
         expected, tracked = announced(layout), tracked_peak(layout.config, layout.trainer, layout.tokens)
-        lines.append(
-            f"| {layout.name} | {layout.tokens} | {expected / GIB:.1f} | {tracked / GIB:.1f} | {expected / tracked:.3f} |"
-        )
+        figures = f"{expected / GIB:.1f} | {tracked / GIB:.1f} | {expected / tracked:.3f}"
+        lines.append(f"| {layout.name} | {layout.tokens} | {figures} |")
         print(lines[-1], f"{time.time() - began:.0f} s", flush=True)
     text = "\n".join(lines) + "\n"
     if options.write:
