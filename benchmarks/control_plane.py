@@ -147,7 +147,8 @@ class Figures:
 
     @property
     def replicas_per_core(self) -> float:
-        return self.replicas / self.cores
+        """Replicas with all their requests under way: here groups that wait for their step keep some of the places."""
+        return self.in_flight / REQUESTS / self.cores
 
 
 async def measure(num_replicas: int, num_rollouters: int, seconds: float, directory: Path) -> Figures:
@@ -260,7 +261,7 @@ def report(found: list[Figures], seconds: float) -> str:
         f"Commit {git_commit()}; {versions}.",
         "",
         "| replicas | rollouters | in flight | tokens/s | rollouter cores | us CPU per token | "
-        "call late p99 / max, ms | queue us per group | replicas per core of rollouter |",
+        f"call late p99 / max, ms | queue us per group | replicas of {REQUESTS} requests per core of rollouter |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for f in found:
