@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
 from asyncrl.trainer.fsdp.model import shard
 from asyncrl.trainer.fsdp.optimizer import Update
@@ -33,6 +32,7 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
 
     Args:
         config: of the model, as in its config.json, with `model_type`.
+        trainer: without adapters, whose package cannot build them over fake tensors.
     """
     register_packed_attention()
     fsdp = trainer.fsdp
@@ -41,16 +41,13 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
         mesh = init_device_mesh("cpu", (trainer.num_ranks,))
         layout = PackedLayout.of([tokens // SEQUENCES] * SEQUENCES, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            dtype = getattr(torch, fsdp.param_dtype) if trainer.lora.rank else torch.float32
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
-                    AutoConfig.for_model(**config), attn_implementation=PACKED_SDPA, dtype=dtype
+                    AutoConfig.for_model(**config), attn_implementation=PACKED_SDPA, dtype=torch.float32
                 )
             model.tie_weights()
             if fsdp.activation_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-            if trainer.lora.rank:
-                lora.add_adapters(model, trainer.lora)
             policy = Policy(model)
             shard(policy, model, mesh, fsdp)
             policy.train()

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
-from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
@@ -61,12 +61,11 @@ class Layout:
     num_ranks: int
     tokens: int
     fsdp: dict[str, Any] = field(default_factory=dict)
-    lora: int = 0
 
     @property
     def trainer(self) -> TrainerConfig:
         fsdp = {"param_dtype": "bfloat16", "activation_checkpointing": True, **self.fsdp}
-        return TrainerConfig(num_ranks=self.num_ranks, fsdp=FsdpConfig(**fsdp), lora=LoraConfig(rank=self.lora))
+        return TrainerConfig(num_ranks=self.num_ranks, fsdp=FsdpConfig(**fsdp))
 
 
 LAYOUTS = [
@@ -77,7 +76,6 @@ LAYOUTS = [
     Layout("Qwen3-8B, 8 ranks, without checkpointing", QWEN3_8B, 8, 8192, {"activation_checkpointing": False}),
     Layout("Llama-3-8B, 8 ranks", LLAMA_8B, 8, 16384),
     Layout("Qwen3-0.6B, 1 rank, float32", QWEN3_06B, 1, 8192, {"param_dtype": "float32"}),
-    Layout("Qwen3-8B, 1 rank, adapters of rank 16", QWEN3_8B, 1, 16384, lora=16),
     Layout("Qwen3-30B-A3B, 8 ranks", QWEN3_30B_A3B, 8, 18432),
 ]
 

@@ -73,25 +73,27 @@ def verify(directory: Path) -> str | None:
 
 
 class Verifier:
-    """`verify`, once for each checkpoint: one that was found intact is not read again while its `files.json` is the
-    same file. For the time between two looks at the start of a command."""
+    """`verify`, once for each checkpoint: one that was found intact is not read again while its files have the sizes
+    and times that they had. For the time between two looks at the start of a command."""
 
     def __init__(self) -> None:
-        self._intact: dict[Path, tuple[int, int]] = {}
+        self._intact: dict[Path, list[tuple[str, int, int, int]]] = {}
 
     def damage(self, directory: Path) -> str | None:
         """As `verify`."""
-        try:
-            found = (directory / FILES).stat()
-        except OSError:
-            return verify(directory)
-        mark = found.st_ino, found.st_mtime_ns
-        if self._intact.get(directory) == mark:
+        found = _marks(directory)
+        if directory in self._intact and self._intact[directory] == found:
             return None
         wrong = verify(directory)
         if wrong is None:
-            self._intact[directory] = mark
+            self._intact[directory] = found
         return wrong
+
+
+def _marks(directory: Path) -> list[tuple[str, int, int, int]]:
+    """Path, inode, bytes and time of each file."""
+    found = ((path, path.stat()) for path in sorted(directory.rglob("*")))
+    return [(str(path), of.st_ino, of.st_size, of.st_mtime_ns) for path, of in found]
 
 
 def _check_here(path: Path, name: str, digest: FileDigest) -> None:

@@ -57,7 +57,12 @@ def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
     spec = TrainerSpec(
         model=ModelConfig(path=str(path)),
         trainer=TrainerConfig(
-            lr=1e-3, weight_decay=0.1, warmup_steps=2, fsdp=fsdp or FsdpConfig(), lora=lora or LoraConfig()
+            lr=1e-3,
+            weight_decay=0.1,
+            warmup_steps=2,
+            num_ranks=world_size,
+            fsdp=fsdp or FsdpConfig(),
+            lora=lora or LoraConfig(),
         ),
         algorithm=algorithm or AlgorithmConfig(),
         temperature=0.9,

@@ -51,6 +51,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(kind, model, ADAPTER)
     except ValueError as error:
         raise ConfigError(explain(asked, str(error).splitlines()[0], "name linear layers, or all-linear")) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()  # trained in float32, whatever the weights below are kept in
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     if any(isinstance(m, peft.tuners.lora.LoraLayer) for m in ends) or not all(
         isinstance(m.get_base_layer(), nn.Linear) for m in _layers(model)

@@ -102,6 +102,7 @@ class _Passes:
             if (number := layer_of(name)) is not None:
                 layers.setdefault(number, {})[name.split(".", 3)[3]] = shape
         vocabulary, hidden = tensors[EMBEDDING]
+        inner = [_inner(own, experts_per_token) for own in layers.values()]
         saved = [_saved(own, width, experts_per_token, recomputes=recomputes) for own in layers.values()]
         output = prod(tensors.get(OUTPUT, tensors[EMBEDDING]))
         root = sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)
@@ -110,7 +111,7 @@ class _Passes:
             checkpoints=tokens * (kept + 2 * width * _HEAD),  # cosines and sines of the positions too
             last=tokens * _norm(hidden, width),
             layer=tokens * max(saved) if recomputes else 0,
-            gradients=tokens * 2 * width * (max(_inner(own, experts_per_token) for own in layers.values()) + hidden),
+            gradients=tokens * width * (max(2 * a + b for a, b in inner) + 2 * hidden),
             gathered_root=width * root,
             gathered_layer=width * max(sum(map(prod, own.values())) for own in layers.values()),
             output=output,
@@ -148,14 +149,17 @@ def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, re
         norms += (_norm(query + key, width) - width * (query + key)) if width < _FLOAT32 else 2 * width * (query + key)
     if recomputes and width == _FLOAT32:
         norms -= width * hidden  # the input of the first one is the checkpoint itself
-    return norms + 2 * width * (query + key) + 4 * width * _inner(layer, experts_per_token)
+    inner, of_experts = _inner(layer, experts_per_token)
+    return norms + 2 * width * (query + key) + width * (4 * inner + 3 * of_experts)
 
 
-def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> int:
-    """Elements a token in the middle of the feed-forward block, of all experts that it takes."""
+def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> tuple[int, int]:
+    """Elements a token in the middle of the feed-forward block, of all experts that it takes; and those of the hidden
+    state that each of these experts is given."""
     taken = {"mlp.gate_proj.weight": 1, "mlp.shared_expert.gate_proj.weight": 1}
-    taken["mlp.experts.0.gate_proj.weight"] = experts_per_token
-    return sum(times * layer[name][0] for name, times in taken.items() if name in layer)
+    inner = sum(times * layer[name][0] for name, times in taken.items() if name in layer)
+    width, hidden = layer.get("mlp.experts.0.gate_proj.weight", (0, 0))
+    return inner + experts_per_token * width, experts_per_token * hidden
 
 
 def _adapter(name: str, shape: Shape, lora: LoraConfig) -> int:
