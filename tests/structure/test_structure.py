@@ -296,7 +296,7 @@ def test_nobody_joins_a_cluster_by_chance():
 
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "config/hub.py", "commands/train.py", "commands/doctor.py", "observability/logs.py"}
-    allowed |= {"cluster/ray_session.py"}
+    allowed |= {"cluster/address.py", "cluster/ray_session.py"}
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py"}
     allowed |= {"inference/sglang/host_process.py", "inference/sglang/probe.py"}  # that of SGLang's own processes
