@@ -72,8 +72,10 @@ class StepClock:
         """Tokens that the replicas sampled during publishes since the last mark."""
         self.tokens = self.external_tokens = 0
         """Tokens that the replicas sampled in the last interval, and those of them for clients outside the run."""
-        self._counted: dict[tuple[int, int], tuple[float, int, int]] = {}
-        """Busy seconds, tokens and external tokens of each replica process at the last mark."""
+        self.preemptions: int | None = None
+        """Of the engines in the last interval; None: they do not say."""
+        self._counted: dict[tuple[int, int], tuple[float, int, int, int]] = {}
+        """Busy seconds, tokens, external tokens and preemptions of each replica process at the last mark."""
 
     @property
     def elapsed_s(self) -> float:
@@ -91,16 +93,23 @@ class StepClock:
     def mark(self, stats: Sequence[ReplicaStats]) -> tuple[float, float, int]:
         """Ends an interval: wall seconds, busy seconds of all replicas and tokens they sampled since the last mark."""
         now = time.monotonic()
-        busy_s, tokens, external = 0.0, 0, 0
-        for s in stats:
-            busy_before_s, tokens_before, external_before = self._counted.get((s.replica_id, s.pid), (0.0, 0, 0))
-            busy_s += s.health.busy_s - busy_before_s
-            tokens += s.health.generated_tokens - tokens_before
-            external += s.external_tokens - external_before
-        self._counted = {
-            (s.replica_id, s.pid): (s.health.busy_s, s.health.generated_tokens, s.external_tokens) for s in stats
+        totals = {
+            (s.replica_id, s.pid): (
+                s.health.busy_s,
+                s.health.generated_tokens,
+                s.external_tokens,
+                s.health.preemptions or 0,
+            )
+            for s in stats
         }
-        self.tokens, self.external_tokens = tokens, external
+        gained = [
+            [now_is - was for now_is, was in zip(total, self._counted.get(key, (0.0, 0, 0, 0)), strict=True)]
+            for key, total in totals.items()
+        ]
+        busy_s, *counts = (sum(column) for column in zip(*gained, strict=True)) if gained else (0.0, 0, 0, 0)
+        tokens, self.external_tokens, preemptions = map(int, counts)
+        self.tokens, self._counted = tokens, totals
+        self.preemptions = preemptions if any(s.health.preemptions is not None for s in stats) else None
         wall_s, self._marked_at = now - self._marked_at, now
         return wall_s, busy_s, tokens
 
@@ -220,6 +229,8 @@ class StepRecord:
             Metric.IDLE_TRAINER: min(1.0, waited_s / wall_s),
             Metric.IDLE_ROLLOUT: max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
+        if clock.preemptions is not None:
+            self.values[Metric.PREEMPTIONS] = clock.preemptions
         spent = clock.time.take()
         total = sum(spent.values()) or 1.0
         self.values |= {cause: spent.get(cause, 0.0) / total for cause in TRAINER_TIME}

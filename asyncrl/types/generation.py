@@ -127,7 +127,8 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
     """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
-    `generated_tokens` counts since start."""
+    `generated_tokens` counts since start, and so does `preemptions`: requests that the engine took out of its KV cache
+    to make room, and computes again. None: the engine does not say."""
 
     alive: bool
     running: int
@@ -136,6 +137,7 @@ class EngineHealth:
     busy_s: float
     generated_tokens: int
     detail: str = ""
+    preemptions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,27 @@ def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, worke
     np.testing.assert_allclose(report["logprobs"], reference, rtol=0, atol=2e-5)
 
 
+@pytest.mark.usefixtures("no_shared_memory_left")
+@pytest.mark.timeout(180)
+async def test_requests_that_a_full_cache_puts_back_are_counted_and_complete(tmp_path):
+    require_vllm()
+    path = write_random_qwen3(tmp_path, max_position_embeddings=1024, **SHAPE)
+    settings = VllmEngineConfig(
+        max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=4 << 20, enforce_eager=True,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+    await within(engine.start(), 120.0)
+    try:
+        assert engine.health().preemptions == 0
+        asked = [complete(engine, prompt=PROMPT, max_tokens=900) for _ in range(8)]
+        clients = await within(asyncio.gather(*asked))
+        assert [len(client.ids) for client in clients] == [900] * 8
+        assert engine.health().preemptions > 0
+    finally:
+        await engine.stop()
+
+
 async def own(path, workers):
     engine = make_engine(path, workers, real=False)
     await engine.start()

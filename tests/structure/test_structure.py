@@ -298,7 +298,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "config/hub.py", "commands/train.py", "commands/doctor.py", "observability/logs.py"}
     allowed |= {"cluster/address.py", "cluster/ray_session.py"}
     # what NCCL, gloo and vLLM take from nowhere else
-    allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py"}
+    allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/preemptions.py"}
     allowed |= {"inference/sglang/host_process.py", "inference/sglang/probe.py"}  # that of SGLang's own processes
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
@@ -14,7 +15,7 @@ from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
-from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._require_sleep_mode("wake_up()")
         await self._ask(self._llm.wake_up(tags))
         await self._ask(self._freeze_inside())  # vLLM resumes when it wakes
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), preemptions=self._launcher.preemptions.value)
 
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.inference.vllm.preemptions import VARIABLE, PreemptionCount, scheduler_class
 from asyncrl.inference.vllm.support import check_vllm
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
@@ -79,6 +80,7 @@ class Launcher:
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
         self.started: Future[Any] = Future()
         """The AsyncLLM; or ConfigError, or whatever vLLM raised."""
+        self.preemptions = PreemptionCount()
         self._arguments = (model, settings, load_real_weights, seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
@@ -99,10 +101,13 @@ class Launcher:
         model, settings, load_real_weights, seed = self._arguments
         try:
             check_vllm()
-            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed)
+            count = str(self.preemptions.path)
+            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, preemptions=count)
         except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the start gets it
             self.started.set_exception(error)
             return
+        finally:
+            self.preemptions.unlink()
         self.started.set_result(llm)
         self._stop.wait()
         llm.shutdown(timeout=_SHUTDOWN_S)
@@ -119,7 +124,10 @@ def death_of(llm: Any) -> str | None:
     return "vLLM's EngineCore died" if llm.errored else None
 
 
-def _launch(model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> Any:
+def _launch(
+    model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, preemptions: str
+) -> Any:
+    """`preemptions`: the file in which they are counted."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.system_utils import set_env_var
@@ -129,11 +137,15 @@ def _launch(model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights
     arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
     with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
         environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
+        environment.enter_context(set_env_var(VARIABLE, preemptions))
         if on_cpu:
             if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        scheduler = config.scheduler_config
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = scheduler_class(asynchronous=scheduler.async_scheduling)
         if on_cpu and _fork_is_safe():
             environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)

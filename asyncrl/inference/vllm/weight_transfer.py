@@ -17,6 +17,7 @@ from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
+from asyncrl.inference.vllm.preemptions import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 
@@ -46,6 +47,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         die_with(owner_pid())
+        hide_warning()
         served = self.model_config
         if device.type == "cpu" and served.enforce_eager:
             torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request
