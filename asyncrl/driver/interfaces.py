@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.driver.scale_requests import ScaleDesk
+from asyncrl.inference.fleet_size import FleetSize
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
@@ -96,7 +98,8 @@ class Parts:
     """Everything that the coordinator drives, built by the composition root.
 
     `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
-    `server()` reports on the server of the run, None where there is none.
+    `server()` reports on the server of the run, None where there is none. `fleet_size` and `scale_desk` None: the number
+    of replicas stays as it is.
     """
 
     queue: Queue
@@ -112,3 +115,5 @@ class Parts:
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
     pools: Pools | None = None
+    fleet_size: FleetSize | None = None
+    scale_desk: ScaleDesk | None = None
