@@ -115,14 +115,8 @@ class Driver:
                 self._on_evaluation(event, step)
             case events.EvaluationStarted() | events.EvaluationFailed() | events.EvaluationSkipped():
                 self._on_beside(event, step)
-            case events.FleetResized():
-                if event.former != self._wanted and self.life not in ("none", "ended"):
-                    self._find(
-                        f"{event.replicas} replicas are wanted after {event.former}; before it {self._wanted} were"
-                    )
-                self._wanted = event.replicas
-            case events.ReplicaEvent():
-                self._on_replica(event)
+            case events.ReplicaEvent() | events.FleetResized():
+                self._on_fleet(event)
 
     # -- its lives ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +256,14 @@ class Driver:
             self._find(f"engines of replicas {list(event.replicas)} sleep; up were {sorted(up)}")
         self._takes_turns, self._turn = True, event.step
 
-    def _on_replica(self, event: events.ReplicaEvent) -> None:
-        replica, known = event.replica, self.life not in ("none", "ended")
+    def _on_fleet(self, event: events.ReplicaEvent | events.FleetResized) -> None:
+        known = self.life not in ("none", "ended")
+        if isinstance(event, events.FleetResized):
+            if known and event.former != self._wanted:
+                self._find(f"{event.replicas} replicas are wanted in place of {event.former}; it were {self._wanted}")
+            self._wanted = event.replicas
+            return
+        replica = event.replica
         allowed, after = _REPLICA[type(event)]
         unseen = "new" if replica < self._limits.replicas else "away"
         before = self._replicas.get(replica, unseen if known else allowed[0])

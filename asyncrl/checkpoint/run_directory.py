@@ -95,8 +95,8 @@ class RunDirectory:
 
     @property
     def is_locked(self) -> bool:
-        """True while the process that took the lock is there, as far as this machine can see. It does not try the lock: a
-        run that starts at this moment would find it taken."""
+        """True while the process that took the lock is there, as far as this machine can see. The lock itself is not
+        tried: a run that starts at this moment would find it taken."""
         try:
             owner = int((self.path / ".lock").read_text())
             os.kill(owner, 0)

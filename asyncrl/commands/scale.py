@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="asyncrl-scale",
         description=str(__doc__).split("\n")[0],
-        epilog="exit codes: 0 the run does as asked, 2 bad input or too many or few, 4 no answer or not reached in time",
+        epilog="exit codes: 0 the run does as asked, 2 bad input, too many or too few, 4 no answer, or not in time",
     )
     parser.add_argument("run", metavar="RUN_DIR", type=Path)
     parser.add_argument("target", metavar="replicas=N", nargs="?", help="how many; without it the fleet is shown")

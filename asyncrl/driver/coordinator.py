@@ -112,10 +112,7 @@ class Coordinator:
             asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
             asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
         ]
-        if self._parts.fleet_size is not None:
-            guards.append(asyncio.create_task(self._parts.fleet_size.watch(), name="number of replicas"))
-        if self._parts.scale_desk is not None:
-            guards.append(asyncio.create_task(self._parts.scale_desk.serve(), name="requests of asyncrl-scale"))
+        guards += [asyncio.create_task(loop(), name=name) for name, loop in self._parts.loops.items()]
         if self._parts.pools:
             guards.append(asyncio.create_task(self._parts.pools.watch(), name="pools of other models"))
         stop = asyncio.create_task(self._stop.wait())

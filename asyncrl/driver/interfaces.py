@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.driver.scale_requests import ScaleDesk
-from asyncrl.inference.fleet_size import FleetSize
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
@@ -98,8 +96,8 @@ class Parts:
     """Everything that the coordinator drives, built by the composition root.
 
     `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
-    `server()` reports on the server of the run, None where there is none. `fleet_size` and `scale_desk` None: the number
-    of replicas stays as it is.
+    `server()` reports on the server of the run, None where there is none. `loops`: by name, what runs as long as a
+    coordinator; the error of one ends the run.
     """
 
     queue: Queue
@@ -115,5 +113,4 @@ class Parts:
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
     pools: Pools | None = None
-    fleet_size: FleetSize | None = None
-    scale_desk: ScaleDesk | None = None
+    loops: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)

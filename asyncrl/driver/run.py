@@ -246,8 +246,10 @@ class _Run:
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
             pools=actors.pools,
-            fleet_size=actors.fleet_size,
-            scale_desk=ScaleDesk(self._spec.directory.scale, actors.fleet_size),
+            loops={
+                "number of replicas": actors.fleet_size.watch,
+                "requests of asyncrl-scale": ScaleDesk(self._spec.directory.scale, actors.fleet_size).serve,
+            },
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------

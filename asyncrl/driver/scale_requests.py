@@ -110,8 +110,8 @@ class ScaleDesk:
 
 
 def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
-    """The command's side: asks the run of this directory of requests, and returns its fleet. A request without an answer
-    in time is taken back.
+    """The command's side: asks the run of this directory of requests, and returns its fleet. A request that is not
+    answered in time is taken back.
 
     Raises:
         ConfigError: the run cannot have so many.

@@ -1,7 +1,7 @@
 """How many replicas a run has: brings the fleet to its target while the run goes on.
 
-The places of the first `least` replicas are reserved for the whole run. Each replica beyond them has a place of its own,
-which is taken when it joins and given back when it has left.
+The places of the first `least` replicas are reserved for the whole run. Each replica beyond them has a place of its
+own, which is taken when it joins and given back when it has left.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FleetSize:
     """Keeps the number of replicas at the target. Owns the target, the waits for places, and the places beyond those
     that are reserved for the whole run."""
 
-    def __init__(  # noqa: PLR0913 its parts and its times
+    def __init__(
         self,
         pool: ResizedPool,
         places: ReplicaPlaces,
@@ -209,8 +209,8 @@ class FleetSize:
             self._waits[i] = asyncio.create_task(self._join(i), name=f"place of replica {i}")
 
     async def _join(self, replica_id: int) -> None:
-        """Returns when the replica has a place and begins to start. Without one it waits on: Ray's autoscaler adds nodes
-        for places that it is asked for."""
+        """Returns when the replica has a place and begins to start. Without one it waits on: Ray's autoscaler adds
+        nodes for places that it is asked for."""
         while True:
             self._taken.add(replica_id)
             try:

@@ -509,8 +509,8 @@ class ReplicaPool:
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _load(self, replica_id: int, control: ReplicaHandle) -> None:
-        """Starts a replica once it has a place, in the engines' turn where the devices are shared. Raises what its start
-        raises, NoPlace."""
+        """Starts a replica once it has a place, in the engines' turn where the devices are shared. Raises what its
+        start raises, NoPlace."""
         await control.placed(self._settings.start_timeout_s)
         if self._devices is not None:
             await self._devices.turn_to_load(replica_id)

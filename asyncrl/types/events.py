@@ -178,8 +178,8 @@ class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
 
 
 class FleetResized(Event, kind="fleet_resized"):
-    """The run wants `replicas` replicas from now on; before it wanted `former`. `asked_by` recipe: at the start, because
-    of rollout.max_replicas; command: by asyncrl-scale."""
+    """The run wants `replicas` replicas from now on, in place of `former`. `asked_by` recipe: at the start, because of
+    rollout.max_replicas; command: by asyncrl-scale."""
 
     replicas: Whole
     former: Whole
@@ -191,8 +191,8 @@ class ReplicaJoined(ReplicaEvent, kind="replica_joined"):
 
 
 class ReplicaLeft(ReplicaEvent, kind="replica_left"):
-    """The replica gets no more requests, and its process ends. `why` scaled: fewer are wanted; preempted: its process or
-    its node was asked to end; no_place: no node has room for its replacement."""
+    """The replica gets no more requests, and its process ends. `why` scaled: fewer are wanted; preempted: its process
+    or its node was asked to end; no_place: no node has room for its replacement."""
 
     why: Departure
 
