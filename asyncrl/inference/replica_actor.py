@@ -50,8 +50,9 @@ class ReplicaActor(Replica):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
-        # Ray makes the object in the main thread, the only one that may set handlers, and calls __init__ in another.
-        if threading.current_thread() is threading.main_thread():
+        # Ray makes the object in the main thread, the only one that may set handlers, and calls __init__ in another. In
+        # the process that owns the actor it makes another object of this class, which stands for the actor.
+        if threading.current_thread() is threading.main_thread() and _is_actor():
             made._take_notice()
         return made
 
@@ -66,6 +67,11 @@ class ReplicaActor(Replica):
             end.start()
 
         signal.signal(signal.SIGTERM, notice)
+
+
+def _is_actor() -> bool:
+    """True in the process of an actor."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def replica_gpus(rollout: RolloutConfig) -> float:
