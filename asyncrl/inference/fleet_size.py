@@ -135,6 +135,8 @@ class FleetSize:
         """What the last wait of a replica for a place has found."""
         self._taken: set[int] = set()
         """Replicas that were given a place of their own."""
+        self._returning: set[int] = set()
+        """Those whose place is being given back."""
         self._asked = asyncio.Event()
         self._begun = False
 
@@ -192,13 +194,16 @@ class FleetSize:
         for i in await self._places.ending():
             if i in table.rows:
                 self._pool.leave(i, "preempted")
-        for i in sorted(self._taken - self._pool.table.rows.keys() - self._waits.keys()):
-            self._taken.discard(i)
+        self._returning = self._taken - self._pool.table.rows.keys() - self._waits.keys()
+        for i in sorted(self._returning):
             await self._places.give_back(i)
+        self._taken -= self._returning
+        self._returning = set()
         self._apply()
 
     def _apply(self) -> None:
-        states = {i: row.state for i, row in self._pool.table.rows.items()}
+        states: dict[int, ReplicaState] = dict.fromkeys(self._returning, "leaving")
+        states |= {i: row.state for i, row in self._pool.table.rows.items()}
         found = changes(self._target, self._limits.least, states, self._waits)
         for i in found.give_up:
             self._waits.pop(i).cancel()
