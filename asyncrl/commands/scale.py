@@ -94,17 +94,17 @@ def _number(target: str) -> int:
 def _ask(directory: RunDirectory, replicas: int | None) -> FleetReport:
     try:
         return ask(directory.scale, replicas, ANSWER_S if directory.is_locked else ELSEWHERE_S)
+    except DeadlineExceeded as error:  # which is an OSError, too
+        if directory.is_locked:
+            raise
+        found, do = "no run is in progress on this machine, and none elsewhere answers", "see its log.txt"
+        raise ConfigError(explain(f"the fleet of {directory.path}", found, do)) from error
     except FileNotFoundError as error:
         found, do = "it has just ended, or restarts its training side", "see its log.txt"
         raise ConfigError(explain(f"the fleet of {directory.path}", found, do)) from error
     except OSError as error:
         do = "run asyncrl-scale as the user of the run, and make room there"
         raise StorageError(explain(f"write {directory.scale}", str(error), do)) from error
-    except DeadlineExceeded as error:
-        if directory.is_locked:
-            raise
-        found, do = "no run is in progress on this machine, and none elsewhere answers", "see its log.txt"
-        raise ConfigError(explain(f"the fleet of {directory.path}", found, do)) from error
 
 
 def _reached(directory: RunDirectory, fleet: FleetReport, wait_s: float) -> FleetReport:

@@ -68,14 +68,14 @@ class ScaleDesk:
         Unblocked by: a file.
         Stops when: it is cancelled. Files that cannot be read or written are logged: the run goes on without them.
         """
-        await asyncio.to_thread(self._open)
         failing = False
         try:
             while True:
                 try:
+                    await asyncio.to_thread(self._directory.mkdir, exist_ok=True)
                     for path in await asyncio.to_thread(self._requests):
-                        answer = self._answer(path)
-                        await asyncio.to_thread(_replace, _of(path, ANSWER), answer)
+                        if (answer := self._answer(path)) is not None:
+                            await asyncio.to_thread(_replace, _of(path, ANSWER), answer)
                         await asyncio.to_thread(path.unlink, missing_ok=True)
                     failing = False
                 except OSError as error:
@@ -86,22 +86,15 @@ class ScaleDesk:
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _open(self) -> None:
-        """Requests to a former process of the run are void."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        try:
-            self._directory.mkdir()
-        except OSError as error:
-            logger.warning("asyncrl-scale cannot reach this run: %s", error)
-
     def _requests(self) -> list[Path]:
         return sorted(self._directory.glob(f"*{REQUEST}"))
 
-    def _answer(self, path: Path) -> dict[str, Any]:
+    def _answer(self, path: Path) -> dict[str, Any] | None:
+        """None: nobody waits for it any more."""
         try:
             request = ScaleRequest.read(path)
             if time.time() > request.until_s:
-                return {"error": "nobody waited for it any more"}
+                return None
             if request.replicas is None:
                 return {"fleet": asdict(self._fleet.report)}
             return {"fleet": asdict(self._fleet.resize(request.replicas))}

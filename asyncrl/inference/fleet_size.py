@@ -91,10 +91,11 @@ def changes(target: int, least: int, states: Mapping[int, ReplicaState], waiting
 
     Args:
         target: at least `least`.
-        states: of the replicas in the table. Those that leave count no more, and their ids are not free yet.
+        states: of the replicas in the table. Those that leave count no more, and their ids are not free yet; those
+            whose places are reserved count, because they come back to them.
         waiting: ids of replicas that wait for a place.
     """
-    there = [i for i, state in states.items() if state != "leaving"]
+    there = [i for i, state in states.items() if state != "leaving" or i < least]
     surplus = len(there) + len(waiting) - target
     if surplus <= 0:
         free = (i for i in itertools.count() if i not in states and i not in waiting)

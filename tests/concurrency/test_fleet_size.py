@@ -313,7 +313,7 @@ async def apply(rig, act, what):
             process.replica.must_leave = True
 
 
-@settings(max_examples=25)
+@settings(max_examples=150)
 @given(ACTS)
 @example([("resize", 6), ("wait", 40), ("terminate", 5), ("resize", 2), ("kill", 0), ("wait", 1), ("resize", 6)])
 @example([("lose", 0), ("wait", 60), ("lose", 1), ("wait", 60), ("resize", 4)])
@@ -430,7 +430,7 @@ def test_changes_bring_a_fleet_to_its_target(states, waiting, least, more):
     states = {i: "serving" for i in range(least) if i not in waiting} | states
     target = max(1, least) + more
     found = changes(target, least, states, waiting)
-    there = {i for i, state in states.items() if state != "leaving"}
+    there = {i for i, state in states.items() if state != "leaving" or i < least}
     after = (there - set(found.leave)) | (waiting - set(found.give_up)) | set(found.begin)
     assert len(after) == target
     assert not set(found.begin) & (states.keys() | waiting), "an id is free only when its replica has left"
@@ -444,3 +444,9 @@ def test_who_does_least_leaves_first():
     assert changes(2, 1, states, ()).leave == (4, 3, 5, 2)
     assert changes(5, 1, states, (7,)) == Changes(give_up=(7,), leave=(4,))
     assert changes(8, 1, states, (7,)) == Changes(begin=(6,))
+
+
+def test_who_has_a_reserved_place_comes_back_to_it_and_others_do_not_wait_for_one_that_leaves():
+    assert changes(3, 2, {0: "serving", 1: "leaving", 2: "serving"}, ()) == Changes()
+    assert changes(3, 2, {0: "serving", 2: "serving"}, ()) == Changes(begin=(1,))
+    assert changes(3, 2, {0: "serving", 1: "serving", 2: "leaving"}, ()) == Changes(begin=(3,))

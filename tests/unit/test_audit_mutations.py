@@ -80,9 +80,10 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
         "replicas": ("start",),
     },
     "fleets change at any moment, and nothing later in the log depends on this number or this replica": {
-        **dict.fromkeys(("deleted", "exchanged"), FLEET),
-        "replica": ("replica_joined", "replica_left"),
-        "replicas": ("fleet_resized", "publish", "start"),
+        "deleted": (*FLEET, "replica_suspended"),
+        "exchanged": FLEET,
+        "replica": ("replica_joined", "replica_left", "replica_suspended"),
+        "replicas": ("fleet_resized",),
     },
     "it is the first of a start, which may as well be one of parts that have devices of their own": {
         "deleted": ("engines_slept",),

@@ -184,12 +184,14 @@ def test_a_request_that_comes_too_late_changes_nothing(run_dir):
         assert events == []
 
 
-def test_a_run_begins_without_the_requests_of_a_former_one(run_dir):
-    (run_dir / "scale").mkdir()
-    (run_dir / "scale" / "old.request.json").write_text(json.dumps({"replicas": 4, "until_s": time.time() + 1000}))
+def test_a_run_that_comes_up_answers_who_waits_for_it_and_nobody_else(run_dir):
+    (run_dir / "scale").mkdir()  # of a run that was killed
+    old = run_dir / "scale" / "old.request.json"
+    old.write_text(json.dumps({"replicas": 4, "until_s": time.time() - 100}))
     with driver(run_dir) as events:
-        assert ask(run_dir / "scale", None, 20).target == 2
-        assert events == []
+        assert ask(run_dir / "scale", 3, 20).target == 3
+        assert [e.replicas for e in events] == [3]
+        assert not old.exists()
 
 
 def test_what_ask_returns_is_what_the_run_has(run_dir):
