@@ -67,19 +67,22 @@ def describe(fleet: FleetReport) -> str:
 
 
 def _running(path: Path) -> RunDirectory:
-    """Raises ConfigError: there is no run in progress."""
+    """Raises ConfigError: there is no run in progress. Raises DeadlineExceeded: it does not train yet."""
     directory = RunDirectory(path)
     if not directory.config.is_file():
         found = "no config.json there" if path.is_dir() else "no such directory"
         raise ConfigError(
             explain(f"the fleet of {path}", found, "name the directory of a run, such as runs/quickstart")
         )
-    if not directory.scale.is_dir():
-        if directory.is_locked:
-            found, do = "the run is starting, or restarting its training side", "ask again when it trains"
-        else:
+    deadline = time.monotonic() + ANSWER_S
+    while not directory.scale.is_dir():
+        if not directory.is_locked:
             found, do = "no run is in progress there", "set rollout.num_replicas or max_replicas, and resume=auto"
-        raise ConfigError(explain(f"the fleet of {path}", found, do))
+            raise ConfigError(explain(f"the fleet of {path}", found, do))
+        if time.monotonic() > deadline:
+            found, do = "the run is starting, or restarting its training side", "ask again when it trains"
+            raise DeadlineExceeded(explain(f"the fleet of {path}", found, do))
+        time.sleep(AGAIN_S)
     return directory
 
 
@@ -100,8 +103,8 @@ def _ask(directory: RunDirectory, replicas: int | None) -> FleetReport:
         found, do = "no run is in progress on this machine, and none elsewhere answers", "see its log.txt"
         raise ConfigError(explain(f"the fleet of {directory.path}", found, do)) from error
     except FileNotFoundError as error:
-        found, do = "it has just ended, or restarts its training side", "see its log.txt"
-        raise ConfigError(explain(f"the fleet of {directory.path}", found, do)) from error
+        found, do = "it has just ended, or restarts its training side", "see its log.txt, and ask again"
+        raise DeadlineExceeded(explain(f"the fleet of {directory.path}", found, do)) from error
     except OSError as error:
         do = "run asyncrl-scale as the user of the run, and make room there"
         raise StorageError(explain(f"write {directory.scale}", str(error), do)) from error
@@ -115,7 +118,10 @@ def _reached(directory: RunDirectory, fleet: FleetReport, wait_s: float) -> Flee
             do = "see the log of the run for replicas that fail, or add nodes; the run tries on"
             raise DeadlineExceeded(explain(asked(fleet.target), f"after {wait_s:g} s {describe(fleet)}", do))
         time.sleep(AGAIN_S)
-        fleet = _ask(directory, None)
+        try:
+            fleet = _ask(_running(directory.path), None)
+        except DeadlineExceeded:
+            continue  # its training side restarts; the replicas stay
     return fleet
 
 

@@ -18,13 +18,13 @@ def scale(run, *words):
     """The exit code and the output of `asyncrl-scale`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "asyncrl.commands.scale", str(run.directory), *words]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=260)
     return done.returncode, done.stdout + done.stderr
 
 
 def scaled(run, replicas):
     """Returns when so many serve."""
-    code, told = scale(run, f"replicas={replicas}", "--wait", "120")
+    code, told = scale(run, f"replicas={replicas}", "--wait", "150")
     assert code == 0, told + run.log
     assert f"wanted {replicas} " in told
     assert len(run.actor_pids("Replica")) == replicas
@@ -35,7 +35,7 @@ def trains_on(run, steps=2):
 
 
 def test_a_run_grows_and_shrinks_by_the_command_and_loses_nothing(start):
-    run = start(*SMALL, *ALERT, "run.max_steps=5000")
+    run = start(*SMALL, *ALERT, "ray.health_timeout_s=30", "run.max_steps=5000")
     run.wait_for_step(1)
     assert scale(run)[1].startswith("wanted 1 (from 1 to any number), there 1\n  replica 0: serving")
     scaled(run, 3)
@@ -71,8 +71,9 @@ def nodes():
 def test_joins_leaves_notices_and_kills_at_random_moments_lose_nothing(start, nodes):
     draw = random.Random(0)
     keys = "rollout.num_replicas=2", "rollout.max_replicas=3", "weights.transport=collective", "run.max_steps=5000"
-    run = start(*SMALL, *ALERT, *keys, f"ray.address={nodes.address}", joined=False)
-    run.wait_for_event("replica_serving", count=3)  # one of them has joined by itself
+    alert = "ray.health_interval_s=0.5", "ray.health_timeout_s=30"
+    run = start(*SMALL, *alert, *keys, f"ray.address={nodes.address}", joined=False)
+    run.wait_for_event("replica_serving", count=3, timeout_s=240)  # one of them has joined by itself
 
     def hit(blow):
         time.sleep(draw.random())

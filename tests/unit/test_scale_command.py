@@ -130,7 +130,9 @@ def test_what_is_not_reached_in_time_says_what_each_replica_waits_for(run_dir, c
 def test_no_run_and_a_run_that_does_not_answer_are_told_apart(run_dir, tmp_path, capsys, monkeypatch):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no such directory" in capsys.readouterr().err
-    assert main([str(run_dir)]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(scale, "ANSWER_S", 0.1)
+        assert main([str(run_dir)]) == DeadlineExceeded.exit_code
     assert "ask again when it trains" in capsys.readouterr().err
     (run_dir / ".lock").write_text("999999999")
     assert main([str(run_dir)]) == 2
