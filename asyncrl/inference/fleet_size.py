@@ -143,7 +143,7 @@ class FleetSize:
 
     @property
     def report(self) -> FleetReport:
-        states = {i: row.state for i, row in self._pool.table.rows.items()}
+        states: dict[int, ReplicaState] = {i: row.state for i, row in self._pool.table.rows.items()}
         waiting = {i: self._found.get(i, "") for i in sorted(self._waits)}
         return FleetReport(self._target, self._limits.least, self._limits.most, states, waiting)
 
