@@ -352,7 +352,9 @@ def test_a_fleet_grows_where_there_is_room_and_shrinks_again():
             rig.nodes.rooms = 3
             await asyncio.sleep(10)
             assert len(rig.pool.serving) == 5, "a node that came later is used"
-            assert not rig.fleet.resize(3).is_reached
+            report = rig.fleet.resize(3)
+            assert (report.is_reached, report.waiting) == (False, {})
+            assert len(rig.pool.table.those("leaving")) == 2, "at once: nothing may join that is too many"
             await rig.reached()
             await asyncio.sleep(1)
             assert (sorted(rig.pool.serving), rig.nodes.held) == ([0, 1, 2], {2})
