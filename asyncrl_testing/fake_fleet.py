@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.types import Digest, EncodedWeights, Manifest, PauseMode, TensorSpec, TransferSource
+from asyncrl.types import (
+    Digest,
+    EncodedWeights,
+    Manifest,
+    PauseMode,
+    ReplicaRow,
+    ReplicaTable,
+    TensorSpec,
+    TransferSource,
+)
 from asyncrl_testing.local import NO_SOURCE
 
 SPECS = (TensorSpec("embed.weight", (4, 4), "float32", 64), TensorSpec("norm.weight", (4,), "float32", 16))
@@ -123,6 +133,12 @@ class FakeFleet:
     def newcomers(self) -> dict[int, FakeReplica]:
         return {i: r for i, r in self._replicas.items() if self._serving.get(i) is not r}
 
+    @property
+    def table(self) -> ReplicaTable:
+        return ReplicaTable(
+            rows={i: ReplicaRow(r, "serving" if i in self._serving else "newcomer", 0) for i, r in self.members.items()}
+        )
+
     def fail(self, replica_id: int, control: Any, why: BaseException | str) -> None:
         if self._replicas.get(replica_id) is not control:
             return
@@ -150,6 +166,9 @@ class FakeFleet:
     async def hold(self, controls: Mapping[int, Any]) -> None:
         self.routing.append(("hold", list(controls), None))
         self._held.update(controls)
+
+    def publishing(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     async def stats(self) -> None:
         for replica_id, replica in self.members.items():

@@ -146,6 +146,8 @@ class LocalControl:
     def __init__(self, replica, channel):
         self._replica, self.channel = replica, channel
 
+    async def placed(self, timeout_s): ...
+
     async def start(self, timeout_s):
         await self._replica.start()
 

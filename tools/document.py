@@ -43,6 +43,8 @@ LOOPS = (
     ("Server supervisor", "driver", "serving/run_server_supervisor.py", "RunServerSupervisor"),
     ("Health watch", "driver", "driver/coordinator.py", "Coordinator._watch_health"),
     ("Replica pool", "driver", "inference/replica_pool.py", "ReplicaPool"),
+    ("Number of replicas", "driver", "inference/fleet_size.py", "FleetSize.watch"),
+    ("Requests of asyncrl-scale", "driver", "driver/scale_requests.py", "ScaleDesk.serve"),
     ("Watchdog", "a thread of the driver", "observability/watchdog.py", "Watchdog._watch"),
     ("Janitor", "a process of its own", "cluster/janitor.py", "main"),
     ("Admission loop", "rollouter", "rollout/rollouter.py", "Rollouter._admit"),

@@ -18,13 +18,19 @@ _REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
     events.ReplicaRejoined: (("suspended",), "new"),
     events.ReplicaLeased: (("serving",), "leased"),
     events.ReplicaReturned: (("leased",), "new"),
+    events.ReplicaJoined: (("away",), "down"),
+    events.ReplicaLeft: (("new", "serving", "leased", "suspended", "down"), "away"),
 }
-"""Event -> the states of the replica in which it may occur, and the state that follows."""
+"""Event -> the states of the replica in which it may occur, and the state that follows. `away`: it is no part of the
+fleet."""
 _OUT_OF_TRAINING = (
     events.ReplicaFailed
     | events.ReplicaStarted
     | events.ReplicaSuspended
     | events.ReplicaRejoined
+    | events.ReplicaJoined
+    | events.ReplicaLeft
+    | events.FleetResized
     | events.ModelReplicaChanged
 )
 """Events of background tasks, which also occur while the run ends or its training side restarts."""
@@ -63,6 +69,8 @@ class Driver:
         self._is_due = False
         """The queue has recorded a version whose `publish` event has not come yet."""
         self._replicas: dict[int, str] = {}
+        self._wanted = limits.replicas
+        """How many replicas the run wants."""
         self._joined = self._left = 0
         """Replicas that began to serve, and that failed or were suspended, since the last publish."""
         self._restarts: Counter[str] = Counter()
@@ -107,14 +115,15 @@ class Driver:
                 self._on_evaluation(event, step)
             case events.EvaluationStarted() | events.EvaluationFailed() | events.EvaluationSkipped():
                 self._on_beside(event, step)
-            case events.ReplicaEvent():
-                self._on_replica(event)
+            case events.ReplicaEvent() | events.FleetResized():
+                self._on_fleet(event)
 
     # -- its lives ---------------------------------------------------------------------------------------------------
 
     def start(self, limits: Limits, *, resumed: bool) -> None:
         self.life, self._limits, self._resumed = "started", limits, resumed
         self._replicas.clear()
+        self._wanted = limits.replicas
         self._restarts.clear()
         self._checkpoint = -1
         self._takes_turns = False
@@ -240,24 +249,39 @@ class Driver:
 
     def _on_turn(self, event: events.EnginesSlept, step: int) -> None:
         asleep = set(event.replicas)
-        up = {i for i, state in self._replicas.items() if state not in ("down", "suspended")}
+        up = {i for i, state in self._replicas.items() if state not in ("down", "suspended", "away")}
         if event.step != step + 1 or self._turn is not None:
             self._find(f"engines sleep for step {event.step} after step {step}, without a publish since {self._turn}")
         if len(asleep) < len(event.replicas) or not asleep <= up:
             self._find(f"engines of replicas {list(event.replicas)} sleep; up were {sorted(up)}")
         self._takes_turns, self._turn = True, event.step
 
-    def _on_replica(self, event: events.ReplicaEvent) -> None:
+    def _on_fleet(self, event: events.ReplicaEvent | events.FleetResized) -> None:
+        known = self.life not in ("none", "ended")
+        if isinstance(event, events.FleetResized):
+            if known and event.former != self._wanted:
+                self._find(f"{event.replicas} replicas are wanted in place of {event.former}; it were {self._wanted}")
+            self._wanted = event.replicas
+            return
         replica = event.replica
-        before = self._replicas.get(replica, "new")
         allowed, after = _REPLICA[type(event)]
-        if before not in allowed or (self.life not in ("none", "ended") and replica >= self._limits.replicas):
+        unseen = "new" if replica < self._limits.replicas else "away"
+        before = self._replicas.get(replica, unseen if known else allowed[0])
+        if before not in allowed:
             self._find(f"{event.kind} of replica {replica}, which is {before}, of {self._limits.replicas}")
+        if isinstance(event, events.ReplicaJoined) and known and self._num_there >= self._wanted:
+            self._find(f"replica {replica} joins {self._num_there} others; {self._wanted} are wanted")
         if isinstance(event, events.ReplicaFailed):
             self._count_restarts("a replica", event.restarts)
         self._replicas[replica] = after
         self._joined += after == "serving"
-        self._left += after in ("down", "suspended")
+        self._left += before != "away" and after in ("down", "suspended", "away")
+
+    @property
+    def _num_there(self) -> int:
+        """Replicas that are part of the fleet, whatever their state."""
+        seen = self._replicas
+        return sum(state != "away" for state in seen.values()) + len(set(range(self._limits.replicas)) - seen.keys())
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

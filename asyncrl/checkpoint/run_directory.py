@@ -38,6 +38,8 @@ class RunDirectory:
         self.log = self.path / "log.txt"
         self.serving = self.path / "serving.json"
         """Where clients find the server of the run, while there is one."""
+        self.scale = self.path / "scale"
+        """Requests of asyncrl-scale, and their answers."""
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
         self._verifier = Verifier()
@@ -103,6 +105,19 @@ class RunDirectory:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    @property
+    def is_locked(self) -> bool:
+        """True while the process that took the lock is there, as far as this machine can see. The lock itself is not
+        tried: a run that starts at this moment would find it taken."""
+        try:
+            owner = int((self.path / ".lock").read_text())
+            os.kill(owner, 0)
+        except PermissionError:
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
+        return owner > 0
 
     def write_config(self, recipe: Recipe, written: Mapping[str, Any], name: str) -> None:
         """`config.json`: the recipe as `written`, the git commit and the versions of the packages that matter.

@@ -45,6 +45,12 @@ def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig,
         found="an evaluation beside training needs an engine that is awake while the trainer has the devices",
         do="set eval.leased_replicas=0: evaluations come between a publish and the next step, or placement=separate",
     )
+    require(
+        rollout.most_replicas == rollout.num_replicas,
+        asked=f"{asked} with rollout.max_replicas={rollout.max_replicas}",
+        found="each replica shares its devices with a trainer rank: no other device has room for one",
+        do="leave rollout.max_replicas out, or set placement=separate",
+    )
     workers = rollout.settings.num_workers
     require(
         workers == 1,

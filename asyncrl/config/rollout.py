@@ -275,7 +275,10 @@ EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     num_replicas: PositiveInt = 2
-    """Copies of the policy that generate; one Ray actor each."""
+    """Copies of the policy that generate; one Ray actor each. Their places are reserved for the whole run."""
+    max_replicas: PositiveInt | None = None
+    """Replicas that the run may have, at least num_replicas. Those beyond num_replicas join it while it trains, each as
+    soon as a node has room for it. None: no more than num_replicas, until asyncrl-scale asks for them."""
     min_replicas: PositiveInt | None = None
     """Replicas that a start needs. Those that fail beyond these are replaced while the others work; one that never
     comes up in three tries stays away while there are as many others. None: three quarters of them, rounded up."""
@@ -344,6 +347,18 @@ class RolloutConfig:
             found="no start could reach that",
             do=f"set rollout.min_replicas to at most {self.num_replicas}, or leave it out",
         )
+
+        require(
+            self.max_replicas is None or self.max_replicas >= self.num_replicas,
+            asked=f"rollout.max_replicas={self.max_replicas} with rollout.num_replicas={self.num_replicas}",
+            found="the places of rollout.num_replicas replicas are reserved for the whole run",
+            do=f"raise rollout.max_replicas to {self.num_replicas} or more, or lower rollout.num_replicas",
+        )
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that the recipe alone may bring the run to."""
+        return max(self.num_replicas, self.max_replicas or 0)
 
     @property
     def start_quorum(self) -> int:

@@ -96,7 +96,7 @@ def check_shared_memory() -> Iterator[Observation]:
 
 def check_files(recipe: Recipe) -> Iterator[Observation]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max(4096, FILES_PER_PROCESS * (recipe.rollout.num_replicas // 8 + 2))
+    needed = max(4096, FILES_PER_PROCESS * (recipe.rollout.most_replicas // 8 + 2))
     text = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} open files a process"
     if soft != resource.RLIM_INFINITY and soft < needed:
         can = (

@@ -79,7 +79,7 @@ def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
     size = sum(math.prod(shape) for shape in tensors.values()) * itemsize
     speed = _loopback() if transport == "collective" else _copies()
-    estimate_s = size * PASSES[transport] * recipe.rollout.num_replicas / speed
+    estimate_s = size * PASSES[transport] * recipe.rollout.most_replicas / speed
     text = f"{size / 2**20:.1f} MiB to each replica by {transport}, about {max(0.001, estimate_s):.3f} s "
     text += f"({speed / 1e9:.1f} GB/s here)"
     if estimate_s > recipe.weights.publish_timeout_s / 2:

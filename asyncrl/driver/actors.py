@@ -25,8 +25,10 @@ from asyncrl.driver.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
+from asyncrl.inference.fleet_size import FleetLimits, FleetSize
+from asyncrl.inference.pool_settings import PoolSettings
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.inference.replica_pool import ReplicaPool
 from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
@@ -77,16 +79,26 @@ class Actors:
             self._spawn_replica,
             recipe.rollout.num_replicas,
             PoolSettings(
-                max_restarts=recovery.replica_restarts(recipe.rollout.num_replicas),
+                max_restarts=recovery.replica_restarts(recipe.rollout.most_replicas),
                 window_s=recovery.window_s,
                 rejoin_timeout_s=recovery.rejoin_timeout_s,
                 start_timeout_s=recipe.ray.start_timeout_s,
                 health_interval_s=recipe.ray.health_interval_s,
                 health_timeout_s=recipe.ray.health_timeout_s,
                 quorum=recipe.rollout.start_quorum,
+                stop_timeout_s=ENGINES[recipe.rollout.engine].stop_timeout_s,
+                is_resized=True,
             ),
             on_event=events.write,
             devices=SharedDevices() if recipe.is_colocated else None,
+        )
+        limits = FleetLimits(
+            recipe.rollout.num_replicas,
+            recipe.rollout.max_replicas,
+            "placement=colocated" if recipe.is_colocated else "",
+        )
+        self.fleet_size = FleetSize(
+            self.replicas, places, limits, start_timeout_s=recipe.ray.start_timeout_s, on_event=events.write
         )
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()

@@ -66,7 +66,7 @@ class Coordinator:
         self._restored = asyncio.Event()
         self._finishing = False
         """The last step is done; what is left, its publish and its checkpoint, has deadlines of its own."""
-        self._shares = ReplicaShares(recipe.rollout.num_replicas)
+        self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
         self._turns = Turns(recipe, parts, lambda: self._clock)
         self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares, turns=self._turns)
         self._evaluations = Evaluations(
@@ -112,6 +112,7 @@ class Coordinator:
             asyncio.create_task(self._parts.replicas.watch(), name="replicas"),
             asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
         ]
+        guards += [asyncio.create_task(loop(), name=name) for name, loop in self._parts.loops.items()]
         if self._parts.pools:
             guards.append(asyncio.create_task(self._parts.pools.watch(), name="pools of other models"))
         stop = asyncio.create_task(self._stop.wait())

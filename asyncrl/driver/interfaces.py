@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore
@@ -97,7 +97,8 @@ class Parts:
     """Everything that the coordinator drives, built by the composition root.
 
     `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
-    `server()` reports on the server of the run, None where there is none.
+    `server()` reports on the server of the run, None where there is none. `loops`: by name, what runs as long as a
+    coordinator; the error of one ends the run.
     """
 
     queue: Queue
@@ -113,3 +114,4 @@ class Parts:
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
     pools: Pools | None = None
+    loops: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)

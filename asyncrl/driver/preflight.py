@@ -294,6 +294,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "
         f"trajectories) exist at once"
     )
+    detail += f", up to {rollout.max_replicas} where there is room" if rollout.max_replicas else ""
     emit(
         f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
         f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"

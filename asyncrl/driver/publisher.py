@@ -139,5 +139,5 @@ class Publisher:
                 replicas=report.replicas,
             )
         )
-        self._shares.paused(report.pause_s * self._recipe.rollout.num_replicas)
+        self._shares.paused(report.pause_s)
         self._parts.saw("publish", time.monotonic())

@@ -46,6 +46,7 @@ from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.preflight import hub_models
 from asyncrl.driver.run_spec import RunResult, RunSpec
+from asyncrl.driver.scale_requests import ScaleDesk
 from asyncrl.errors import (
     AsyncRLError,
     DeadlineExceeded,
@@ -246,6 +247,10 @@ class _Run:
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
             pools=actors.pools,
+            loops={
+                "number of replicas": actors.fleet_size.watch,
+                "requests of asyncrl-scale": ScaleDesk(self._spec.directory.scale, actors.fleet_size).serve,
+            },
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -31,14 +31,15 @@ TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_tim
 class ReplicaShares:
     """Turns what the rollouter counts since its start into shares of the time since the last look."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: Callable[[], int]) -> None:
+        """`num_replicas`: returns how many the run has now."""
         self._num_replicas = num_replicas
         self._before: tuple[int, Mapping[str, float]] = (0, {})
         self._paused_s = 0.0
 
-    def paused(self, replica_s: float) -> None:
-        """A publish held replicas up for so many replica seconds. The rollouter sees only that they have requests."""
-        self._paused_s += replica_s
+    def paused(self, seconds: float) -> None:
+        """A publish held the replicas up for so long. The rollouter sees only that they have requests."""
+        self._paused_s += seconds * self._num_replicas()
 
     def since_last(self, stats: RolloutStats) -> dict[str, float]:
         """The metrics `replica_time/` and what follows from them; empty when no time has passed."""
@@ -53,7 +54,7 @@ class ReplicaShares:
         spent["generating"] -= gate_s
         spent["gate_closed"] += gate_s
         shares: dict[str, float] = {REPLICA_TIME[cause]: seconds / total for cause, seconds in spent.items()}
-        return shares | {Metric.SPARE_REPLICAS: shares.get(Metric.REPLICA_SLOTS, 0.0) * self._num_replicas}
+        return shares | {Metric.SPARE_REPLICAS: shares.get(Metric.REPLICA_SLOTS, 0.0) * self._num_replicas()}
 
 
 class StepClock:

@@ -4,7 +4,8 @@
                              ^                       |
                              |                       +--lease--> leased --lease_ended--> newcomer
                              +--answered-- suspended <--late-- newcomer, serving, held, leased
-    fenced: newcomer, serving, held and leased become newcomers.   failed: every state becomes dead.
+    fenced: newcomer, serving, held and leased become newcomers.   failed: every state but leaving becomes dead.
+    leave: every state becomes leaving.   Replicas are added and dropped while others work.
 
 * *starting*: its process loads the model.
 * *newcomer*: it is up, behind a closed gate; no weights have been committed on it.
@@ -12,6 +13,7 @@
   requests go to other replicas, unless all are held.
 * *leased*: an evaluation has it for itself; publishes leave it out, so that it stays at its version.
 * *suspended*: it answered too late; nothing reaches it until it answers again and has dropped its requests.
+* *leaving*: it gets no requests and no publish any more; its process is stopped, and the replica dropped.
 * *dead*: its process is killed. A replacement is another incarnation under the same id.
 
 `remote.failure_policy` decides whether a failure suspends a replica or kills it.
@@ -26,7 +28,7 @@ from typing import Literal
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.types import ReplicaState
 
-Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed"]
+Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed", "leave"]
 
 TRANSITIONS: dict[Event, dict[ReplicaState, ReplicaState]] = {
     "started": {"starting": "newcomer"},
@@ -38,6 +40,7 @@ TRANSITIONS: dict[Event, dict[ReplicaState, ReplicaState]] = {
     "late": {"newcomer": "suspended", "serving": "suspended", "held": "suspended", "leased": "suspended"},
     "answered": {"suspended": "newcomer"},
     "failed": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended"), "dead"),
+    "leave": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended", "dead"), "leaving"),
 }
 """Event -> the states in which it may occur, each with the state that follows."""
 
@@ -70,6 +73,8 @@ class Membership:
                 in a row.
         """
         self.members = {i: Member() for i in replica_ids}
+        self._dropped: dict[int, int] = {}
+        """Incarnation of those that were dropped: the next one under the same id is another."""
         self.budget = budget
         self.generation = 0
         self._restart_delay_s = restart_delay_s
@@ -98,6 +103,22 @@ class Membership:
         elif version is not None:
             member.version = version
         self.generation += (member.state, member.incarnation, member.version) != before
+
+    def add(self, replica_id: int) -> None:
+        """A replica joins, as starting. Raises ValueError: it is there."""
+        if replica_id in self.members:
+            raise ValueError(f"replica {replica_id} is there, {self.members[replica_id].state}")
+        self.members[replica_id] = Member(incarnation=self._dropped.get(replica_id, -1) + 1)
+        self.generation += 1
+
+    def drop(self, replica_id: int) -> None:
+        """One that is leaving or dead is gone. Raises ValueError: it is in another state."""
+        member = self.members[replica_id]
+        if member.state not in ("leaving", "dead"):
+            raise ValueError(f"replica {replica_id} is {member.state}: it has to leave first")
+        self._dropped[replica_id] = member.incarnation
+        del self.members[replica_id]
+        self.generation += 1
 
     def replace(self, replica_id: int) -> float | None:
         """Begins the next incarnation of a dead replica; returns the seconds to wait before its start. None: the budget

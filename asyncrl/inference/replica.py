@@ -102,7 +102,9 @@ class _InFlight:
 
 class Replica:
     """Serves requests with the weights of the last committed publish. Owns the engine, the gate, the requests in flight
-    and the outbox of each client."""
+    and the outbox of each client. `must_leave`: its process was asked to end."""
+
+    must_leave: bool = False
 
     def __init__(
         self,
@@ -301,8 +303,10 @@ class Replica:
         return os.getpid()
 
     async def stats(self) -> ReplicaStats:
-        """Raises ProcessDied when the engine is no longer alive: the replica is useless then."""
-        self._require_engine()
+        """Raises ProcessDied when the engine is no longer alive: the replica is useless then. Who was asked to end says
+        so, whether or not the same signal has ended its engine."""
+        if not self.must_leave:
+            self._require_engine()
         health = self._engine.health()
         paused_s = self._paused_s + (time.monotonic() - self._closed_at if self._closed_at is not None else 0.0)
         return ReplicaStats(
@@ -315,6 +319,7 @@ class Replica:
             asleep_s=self._sleep.asleep_s,
             waking_s=self._sleep.waking_s,
             external_tokens=self._external_tokens,
+            must_leave=self.must_leave,
         )
 
     async def stop(self) -> None:

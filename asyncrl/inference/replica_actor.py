@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import ray
 
@@ -26,6 +30,9 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """Time that a call has beyond the replica's own deadline, so that the replica's error arrives."""
+NOTICE_S = 60.0
+"""Time in which a replica that was asked to end is stopped by its pool. After it, and at a second SIGTERM, its process
+ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,36 @@ class ReplicaPlace:
 
     strategy: Any
     ready: Callable[[float], Awaitable[None]]
+
+
+class ReplicaActor(Replica):
+    """A replica in a process of its own, where SIGTERM is a notice: the replica serves on, and its statistics say that
+    it must leave, so that its pool sends its requests elsewhere."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        # Ray makes the object in the main thread, the only one that may set handlers, and calls __init__ in another. In
+        # the process that owns the actor it makes another object of this class, which stands for the actor.
+        if threading.current_thread() is threading.main_thread() and _is_actor():
+            made._take_notice()
+        return made
+
+    def _take_notice(self) -> None:
+        former = signal.getsignal(signal.SIGTERM)
+
+        def notice(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
+            self.must_leave = True
+            end = threading.Timer(NOTICE_S, os._exit, (128 + number,))
+            end.daemon = True
+            end.start()
+
+        signal.signal(signal.SIGTERM, notice)
+
+
+def _is_actor() -> bool:
+    """True in the process of an actor."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def replica_gpus(rollout: RolloutConfig) -> float:
@@ -93,7 +130,7 @@ def spawn_replica(
     if serve.enabled:
         limits = ExternalLimits.of(rollout.settings.decodes_at_once, serve.share, serve.request_timeout_s)
     handle = (
-        ray.remote(Replica)
+        ray.remote(ReplicaActor)
         .options(
             num_cpus=0,
             num_gpus=num_gpus,
@@ -124,11 +161,12 @@ class ReplicaControl:
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
-    async def start(self, timeout_s: float) -> ReplicaStats:
-        """As `Replica.start`, once the replica has a place. Raises NoPlace: it has none after `timeout_s`, of which a
-        start in a place has as much again."""
+    async def placed(self, timeout_s: float) -> None:
+        """Returns when a node has a place for the process. Raises NoPlace."""
         if self._place is not None:
             await self._place.ready(timeout_s)
+
+    async def start(self, timeout_s: float) -> ReplicaStats:
         return await self._call(timeout_s, Replica.start)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:

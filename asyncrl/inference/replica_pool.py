@@ -8,14 +8,14 @@ difference.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, NoPlace, RunFailed, explain
 from asyncrl.inference.membership import Membership
+from asyncrl.inference.pool_settings import ASK_AGAIN_S, AWAY_AFTER, EXIT_S, LEAVE_S, SLEEP_S, PoolSettings
 from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
@@ -24,48 +24,18 @@ from asyncrl.types import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaStats,
 
 logger = logging.getLogger(__name__)
 
-AWAY_AFTER = 2
-"""Further tries to start a replica that never came up, while others are a quorum."""
-ASK_AGAIN_S = 0.2
-"""Pause between two health checks of a suspended replica, or between two looks for engines that are awake."""
-SLEEP_S = 60.0
-"""Longest time that an engine may take to give its memory back before its process is killed."""
-EXIT_S = 30.0
-"""Longest time for a killed process to exit, where its devices are shared."""
-
 UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held")
 ROUTED: tuple[ReplicaState, ...] = ("serving", "held")
 
 Listener = Callable[[ReplicaTable], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """`max_restarts`: replacements within `window_s`; times are seconds, meant as in `ray:` and `recovery:`.
-
-    `rejoin_timeout_s`: how long a late replica may take to answer again; 0 replaces it at once. `restart_delay_s`:
-    delay before the start of a replica whose predecessor failed without having served, doubled with each failure in a
-    row. The memory and the processes of the predecessor may take a while to disappear.
-    """
-
-    max_restarts: int
-    start_timeout_s: float
-    health_interval_s: float
-    health_timeout_s: float
-    restart_delay_s: float = 1.0
-    window_s: float = math.inf
-    rejoin_timeout_s: float = 0.0
-    quorum: int | None = None
-    """Replicas that have to come up at the start; None: all."""
-    serves_at_once: bool = False
-    """Replicas load real weights and serve from their start; no publish follows."""
-
-
 class ReplicaPool:
     """Owns the processes of the replicas, their states and the budget for replacing them.
 
     Consumes: failures that its health watch, the checkpoint engine and the coordinator report.
-    Produces: the members that a publish reaches; a replacement for each replica that failed; the replica table.
+    Produces: the members that a publish reaches; a replacement for each replica that failed; the end of each that was
+    asked to leave, by its machine or by `leave`; the replica table.
     Waits for: health checks, every `health_interval_s` and at most `health_timeout_s`; starts, at most
     `start_timeout_s`; suspended replicas, at most `rejoin_timeout_s`.
     Unblocked by: the answers of the replicas.
@@ -104,6 +74,9 @@ class ReplicaPool:
         """Clients that no replica may work for, also one that was suspended when they ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._quiet = asyncio.Event()
+        """Set while no publish is in progress."""
+        self._quiet.set()
         self._failure: RunFailed | None = None
         self._stopping = False
 
@@ -186,7 +159,7 @@ class ReplicaPool:
         One that is late (DeadlineExceeded) is suspended, if the settings give it time to rejoin. Any other is killed
         and begins to be replaced. When no replacement is left, `watch` and `wait_member` raise RunFailed.
         """
-        if self._controls[replica_id] is not control or self._stopping or self._failure is not None:
+        if not self._is_awaited(replica_id, control):
             return
         may_rejoin = self._settings.rejoin_timeout_s > 0 and self._membership.may(replica_id, "late")
         action = failure_action(replica(replica_id), why, restarts_left=True, may_rejoin=may_rejoin)
@@ -220,14 +193,17 @@ class ReplicaPool:
 
     async def stats(self) -> list[ReplicaStats]:
         """Statistics of every member that answers, also in the middle of a publish. A member that does not answer has
-        failed (`fail`)."""
+        failed (`fail`); one whose process was asked to end leaves."""
 
         async def one(replica_id: int, control: ReplicaHandle) -> ReplicaStats | None:
             try:
-                return await control.stats(self._settings.health_timeout_s)
+                found = await control.stats(self._settings.health_timeout_s)
             except AsyncRLError as error:
                 self.fail(replica_id, control, error)
                 return None
+            if found.must_leave and self._is_awaited(replica_id, control):
+                self.leave(replica_id, "preempted")
+            return found
 
         answers = await asyncio.gather(*(one(i, control) for i, control in (self.members | self.leased).items()))
         return [a for a in answers if a is not None]
@@ -243,7 +219,43 @@ class ReplicaPool:
         for control in controls:
             control.kill()
 
+    # -- joining and leaving ------------------------------------------------------------------------------------
+
+    def join(self, replica_id: int) -> None:
+        """Adds a replica that is not there, and begins to start it: as a replacement, it serves from its first publish
+        on. Does nothing in a pool that is at its end. Raises ValueError: it is there."""
+        if self._stopping or self._failure is not None:
+            return
+        self._membership.add(replica_id)
+        control = self._controls[replica_id] = self._spawn(replica_id)
+        self._on_event(events.ReplicaJoined(replica_id))
+        self._spawn_task(self._start(replica_id, control, 0.0), f"start replica {replica_id}")
+        self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
+
+    def leave(self, replica_id: int, why: events.Departure) -> None:
+        """Begins to take a replica out: no new request goes to it, those in flight resume elsewhere with their tokens,
+        and its process is stopped once no publish is in progress, `LEAVE_S` later at the latest. It costs no restart.
+        Then it is in the table no more. Does nothing for one that leaves already, and in a pool at its end."""
+        member = self._membership.members.get(replica_id)
+        if member is None or member.state == "leaving" or self._stopping or self._failure is not None:
+            return
+        logger.info("replica %d leaves: %s", replica_id, why)
+        was_up = member.state not in ("starting", "dead")
+        self._membership.apply(replica_id, "leave")
+        self._on_event(events.ReplicaLeft(replica_id, why))
+        leaves = self._leave(replica_id, self._controls[replica_id], stops=was_up)
+        self._spawn_task(leaves, f"leave of replica {replica_id}")
+
     # -- publishes -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        """A publish is in progress: replicas that leave stay until its end, since it would wait for them."""
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._quiet.set()
 
     async def hold(self, controls: Mapping[int, ReplicaHandle]) -> None:
         """A rolling publish reaches these next: no new request goes to them until they have committed, unless every
@@ -372,8 +384,11 @@ class ReplicaPool:
         return {i: self._controls[i] for i in self._membership.those(*states)}
 
     def _current(self, controls: Mapping[int, ReplicaHandle]) -> list[int]:
-        """Those of `controls` that have not been replaced or suspended since."""
-        return [i for i, control in controls.items() if self._controls[i] is control]
+        """Those of `controls` that have not been replaced or suspended since, and do not leave."""
+        return [i for i, control in controls.items() if self._controls.get(i) is control and not self._leaves(i)]
+
+    def _leaves(self, replica_id: int) -> bool:
+        return self._membership.members[replica_id].state == "leaving"
 
     async def _tell(self) -> None:
         """Returns when the listener has the table as it is now, or a later one. Raises what the listener raises."""
@@ -436,15 +451,18 @@ class ReplicaPool:
             return
 
     def _replace(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
+        if isinstance(why, NoPlace) and self._settings.is_resized and (self.members or self.leased):
+            self.leave(replica_id, "no_place")  # it comes back when a node has room
+            return
         logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event(events.ReplicaFailed(replica_id, str(why), restarts=self._budget.total))
         control.kill()
         if self._devices is not None:
             self._devices.turns.killed(replica_id)
-            self._spawn_task(self._exit(self._devices, replica_id, control), f"exit of replica {replica_id}")
+            self._spawn_task(self._exit(replica_id, control), f"exit of replica {replica_id}")
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
-        if self._stays_away(replica_id, why):
+        if self._stays_away(replica_id):
             logger.error("replica %d did not start and stays away; the others go on", replica_id)
             self._changed.set()
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
@@ -465,11 +483,8 @@ class ReplicaPool:
             self._spawn_task(start, f"replace replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
-    def _stays_away(self, replica_id: int, why: BaseException | str) -> bool:
-        """True for one that never came up, while a quorum is up: trying again would spend the budget of the others. And
-        for one that no node has room for, while any other is up: it has waited for one as long as a start may take."""
-        if isinstance(why, NoPlace) and (self.members or self.leased):
-            return True
+    def _stays_away(self, replica_id: int) -> bool:
+        """True for one that never came up, while a quorum is up: trying again would spend the budget of the others."""
         member, quorum = self._membership.members[replica_id], self._settings.quorum
         if (
             member.served
@@ -494,38 +509,70 @@ class ReplicaPool:
             self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _load(self, replica_id: int, control: ReplicaHandle) -> None:
-        """Starts a replica, in the engines' turn where the devices are shared. Raises what its start raises."""
+        """Starts a replica once it has a place, in the engines' turn where the devices are shared. Raises what its
+        start raises, NoPlace."""
+        await control.placed(self._settings.start_timeout_s)
         if self._devices is not None:
             await self._devices.turn_to_load(replica_id)
+            if not self._is_awaited(replica_id, control):  # it has left while it waited: nothing loads
+                self._devices.turns.exited(replica_id)
+                self._devices.changed()
+                return
         await control.start(self._settings.start_timeout_s)
+
+    async def _leave(self, replica_id: int, control: ReplicaHandle, *, stops: bool) -> None:
+        """`stops`: its process is up, and is asked to stop before it is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._tell_soon()
+                await self._quiet.wait()
+        if stops:
+            try:
+                await control.stop(self._settings.stop_timeout_s)
+            except Exception as error:  # noqa: BLE001 - task boundary: it is killed in any case
+                logger.info("while replica %d leaves: %s", replica_id, error)
+        control.kill()
+        if self._devices is not None:
+            self._devices.turns.killed(replica_id)
+        await self._exit(replica_id, control)
+        self._membership.drop(replica_id)
+        del self._controls[replica_id]
+        self._details.pop(replica_id, None)
+        self._changed.set()
+        await self._tell_soon()
+        if not self._settings.is_resized:
+            self.join(replica_id)
 
     async def _put_to_sleep(self, replica_id: int, control: ReplicaHandle) -> None:
         """One that does not sleep in time is killed: it would keep its memory."""
         try:
             await control.sleep(SLEEP_S)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
-            if self._controls[replica_id] is control and not self._stopping and self._failure is None:
+            if self._is_awaited(replica_id, control):
                 self._replace(replica_id, control, error)
         else:
-            if self._controls[replica_id] is control and replica_id in self.members:
+            if self._controls.get(replica_id) is control and replica_id in self.members:
                 self._shared().turns.slept(replica_id)
 
-    async def _exit(self, devices: SharedDevices, replica_id: int, control: ReplicaHandle) -> None:
-        """Books the exit of a killed process. One that does not exit keeps its memory: the next `sleep` raises then."""
+    async def _exit(self, replica_id: int, control: ReplicaHandle) -> None:
+        """Returns when a killed process has exited, and books it. One that does not exit keeps its memory: the next
+        `sleep` raises then."""
         try:
             await control.ended(EXIT_S)
         except DeadlineExceeded:
             logger.exception("replica %d was killed and does not exit", replica_id)
-        else:
-            devices.turns.exited(replica_id)
-            devices.changed()
+            return
+        if self._devices is not None:
+            self._devices.turns.exited(replica_id)
+            self._devices.changed()
 
     def _shared(self) -> SharedDevices:
         assert self._devices is not None, "the replicas have devices of their own"
         return self._devices
 
     def _is_awaited(self, replica_id: int, control: ReplicaHandle) -> bool:
-        return self._controls[replica_id] is control and not self._stopping and self._failure is None
+        """True while this incarnation is wanted: it has not been replaced and does not leave, and the pool goes on."""
+        return bool(self._current({replica_id: control})) and not self._stopping and self._failure is None
 
     def _came_up(self, replica_id: int) -> None:
         self._membership.apply(replica_id, "started")

@@ -11,8 +11,9 @@ from typing import Any
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.inference.pool_settings import PoolSettings
 from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.inference.replica_pool import ReplicaPool
 from asyncrl.types.events import Event
 
 logger = logging.getLogger(__name__)

@@ -268,7 +268,11 @@ def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], sc
         late: the lines of metrics.jsonl after the warm-up.
     """
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
-    busy = fmean(1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0) for line in late) * scenario.num_replicas
+    busy = fmean(
+        (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0))
+        * max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # others may have joined
+        for line in late
+    )
     speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late) / max(1e-9, busy)
     for _ in range(_ROUNDS):
         steps = Simulation(scenario, costs).run(num_steps(scenario))

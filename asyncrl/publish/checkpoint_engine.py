@@ -144,7 +144,8 @@ class CheckpointEngine:
             ProcessDied: the trainer died. RunFailed: no replica is left.
         """
         async with self._lock:
-            return await self._publish(version, newcomers_only)
+            with self._fleet.publishing():
+                return await self._publish(version, newcomers_only)
 
     async def _publish(self, version: int | None, newcomers_only: bool) -> PublishReport | None:
         started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from asyncrl.config.weights import WeightsConfig
@@ -57,6 +58,10 @@ class PublishTargets(Protocol):
     async def hold(self, controls: Mapping[int, ReplicaHandle]) -> None:
         """A rolling publish reaches these next: no new request goes to them until they have committed, while there are
         others."""
+        ...
+
+    def publishing(self) -> AbstractContextManager[None]:
+        """A publish is in progress: no replica is stopped on purpose in its middle."""
         ...
 
     async def stats(self) -> object:

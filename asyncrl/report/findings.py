@@ -9,7 +9,14 @@ from typing import Literal
 
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
-from asyncrl.types.events import GuardChanged, ReplicaFailed, ReplicaRejoined, ReplicaServing, ReplicaSuspended
+from asyncrl.types.events import (
+    GuardChanged,
+    ReplicaFailed,
+    ReplicaLeft,
+    ReplicaRejoined,
+    ReplicaServing,
+    ReplicaSuspended,
+)
 from asyncrl.types.metrics import Metric
 
 WORTH_IT = 0.15
@@ -148,6 +155,10 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             failures[replica] = failures.get(replica, 0) + 1
         elif kind in (ReplicaServing.kind, ReplicaRejoined.kind):
             out.pop(replica, None)
+        elif kind == ReplicaLeft.kind:
+            out.pop(replica, None)
+            if event.get("why") == "no_place":
+                out[replica] = "no node has room for it"
     recovering = _mean(run, Metric.REPLICA_RECOVERING)
     for replica, error in sorted(out.items()):
         yield Diagnosis(

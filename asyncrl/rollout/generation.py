@@ -180,17 +180,18 @@ class GenerationClient:
         """Sends requests to the replicas of this table that are in `states`, and to no others.
 
         The requests of a replica that left, or that is another incarnation, resume elsewhere with the tokens that had
-        arrived. A replica that was leased gets an abort for them first. A replica that serves although its connection
-        was lost is connected again.
+        arrived. A replica that was leased, or that leaves, gets an abort for them. A replica that serves although its
+        connection was lost is connected again.
         """
+        lives_on = ("leased", "leaving") if self._waits_for_replacements else ("leased",)
         for replica_id, link in list(self._links.items()):
             row = table.rows.get(replica_id)
             if row is not None and row.incarnation == link.incarnation and row.state in self._states:
                 continue
-            if row is not None and row.incarnation == link.incarnation and row.state == "leased":
+            if row is not None and row.incarnation == link.incarnation and row.state in lives_on:
                 self._withdraw(link)
             else:
-                self._lose(link, "it is late, or another process takes its place")
+                self._lose(link, "it is late, it leaves, or another process takes its place")
         for replica_id, row in table.those(*self._states).items():
             if replica_id in self._links:
                 self._router.put(replica_id, row.version, held=row.state == "held")

@@ -29,6 +29,7 @@ from asyncrl.types.groups import (
 )
 from asyncrl.types.models import LayerSizes, ModelFacts
 from asyncrl.types.replicas import (
+    FleetReport,
     ReplicaHandle,
     ReplicaRow,
     ReplicaState,
@@ -70,6 +71,7 @@ __all__ = [
     "EngineHealth",
     "EvalResult",
     "FinishReason",
+    "FleetReport",
     "Generation",
     "GenerationRequest",
     "GroupSummary",

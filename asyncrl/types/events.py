@@ -22,6 +22,7 @@ Transition = Literal[
     "admitted", "reissued", "ready", "leased", "released", "requeued", "trained", "filtered", "expired", "failed"
 ]
 
+Departure = Literal["scaled", "preempted", "no_place"]
 
 ENVELOPE = ("event", "time_s", "monotonic_s", "writer", "at", "chain")
 """What each line of the file has besides the fields of its event."""
@@ -151,7 +152,7 @@ class ReplicaFailed(ReplicaEvent, kind="replica_failed"):
 
 
 class ReplicaStarted(ReplicaEvent, kind="replica_started"):
-    """The replacement has started and waits for its first publish."""
+    """The replacement, or the replica that has joined, has started and waits for its first publish."""
 
 
 class ReplicaServing(ReplicaEvent, kind="replica_serving"):
@@ -174,6 +175,26 @@ class ReplicaLeased(ReplicaEvent, kind="replica_leased"):
 
 class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
     """The evaluation has ended its lease; the replica waits for the current version."""
+
+
+class FleetResized(Event, kind="fleet_resized"):
+    """The run wants `replicas` replicas from now on, in place of `former`. `asked_by` recipe: at the start, because of
+    rollout.max_replicas; command: by asyncrl-scale."""
+
+    replicas: Whole
+    former: Whole
+    asked_by: Literal["recipe", "command"]
+
+
+class ReplicaJoined(ReplicaEvent, kind="replica_joined"):
+    """A replica has a place and begins to start: one that the run did not have, or one that had left."""
+
+
+class ReplicaLeft(ReplicaEvent, kind="replica_left"):
+    """The replica gets no more requests, and its process ends. `why` scaled: fewer are wanted; preempted: its process
+    or its node was asked to end; no_place: no node has room for its replacement."""
+
+    why: Departure
 
 
 class ModelReplicaChanged(Event, kind="model_replica"):

@@ -145,7 +145,7 @@ class ReplicaStats:
     """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
     those below it; `node`: address of its machine, where it is known. `asleep_s`: time that the engine slept;
     `waking_s`: time that it took to take its memory back; `external_tokens`: sampled since its start for requests from
-    outside the run."""
+    outside the run. `must_leave`: its process was asked to end (SIGTERM), and will be killed soon."""
 
     replica_id: int
     pid: int
@@ -156,3 +156,4 @@ class ReplicaStats:
     asleep_s: float = 0.0
     waking_s: float = 0.0
     external_tokens: int = 0
+    must_leave: bool = False

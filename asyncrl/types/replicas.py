@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from asyncrl.types.generation import PauseMode, ReplicaStats
 from asyncrl.types.weights import Digest, Manifest, TransferSource
 
-ReplicaState = Literal["starting", "newcomer", "serving", "held", "leased", "suspended", "dead"]
+ReplicaState = Literal["starting", "newcomer", "serving", "held", "leased", "suspended", "leaving", "dead"]
 """`inference.membership` defines the states and what leads from one to another."""
 
 
@@ -19,6 +19,10 @@ class ReplicaHandle(Protocol):
 
     Every call raises ProcessDied when the process has died and DeadlineExceeded when it does not answer.
     """
+
+    async def placed(self, timeout_s: float) -> None:
+        """Returns when a node has a place for the process. Raises NoPlace."""
+        ...
 
     async def start(self, timeout_s: float) -> ReplicaStats: ...
     async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
@@ -56,6 +60,31 @@ class ReplicaRow:
     version: int | None = None
     detail: str = ""
     asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """How many replicas a run has and wants.
+
+    Attributes:
+        target: the number that it wants.
+        least: replicas whose places are reserved for the whole run.
+        most: the largest target that it takes; None: any.
+        states: of the replicas that it has, by id.
+        waiting: ids of replicas that no node has room for yet -> what was found at the last look; empty before it.
+    """
+
+    target: int
+    least: int
+    most: int | None
+    states: Mapping[int, ReplicaState]
+    waiting: Mapping[int, str]
+
+    @property
+    def is_reached(self) -> bool:
+        """True when as many replicas serve as the run wants, and no other is there."""
+        up = [state for state in self.states.values() if state in ("serving", "held", "leased")]
+        return len(up) == len(self.states) == self.target
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,9 @@ class Control:
             raise DeadlineExceeded("an earlier handle")
         return await self.process.call(timeout_s, method, *args)
 
+    async def placed(self, timeout_s):
+        await self.process.rig.has_place.wait()
+
     async def start(self, timeout_s):
         assert not self.process.rig.training, "an engine loads in the trainer's turn"
         self.process.loaded = True
@@ -149,6 +152,8 @@ class Rig:
     def __init__(self, path, *overrides, max_steps=3, num=2, max_restarts=50, **settings):
         self.path, self.training, self.steps, self.load_s, self.exit_s = path, False, 0, 0.0, 0.004
         self.processes = []
+        self.has_place = asyncio.Event()
+        self.has_place.set()
         self.recipe = load_recipe(
             QUICKSTART,
             [
@@ -403,6 +408,31 @@ async def test_an_evaluation_comes_while_the_engines_are_awake(tmp_path):
     rig.rollouter.on_evaluate = [answered] * 4
     await rig.run()
     assert rig.rollouter.evaluations == 4
+
+
+async def test_a_replica_that_waits_for_a_place_keeps_the_trainer_from_nothing(tmp_path):
+    """It holds no memory of the devices: it counts as awake only when it loads."""
+    rig = Rig(tmp_path, start_timeout_s=60)
+    await rig.begin()
+    rig.has_place.clear()
+    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its node was lost"))
+    await asyncio.wait_for(rig.coordinator.run(), 20)
+    assert rig.steps == 3
+    assert rig.pool.table.rows[0].state == "starting"
+    await rig.pool.stop(1)
+
+
+async def test_a_replica_that_leaves_while_it_waits_for_its_turn_never_loads(tmp_path):
+    rig = Rig(tmp_path, is_resized=True)
+    await rig.begin()
+    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its engine is dead"))
+    await until(lambda: len(rig.processes) == 3)
+    rig.pool.leave(0, "preempted")
+    await until(lambda: 0 not in rig.pool.table.rows)
+    await asyncio.wait_for(rig.coordinator.run(), 20)
+    assert not rig.processes[2].loaded
+    assert rig.steps == 3
+    await rig.pool.stop(1)
 
 
 async def test_a_process_that_never_exits_ends_the_wait_for_the_turn(tmp_path, monkeypatch):

@@ -46,6 +46,8 @@ class Control(FakeReplica):
         super().__init__()
         self.may_start = may_start
 
+    async def placed(self, timeout_s): ...
+
     async def start(self, timeout_s):
         await asyncio.wait_for(self.may_start.wait(), timeout_s)
 
@@ -53,7 +55,7 @@ class Control(FakeReplica):
         if self.dead:
             raise self.dead
         health = SimpleNamespace(busy_s=0.0, generated_tokens=0, version=0)
-        return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0, external_tokens=0)
+        return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0, external_tokens=0, must_leave=False)
 
     async def reset(self, timeout_s):
         self.calls.append(("reset",))

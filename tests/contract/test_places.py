@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from asyncrl.cluster.placement import words
@@ -160,8 +161,44 @@ def test_without_gpus_processes_are_spread_over_the_nodes_or_kept_on_one(cluster
                 assert found([spawned(0, places.of_replica(3).strategy)])[0][0] == node_of_replica(places, 3)
 
 
+def test_a_replica_that_joins_has_a_place_of_its_own_and_a_node_that_comes_later_is_used(cluster):
+    def ready(places, replica_id, timeout_s=ANSWER_S):
+        asyncio.run(places.ready(replica_id, timeout_s))
+
+    asked = recipe("rollout.vllm.tensor_parallel_size=4", "rollout.num_replicas=1", "trainer.num_ranks=4")
+    with reserved(asked) as places:
+        ready(places, 7)
+        actor = spawned(4, places.of_replica(7).strategy)
+        assert len(found([actor])[0][1]) == 4
+        ready(places, 8)
+        assert sum(free_gpus()) == 0, "nobody else takes what a replacement needs"
+        with pytest.raises(NoPlace, match=r"a place for replica 9: 4 GPUs of one node(.|\n)*GPUs free"):
+            ready(places, 9, 1.0)
+        ray.kill(actor)
+        asyncio.run(places.give_back(7))
+        ready(places, 9)
+        with pytest.raises(NoPlace):
+            ready(places, 10, 1.0)
+        added = cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=80 * 2**20)
+        ready(places, 10)
+        assert found([spawned(4, places.of_replica(10).strategy)])[0][0] == added.node_id
+        asyncio.run(places.give_back(0))
+        ready(places, 0)  # it is reserved for the whole run
+    until(lambda: free_gpus() == [4, 4, 4, 8])
+    cluster.remove_node(added)
+    until(lambda: free_gpus() == [4, 4, 8])
+
+
+def test_a_replica_that_joins_is_where_its_weights_reach_it(cluster):
+    on_cpu = ("rollout.engine=torch", "trainer.device=cpu", "rollout.torch.device=cpu", "rollout.num_replicas=1")
+    with reserved(recipe(*on_cpu, "weights.transport=ipc")) as places:
+        for replica_id in (1, 2, 3):
+            asyncio.run(places.ready(replica_id, ANSWER_S))
+            assert found([spawned(0, places.of_replica(replica_id).strategy)])[0][0] == node_of_replica(places, 0)
+
+
 def test_after_the_loss_of_a_node_a_process_waits_for_another_and_not_for_ever(cluster):
-    """The last test of this file: it changes the cluster."""
+    """With the one after it the last of this file: they change the cluster."""
 
     async def waits(places, timeout_s):
         with pytest.raises(NoPlace, match=r"a place for replica 0: 1 bundle of 8 GPUs(.|\n)*GPUs free"):
@@ -193,6 +230,27 @@ def test_after_the_loss_of_a_node_a_process_waits_for_another_and_not_for_ever(c
         assert gpus_of(node_of_replica(places, 0)) == 8
         node, gpus = found([spawned(8, places.of_replica(0).strategy)])[0]
         assert (node, sorted(gpus)) == (node_of_replica(places, 0), list(range(8))), "a replacement finds its bundle"
+
+
+def test_a_node_that_was_asked_to_end_is_seen_and_is_no_place_any_more(cluster):
+    async def looks(places):
+        async with asyncio.timeout(ANSWER_S):
+            while await places.ending() != {0}:
+                await asyncio.sleep(0.2)
+        with pytest.raises(NoPlace):
+            await places.ready(0, 1.0)
+
+    asked = recipe("rollout.vllm.tensor_parallel_size=8", "rollout.num_replicas=1", "trainer.num_ranks=4")
+    with reserved(asked) as places:
+        assert asyncio.run(places.ending()) == set()
+        found([actor := spawned(8, places.of_replica(0).strategy)])
+        client = ray._raylet.GcsClient(address=cluster.address)
+        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # as a node that gets SIGTERM does itself
+        node, deadline_ms = node_of_replica(places, 0), int((time.time() + 600) * 1000)
+        accepted, why = client.drain_node(node, reason, "its provider takes it back", deadline_ms)
+        assert accepted, why
+        asyncio.run(looks(places))
+        del actor
 
 
 def test_where_there_is_one_place_no_group_is_made(monkeypatch):

@@ -351,6 +351,31 @@ async def test_a_stopped_replica_that_does_not_go_on_is_replaced(fleet, trainer,
     assert fleet.routes.of(0) == ["replica_suspended", "replica_failed", "replica_started", "replica_serving"]
 
 
+async def test_a_replica_that_gets_sigterm_leaves_in_good_order_and_its_requests_go_on_elsewhere(
+    fleet, trainer, expected
+):
+    """Here nothing else brings it back: the pool replaces it, and no restart is counted."""
+    publishing = Publishing(trainer, fleet)
+    await publishing.engine.publish(40)
+    restarts, victim = fleet._budget.total, await publishing.pid(1)
+    client = await fleet.routes.connect(fleet)
+    fleet.routes.events.clear()
+    running = requests(client)
+    await asyncio.sleep(0.02)
+    os.kill(victim, signal.SIGTERM)
+    await finished(running)
+    async with asyncio.timeout(60):
+        while fleet.newcomers.keys() != {1}:
+            await asyncio.sleep(0.05)
+    assert not psutil.pid_exists(victim)
+    assert fleet.routes.of(1) == ["replica_left", "replica_joined", "replica_started"]
+    assert fleet._budget.total == restarts
+    assert (await publishing.engine.publish(41)).replicas == 2
+    assert await publishing.answers() == {0: expected, 1: expected}
+    await finished(requests(client))
+    await fleet.routes.disconnect(fleet)
+
+
 async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_began_anew(fleet, trainer, expected):
     publishing = Publishing(trainer, fleet)
     await publishing.engine.publish(20)

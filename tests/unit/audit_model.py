@@ -53,6 +53,7 @@ class Run:
         self.rng = random.Random(seed)
         self.state = State()
         self.limit, self.guard_rng, self.teacher_rng = MAX_LAG, random.Random(-seed), random.Random(seed + 1)
+        self.wanted, self.fleet_rng = REPLICAS, random.Random(seed + 2)
         self.events: list[Event] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.saved: list[tuple[str, State]] = []
@@ -102,6 +103,7 @@ class Run:
         limits = {"groups_per_step": B, "max_lag": MAX_LAG, "max_steps": STEPS, "replicas": REPLICAS, "verify": "first"}
         self.write("start", name="model", resumed=bool(self.saved), pid=1, **limits)
         self.replicas = dict.fromkeys(range(REPLICAS), "new")
+        self.wanted = REPLICAS
         self.restarts.clear()
         self.resume()
 
@@ -207,6 +209,30 @@ class Run:
             i = self.rng.choice(lost)
             self.write("replica_started" if self.replicas[i] == "down" else "replica_rejoined", replica=i)
             self.replicas[i] = "new"
+
+    def scale(self) -> None:
+        """The fleet grows or shrinks, or a machine takes a replica away. It draws by itself."""
+        rng = self.fleet_rng
+        if rng.random() < 0.5:
+            return
+        wanted = rng.randint(REPLICAS, REPLICAS + 2)
+        if wanted != self.wanted and rng.random() < 0.6:
+            self.write("fleet_resized", replicas=wanted, former=self.wanted, asked_by="command")
+            self.wanted = wanted
+        idle = sorted(i for i, now in self.replicas.items() if now != "leased")
+        while idle and idle[-1] >= REPLICAS and len(self.replicas) > self.wanted:
+            self.leave(idle.pop(), "scaled")
+        if len(idle) > 2 and rng.random() < 0.3:
+            self.leave(rng.choice(idle), rng.choice(("preempted", "no_place")))
+        if rng.random() < 0.7:
+            for i in range(REPLICAS + 2):
+                if i not in self.replicas and len(self.replicas) < self.wanted:
+                    self.write("replica_joined", replica=i)
+                    self.replicas[i] = "down"
+
+    def leave(self, replica: int, why: str) -> None:
+        del self.replicas[replica]
+        self.write("replica_left", replica=replica, why=why)
 
     def lose_rollouter(self) -> None:
         if self.rng.random() < 0.2:
@@ -387,6 +413,7 @@ class Run:
             self.end(ordinal, "trained")
         state.step += 1
         self.publish_step()
+        self.scale()
         self.guard()
         line = {"step": state.step, "staleness/lag_max": lag_max}
         line |= {f"queue/{name}": count for name, count in state.all_counts().items()}

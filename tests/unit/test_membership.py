@@ -13,14 +13,15 @@ from asyncrl.types import ReplicaState
 pytestmark = pytest.mark.unit
 
 TABLE = """
-             started   committed  hold      lease   lease_ended  fenced    late       answered  failed
-starting     newcomer  -          -         -       -            -         -          -         dead
-newcomer     -         serving    newcomer  -       -            newcomer  suspended  -         dead
-serving      -         serving    held      leased  -            newcomer  suspended  -         dead
-held         -         serving    held      -       -            newcomer  suspended  -         dead
-leased       -         -          -         -       newcomer     newcomer  suspended  -         dead
-suspended    -         -          -         -       -            -         -          newcomer  dead
-dead         -         -          -         -       -            -         -          -         -
+             started   committed  hold      lease   lease_ended  fenced    late       answered  failed  leave
+starting     newcomer  -          -         -       -            -         -          -         dead    leaving
+newcomer     -         serving    newcomer  -       -            newcomer  suspended  -         dead    leaving
+serving      -         serving    held      leased  -            newcomer  suspended  -         dead    leaving
+held         -         serving    held      -       -            newcomer  suspended  -         dead    leaving
+leased       -         -          -         -       newcomer     newcomer  suspended  -         dead    leaving
+suspended    -         -          -         -       -            -         -          newcomer  dead    leaving
+leaving      -         -          -         -       -            -         -          -         -       -
+dead         -         -          -         -       -            -         -          -         -       leaving
 """
 WAYS: dict[ReplicaState, tuple[Event, ...]] = {
     "starting": (),
@@ -29,6 +30,7 @@ WAYS: dict[ReplicaState, tuple[Event, ...]] = {
     "held": ("started", "committed", "hold"),
     "leased": ("started", "committed", "lease"),
     "suspended": ("started", "late"),
+    "leaving": ("started", "committed", "leave"),
     "dead": ("failed",),
 }
 
@@ -98,6 +100,21 @@ def test_a_spent_budget_leaves_it_dead_and_counts_for_all():
     made.apply(1, "failed")
     assert made.replace(1) is None
     assert made.members[1].state == "dead"
+
+
+def test_who_joins_again_under_an_id_is_another_incarnation_and_nobody_goes_without_leaving():
+    made = in_state("leaving")
+    former, before = made.members[0].incarnation, made.generation
+    made.drop(0)
+    assert (0 in made.members, made.generation) == (False, before + 1)
+    made.add(0)
+    assert (made.members[0].state, made.members[0].incarnation > former) == ("starting", True)
+    made.add(7)
+    assert (made.members[7].incarnation, made.generation) == (0, before + 3)
+    with pytest.raises(ValueError, match="replica 7 is there, starting"):
+        made.add(7)
+    with pytest.raises(ValueError, match="it has to leave first"):
+        made.drop(7)
 
 
 @given(

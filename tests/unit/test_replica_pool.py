@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,8 @@ class Control:
     def __init__(self, replica_id):
         self.replica_id = replica_id
         self.kills, self.calls = [], []
-        self.start_error = self.stats_error = self.reset_error = None
+        self.start_error = self.stats_error = self.reset_error = self.place_error = None
+        self.must_leave = False
         self.renewed = []
         self.may_start, self.runs = asyncio.Event(), asyncio.Event()
         self.may_start.set()
@@ -29,6 +31,10 @@ class Control:
     def go_on(self):
         self.runs.set()
 
+    async def placed(self, timeout_s):
+        if self.place_error:
+            raise self.place_error
+
     async def start(self, timeout_s):
         await asyncio.wait_for(self.may_start.wait(), timeout_s)
         if self.start_error:
@@ -38,7 +44,7 @@ class Control:
         await self._answer(timeout_s)
         if self.stats_error:
             raise self.stats_error
-        return self.replica_id
+        return SimpleNamespace(replica_id=self.replica_id, must_leave=self.must_leave)
 
     async def reset(self, timeout_s):
         await self._answer(timeout_s)
@@ -64,8 +70,12 @@ class Control:
             raise DeadlineExceeded("no answer in time") from None
 
     async def stop(self, timeout_s):
+        self.calls.append("stop")
         if self.killed:
             raise ProcessDied("it was killed")
+
+    async def ended(self, timeout_s):
+        assert self.killed
 
     def kill(self):
         self.kills.append(self)
@@ -110,9 +120,9 @@ class Rig:
         self.tables.append(table)
         former, self.routed = self.routed, table.those("serving", "held")
         for i, row in former.items():
-            now = table.rows[i]
-            if now.incarnation != row.incarnation or i not in self.routed:
-                lives = now.incarnation == row.incarnation and now.state == "leased"
+            now = table.rows.get(i)
+            if now is None or now.incarnation != row.incarnation or i not in self.routed:
+                lives = now is not None and now.incarnation == row.incarnation and now.state in ("leased", "leaving")
                 (self.withdrawn if lives else self.retired).append(i)
         for i, row in self.routed.items():
             if i not in former or former[i].incarnation != row.incarnation:
@@ -177,7 +187,7 @@ async def test_the_watch_replaces_what_answers_no_health_check():
         while len(rig.made) < 3 or 1 not in rig.pool.members:
             await asyncio.sleep(0.005)
     assert rig.made[1].killed == 1
-    assert sorted(await rig.pool.stats()) == [0, 1]
+    assert [stats.replica_id for stats in await rig.pool.stats()] == [0, 1]
     watch.cancel()
 
 
@@ -270,25 +280,33 @@ async def test_one_that_never_comes_up_stays_away_and_leaves_the_budget_to_the_o
     watching.cancel()
 
 
-async def test_one_that_no_node_has_room_for_stays_away_as_long_as_another_serves():
-    """Also one that had served, below the quorum, and without a budget: the others go on."""
+async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
+    """Also one that had served, below the quorum, and without a budget: the others go on. It may come back."""
 
     def lost(control):
-        control.start_error = NoPlace("no node had room for it")
+        control.place_error = NoPlace("no node had room for it")
 
-    rig = Rig(num=3, quorum=3, prepare=lost, max_restarts=3)
+    rig = Rig(num=3, quorum=3, prepare=lost, max_restarts=4, is_resized=True)
     await rig.pool.start()
     await rig.pool.committed(rig.pool.controls)
+    rig.events.clear()
     for replica_id in (1, 2):
         rig.pool.fail(replica_id, rig.pool.controls[replica_id], ProcessDied("its node was lost"))
     await settled()
-    assert sorted(rig.pool.serving) == [0]
-    assert [rig.pool.table.rows[i].state for i in (1, 2)] == ["dead", "dead"]
+    assert (sorted(rig.pool.serving), sorted(rig.pool.table.rows)) == ([0], [0])
+    assert rig.kinds == ["replica_failed", "replica_failed", "replica_left", "replica_left"]
+    assert [fields["why"] for kind, fields in rig.events if kind == "replica_left"] == ["no_place", "no_place"]
     assert len(rig.made) == 5, "each has waited for a place once"
     assert all(control.killed for control in rig.made[1:])
     watching = asyncio.create_task(rig.pool.watch())
     await settled()
     assert not watching.done(), "the run goes on"
+    rig.pool.join(2)
+    rig.made[-1].place_error = None
+    await settled()
+    assert rig.pool.newcomers == {2: rig.made[-1]}, "a node has room again"
+    rig.pool.fail(2, rig.made[-1], ProcessDied("its node was lost again"))
+    await settled()
     rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its node was lost too"))
     await settled()
     with pytest.raises(RunFailed, match="no node had room"):
@@ -641,7 +659,7 @@ async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(
     assert (rig.withdrawn, rig.retired) == ([2], [])
     assert sorted(rig.pool.members) == sorted(rig.pool.serving) == [0, 1]
     assert rig.pool.newcomers == {}, "a catch-up passes it by"
-    assert sorted(await rig.pool.stats()) == [0, 1, 2], "its health is watched"
+    assert sorted(s.replica_id for s in await rig.pool.stats()) == [0, 1, 2], "its health is watched"
     await rig.pool.end_lease(leases)
     assert rig.made[2].calls == ["reset"]
     assert rig.pool.newcomers == {2: rig.made[2]}
@@ -714,3 +732,153 @@ async def test_a_fence_ends_leases():
     await rig.pool.fence()
     assert (rig.pool.leased, sorted(rig.pool.newcomers)) == ({}, [0, 1])
     assert rig.made[1].calls == ["reset"]
+
+
+# -- joining and leaving -----------------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_joins_starts_beside_the_others_and_serves_from_its_first_publish_on():
+    rig = Rig(num=1, prepare=lambda c: c.may_start.clear())
+    await rig.begin()
+    rig.pool.join(5)
+    await settled()
+    assert rig.pool.table.rows[5].state == "starting"
+    assert rig.pool.serving == {0: rig.made[0]}, "nobody waits for it"
+    rig.made[1].may_start.set()
+    await settled()
+    assert rig.pool.newcomers == {5: rig.made[1]}
+    await rig.pool.committed(rig.pool.members)
+    assert rig.announced == [(5, rig.made[1])]
+    assert rig.kinds == ["replica_joined", "replica_started", "replica_serving"]
+    with pytest.raises(ValueError, match="replica 5 is there, serving"):
+        rig.pool.join(5)
+    await rig.pool.stop(1)
+
+
+async def test_one_that_joins_and_fails_is_replaced_like_any_other():
+    rig = Rig(num=1, max_restarts=2)
+    await rig.begin()
+    rig.pool.join(1)
+    await settled()
+    rig.pool.fail(1, rig.made[1], ProcessDied("gone"))
+    await settled()
+    assert rig.pool.newcomers == {1: rig.made[2]}
+    await rig.pool.stop(1)
+
+
+async def test_one_that_leaves_loses_its_requests_first_and_its_process_then():
+    rig = Rig(num=2, is_resized=True)
+    pool = await rig.begin()
+    leaving = rig.made[1]
+    rig.may_listen.clear()
+    pool.leave(1, "scaled")
+    await settled()
+    assert (pool.members, pool.table.rows[1].state) == ({0: rig.made[0]}, "leaving"), "no publish reaches it any more"
+    assert (leaving.calls, leaving.killed) == ([], 0), "the rollout side does not know yet"
+    rig.may_listen.set()
+    await settled()
+    assert rig.withdrawn == [1], "its requests are aborted, and resume elsewhere"
+    assert (leaving.calls, leaving.killed, sorted(pool.table.rows)) == (["stop"], 1, [0])
+    assert [(kind, fields["why"]) for kind, fields in rig.events] == [("replica_left", "scaled")]
+    pool.leave(1, "scaled")  # it is not there
+    pool.fail(1, leaving, ProcessDied("told late"))
+    assert pool._budget.total == 0
+    await pool.stop(1)
+
+
+async def test_one_that_dies_while_it_leaves_costs_nothing():
+    rig = Rig(num=2, max_restarts=0, is_resized=True)
+    pool = await rig.begin()
+    rig.may_listen.clear()
+    pool.leave(1, "preempted")
+    pool.fail(1, rig.made[1], ProcessDied("its machine has ended"))
+    rig.may_listen.set()
+    await settled()
+    assert (sorted(pool.table.rows), rig.kinds) == ([0], ["replica_left"])
+    assert pool._failure is None
+    await pool.stop(1)
+
+
+async def test_a_publish_in_progress_ends_before_one_that_leaves_is_stopped(monkeypatch):
+    rig = Rig(num=2, is_resized=True)
+    pool = await rig.begin()
+    with pool.publishing():
+        reached = pool.members
+        pool.leave(1, "scaled")
+        await settled()
+        assert rig.made[1].killed == 0, "the sender would wait for it"
+        assert await pool.committed(reached) == 1, "it serves that version no more"
+    await settled()
+    assert rig.made[1].killed == 1
+    monkeypatch.setattr("asyncrl.inference.replica_pool.LEAVE_S", 0.02)
+    pool.join(1)
+    await settled()
+    with pool.publishing():
+        pool.leave(1, "preempted")
+        async with asyncio.timeout(5):
+            while not rig.made[2].killed:
+                await asyncio.sleep(0.005)
+    await pool.stop(1)
+
+
+async def test_one_whose_machine_asked_it_to_end_leaves_and_the_budget_stays_whole():
+    rig = Rig(num=2, max_restarts=0, is_resized=True)
+    pool = await rig.begin()
+    rig.made[1].must_leave = True
+    await pool.stats()
+    await settled()
+    assert (sorted(pool.table.rows), rig.made[1].killed) == ([0], 1)
+    assert [(kind, fields["why"]) for kind, fields in rig.events] == [("replica_left", "preempted")]
+    await pool.stats()
+    assert pool._failure is None
+    await pool.stop(1)
+
+
+async def test_where_nobody_else_brings_it_back_the_pool_replaces_it_at_once():
+    rig = Rig(num=1, max_restarts=0, serves_at_once=True)
+    pool = await rig.begin()
+    rig.made[0].must_leave = True
+    await pool.stats()
+    await settled()
+    await settled()
+    assert (pool.serving, rig.made[0].killed) == ({0: rig.made[1]}, 1)
+    assert pool.table.rows[0].incarnation == 1
+    await pool.stop(1)
+
+
+async def test_one_that_leaves_while_it_starts_is_killed_and_what_its_start_says_later_is_ignored():
+    rig = Rig(num=1, prepare=lambda c: c.may_start.clear(), is_resized=True)
+    pool = await rig.begin()
+    pool.join(1)
+    await settled()
+    pool.leave(1, "scaled")
+    await settled()
+    assert (rig.made[1].killed, rig.made[1].calls, sorted(pool.table.rows)) == (1, [], [0])
+    rig.made[1].may_start.set()
+    await settled()
+    assert rig.kinds == ["replica_joined", "replica_left"]
+    pool.join(1)
+    assert pool.table.rows[1].incarnation == 1, "another one than the one that left"
+    await pool.stop(1)
+
+
+async def test_a_leased_replica_may_leave_and_its_evaluation_sees_it():
+    rig = Rig(num=3, is_resized=True)
+    pool = await rig.begin()
+    leases = await pool.lease(1)
+    pool.leave(2, "scaled")
+    await settled()
+    assert (pool.leased, sorted(pool.table.rows)) == ({}, [0, 1])
+    await pool.end_lease(leases)
+    assert "reset" not in rig.made[2].calls
+    await pool.stop(1)
+
+
+async def test_a_pool_at_its_end_takes_nobody_in_and_lets_nobody_go():
+    rig = Rig(num=1)
+    pool = await rig.begin()
+    await pool.stop(1)
+    pool.join(1)
+    pool.leave(0, "scaled")
+    await settled()
+    assert (len(rig.made), rig.kinds) == (1, [])

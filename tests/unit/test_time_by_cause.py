@@ -89,7 +89,8 @@ def test_what_replicas_without_requests_wait_for():
 
 
 def test_shares_are_of_the_time_between_two_looks():
-    shares = ReplicaShares(num_replicas=4)
+    fleet = [4]
+    shares = ReplicaShares(lambda: fleet[0])
 
     def look(pid, **seconds):
         stats = RolloutStats(pid, 0, 0, (), 1, 0, 0.0, replica_s={"generating": 0.0, "gate_closed": 0.0} | seconds)
@@ -99,9 +100,12 @@ def test_shares_are_of_the_time_between_two_looks():
     assert look(1, generating=6.0, gate_closed=2.0) == {
         "replica_time/generating": 0.75, "replica_time/gate_closed": 0.25, "rollout/spare_replicas": 0.0
     }  # fmt: skip
-    shares.paused(1.0)
+    shares.paused(0.25)
     assert look(1, generating=10.0, gate_closed=2.0)["replica_time/gate_closed"] == 0.25
     assert look(1, generating=10.0, gate_closed=2.0) == {}
     assert look(1, generating=10.0, gate_closed=2.0, slots_exhausted=5.0)["rollout/spare_replicas"] == 4.0
+    fleet[0] = 6
+    spare = look(1, generating=10.0, gate_closed=2.0, slots_exhausted=8.0)["rollout/spare_replicas"]
+    assert spare == 6.0, "two have joined"
     assert look(2, generating=3.0, gate_closed=1.0)["replica_time/generating"] == 0.75, "another rollouter begins at 0"
     assert look(2, generating=1.0, gate_closed=3.0)["replica_time/generating"] == 0.25, "so does one that begins to run"

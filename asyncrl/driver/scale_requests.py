@@ -1,0 +1,150 @@
+"""Requests to a run for another number of replicas: a file in the run directory, which the driver answers with another.
+
+Who may write to the run directory may ask. `ID.request.json` holds the number, or null for the fleet as it is, and the
+time after which nobody waits for an answer; `ID.answer.json` holds the fleet, or why the run cannot have so many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, explain
+from asyncrl.inference.fleet_size import FleetSize
+from asyncrl.types import FleetReport
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks of the driver for requests."""
+MAX_BYTES = 4096
+"""Of a request; a larger file is none."""
+REQUEST, ANSWER = ".request.json", ".answer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRequest:
+    """`replicas` None: only the fleet is asked for. `until_s`: seconds since the epoch; later nobody waits."""
+
+    replicas: int | None
+    until_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> ScaleRequest:
+        """Raises ConfigError: it is no request."""
+        try:
+            with path.open("rb") as file:
+                value = json.loads(file.read(MAX_BYTES))
+            replicas, until_s = value["replicas"], value["until_s"]
+            if type(replicas) not in (int, type(None)) or type(until_s) not in (int, float):
+                raise ValueError("replicas is a number or null, until_s a number")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            found, do = f"{type(error).__name__}: {error}", "use asyncrl-scale"
+            raise ConfigError(explain(f"the request {path.name}", found, do)) from error
+        return cls(replicas, until_s)
+
+
+class ScaleDesk:
+    """The driver's side. Owns the directory of the requests while the run goes on."""
+
+    def __init__(self, directory: Path, fleet: FleetSize) -> None:
+        self._directory = directory
+        self._fleet = fleet
+
+    async def serve(self) -> None:
+        """Answers requests.
+
+        Consumes: files of requests. Those that nobody waits for any more are removed.
+        Produces: files with the answers; new targets of the fleet.
+        Waits for: nothing; it looks every half second.
+        Unblocked by: a file.
+        Stops when: it is cancelled. Files that cannot be read or written are logged: the run goes on without them.
+        """
+        failing = False
+        try:
+            while True:
+                try:
+                    await asyncio.to_thread(self._directory.mkdir, exist_ok=True)
+                    for path in await asyncio.to_thread(self._requests):
+                        if (answer := self._answer(path)) is not None:
+                            await asyncio.to_thread(_replace, _of(path, ANSWER), answer)
+                        await asyncio.to_thread(path.unlink, missing_ok=True)
+                    failing = False
+                except OSError as error:
+                    if not failing:
+                        logger.warning("requests of asyncrl-scale cannot be answered: %s", error)
+                    failing = True
+                await asyncio.sleep(LOOK_S)
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _requests(self) -> list[Path]:
+        return sorted(self._directory.glob(f"*{REQUEST}"))
+
+    def _answer(self, path: Path) -> dict[str, Any] | None:
+        """None: nobody waits for it any more."""
+        try:
+            request = ScaleRequest.read(path)
+            if time.time() > request.until_s:
+                return None
+            if request.replicas is None:
+                return {"fleet": asdict(self._fleet.report)}
+            return {"fleet": asdict(self._fleet.resize(request.replicas))}
+        except AsyncRLError as error:
+            return {"error": str(error)}
+
+
+def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
+    """The command's side: asks the run of this directory of requests, and returns its fleet. A request that is not
+    answered in time is taken back.
+
+    Raises:
+        ConfigError: the run cannot have so many.
+        DeadlineExceeded: nobody answers.
+        OSError: the directory cannot be written.
+    """
+    request = directory / f"{uuid.uuid4().hex}{REQUEST}"
+    answered = _of(request, ANSWER)
+    deadline = time.monotonic() + timeout_s
+    _replace(request, {"replicas": replicas, "until_s": time.time() + timeout_s})
+    try:
+        while not answered.exists():
+            if time.monotonic() > deadline:
+                found = f"the run has not answered within {timeout_s:g} s"
+                do = "see its log.txt: it may be starting, or restarting its training side; then ask again"
+                raise DeadlineExceeded(
+                    explain("a look at the fleet" if replicas is None else asked(replicas), found, do)
+                )
+            time.sleep(0.05)
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    finally:
+        for path in (request, answered):
+            path.unlink(missing_ok=True)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    fleet = answer["fleet"]
+    by_id = {name: {int(i): value for i, value in fleet[name].items()} for name in ("states", "waiting")}
+    return FleetReport(**{**fleet, **by_id})
+
+
+def asked(replicas: int) -> str:
+    return f"{replicas} replica{'s' * (replicas != 1)}"
+
+
+def _of(request: Path, suffix: str) -> Path:
+    return request.with_name(request.name.removesuffix(REQUEST) + suffix)
+
+
+def _replace(path: Path, value: dict[str, Any]) -> None:
+    """Writes a file that appears whole."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    part.replace(path)

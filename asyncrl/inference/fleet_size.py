@@ -1,0 +1,230 @@
+"""How many replicas a run has: brings the fleet to its target while the run goes on.
+
+The places of the first `least` replicas are reserved for the whole run. Each replica beyond them has a place of its
+own, which is taken when it joins and given back when it has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.errors import ConfigError, NoPlace, explain
+from asyncrl.types import FleetReport, ReplicaState, ReplicaTable, events
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at the table and at the nodes."""
+SPARED: tuple[ReplicaState, ...] = ("dead", "starting", "suspended", "newcomer", "serving", "held", "leased")
+"""Which replicas leave first when fewer are wanted: those that do the least for the run."""
+
+
+class ResizedPool(Protocol):
+    """The replicas: `inference.replica_pool.ReplicaPool`."""
+
+    @property
+    def table(self) -> ReplicaTable: ...
+    def join(self, replica_id: int) -> None: ...
+    def leave(self, replica_id: int, why: events.Departure) -> None: ...
+
+
+class ReplicaPlaces(Protocol):
+    """Where replicas may start: `cluster.places.Places`."""
+
+    async def ready(self, replica_id: int, timeout_s: float) -> None:
+        """Returns when a node has the place of this replica, which is asked for first if it is not reserved. Raises
+        NoPlace: none has so far; Ray looks on for one."""
+        ...
+
+    async def give_back(self, replica_id: int) -> None:
+        """Gives the place back, unless it is reserved for the whole run."""
+        ...
+
+    async def ending(self) -> Collection[int]:
+        """The replicas whose node was asked to end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLimits:
+    """`least`: replicas whose places are reserved for the whole run. `most`: None allows any number. `fixed_by`: what
+    allows no other number than `least`; empty where there is nothing of the kind."""
+
+    least: int
+    most: int | None = None
+    fixed_by: str = ""
+
+    def require(self, replicas: int) -> None:
+        """Raises ConfigError: the run cannot have so many."""
+        asked = f"{replicas} replicas"
+        if self.fixed_by and replicas != self.least:
+            do = "end the run, and go on with another rollout.num_replicas and resume=auto"
+            raise ConfigError(explain(asked, f"a run with {self.fixed_by} keeps its {self.least}", do))
+        if replicas < self.least:
+            found = f"the places of {self.least} (rollout.num_replicas) are reserved for the whole run"
+            do = f"ask for {self.least} or more, or go on with a smaller rollout.num_replicas and resume=auto"
+            raise ConfigError(explain(asked, found, do))
+        if self.most is not None and replicas > self.most:
+            found, do = (
+                f"rollout.max_replicas={self.most}",
+                f"ask for {self.most} or fewer, or raise it with resume=auto",
+            )
+            raise ConfigError(explain(asked, found, do))
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Ids of replicas: that begin to wait for a place, that no longer wait for one, and that leave."""
+
+    begin: tuple[int, ...] = ()
+    give_up: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+
+
+def changes(target: int, least: int, states: Mapping[int, ReplicaState], waiting: Collection[int]) -> Changes:
+    """What brings a fleet to its target. Pure.
+
+    Args:
+        target: at least `least`.
+        states: of the replicas in the table. Those that leave count no more, and their ids are not free yet; those
+            whose places are reserved count, because they come back to them.
+        waiting: ids of replicas that wait for a place.
+    """
+    there = [i for i, state in states.items() if state != "leaving" or i < least]
+    surplus = len(there) + len(waiting) - target
+    if surplus <= 0:
+        free = (i for i in itertools.count() if i not in states and i not in waiting)
+        return Changes(begin=tuple(itertools.islice(free, -surplus)))
+    give_up = sorted((i for i in waiting if i >= least), reverse=True)[:surplus]
+    spare = sorted((i for i in there if i >= least), key=lambda i: (SPARED.index(states[i]), -i))
+    return Changes(give_up=tuple(give_up), leave=tuple(spare[: surplus - len(give_up)]))
+
+
+class FleetSize:
+    """Keeps the number of replicas at the target. Owns the target, the waits for places, and the places beyond those
+    that are reserved for the whole run."""
+
+    def __init__(
+        self,
+        pool: ResizedPool,
+        places: ReplicaPlaces,
+        limits: FleetLimits,
+        *,
+        start_timeout_s: float,
+        on_event: Callable[[events.Event], None],
+        look_s: float = LOOK_S,
+    ) -> None:
+        """
+        Args:
+            start_timeout_s: of one wait for a place; another follows.
+            on_event: `EventLog.write`.
+        """
+        self._pool = pool
+        self._places = places
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._on_event = on_event
+        self._look_s = look_s
+        self._target = limits.least
+        self._waits: dict[int, asyncio.Task[None]] = {}
+        self._found: dict[int, str] = {}
+        """What the last wait of a replica for a place has found."""
+        self._taken: set[int] = set()
+        """Replicas that were given a place of their own."""
+        self._returning: set[int] = set()
+        """Those whose place is being given back."""
+        self._asked = asyncio.Event()
+        self._begun = False
+
+    @property
+    def report(self) -> FleetReport:
+        states: dict[int, ReplicaState] = {i: row.state for i, row in self._pool.table.rows.items()}
+        waiting = {i: self._found.get(i, "") for i in sorted(self._waits)}
+        return FleetReport(self._target, self._limits.least, self._limits.most, states, waiting)
+
+    def resize(self, replicas: int, asked_by: Literal["recipe", "command"] = "command") -> FleetReport:
+        """Sets the target, which `watch` brings about; returns the fleet as it is. Raises ConfigError: the run cannot
+        have so many."""
+        self._limits.require(replicas)
+        if replicas != self._target:
+            logger.info("%d replicas are wanted from now on; before it were %d", replicas, self._target)
+            self._on_event(events.FleetResized(replicas, self._target, asked_by))
+            self._target = replicas
+            self._apply()  # at once: nothing may join that is too many
+            self._asked.set()
+        return self.report
+
+    async def watch(self) -> None:
+        """Brings the fleet to its target, again and again.
+
+        Consumes: targets; replicas that have left the table; nodes that were asked to end.
+        Produces: replicas that join and leave, and their places.
+        Waits for: places, at most `start_timeout_s` each time; the nodes are looked at every second.
+        Unblocked by: a node that has room, a smaller target.
+        Stops when: it is cancelled. A place that Ray refuses to look for ends the run.
+        """
+        if not self._begun and self._limits.most is not None:
+            self.resize(self._limits.most, "recipe")
+        self._begun = True
+        try:
+            while True:
+                await self._look()
+                self._asked.clear()
+                try:
+                    async with asyncio.timeout(self._look_s):
+                        await self._asked.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            waits = list(self._waits.values())
+            self._waits.clear()
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _look(self) -> None:
+        for task in list(self._waits.values()):
+            if task.done():
+                task.result()  # one that has ended well is no longer here
+        table = self._pool.table
+        for i in await self._places.ending():
+            if i in table.rows:
+                self._pool.leave(i, "preempted")
+        self._returning = self._taken - self._pool.table.rows.keys() - self._waits.keys()
+        for i in sorted(self._returning):
+            await self._places.give_back(i)
+        self._taken -= self._returning
+        self._returning = set()
+        self._apply()
+
+    def _apply(self) -> None:
+        states: dict[int, ReplicaState] = dict.fromkeys(self._returning, "leaving")
+        states |= {i: row.state for i, row in self._pool.table.rows.items()}
+        found = changes(self._target, self._limits.least, states, self._waits)
+        for i in found.give_up:
+            self._waits.pop(i).cancel()
+        for i in found.leave:
+            self._pool.leave(i, "scaled")
+        for i in found.begin:
+            self._found.pop(i, None)
+            self._waits[i] = asyncio.create_task(self._join(i), name=f"place of replica {i}")
+
+    async def _join(self, replica_id: int) -> None:
+        """Returns when the replica has a place and begins to start. Without one it waits on: Ray's autoscaler adds
+        nodes for places that it is asked for."""
+        while True:
+            self._taken.add(replica_id)
+            try:
+                await self._places.ready(replica_id, self._start_timeout_s)
+            except NoPlace as error:
+                self._found[replica_id] = str(error)
+                logger.info("replica %d waits on for a place: %s", replica_id, error)
+            else:
+                break
+        del self._waits[replica_id]
+        self._pool.join(replica_id)
