@@ -40,6 +40,9 @@ class EngineSpec:
     takes_whole_gpus: bool = False
     """Each worker takes a GPU of its own, or `gpu_share` of one; otherwise replicas and trainer ranks share
     those of the cluster."""
+    elsewhere: bool = False
+    """It runs in servers that others have started: its replicas take no device, and only training can publish to
+    them."""
     stop_timeout_s: float = 3.0
     """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE
@@ -85,6 +88,13 @@ ENGINES: dict[str, EngineSpec] = {
         stop_timeout_s=12.0,  # its processes get 10 s to end by themselves
         local_environment={"ASYNCRL_SGLANG_SCRATCH": SCRATCH},
         serving=("stream_interval=1",),
+    ),
+    "remote": EngineSpec(
+        engine="asyncrl.inference.remote.engine:RemoteEngine",
+        unsupported="asyncrl.inference.vllm.support:unsupported",
+        check="asyncrl.inference.remote.support:check_servers",
+        elsewhere=True,
+        stop_timeout_s=5.0,  # its servers get 2 s to answer the last call
     ),
 }
 
