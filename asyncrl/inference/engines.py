@@ -98,6 +98,9 @@ ENGINES: dict[str, EngineSpec] = {
     ),
 }
 
+STANDALONE = tuple(name for name, spec in ENGINES.items() if not spec.elsewhere)
+"""Engines that can serve a model's files without a trainer."""
+
 
 def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weights: bool) -> InferenceEngine:
     """The engine that `rollout.engine` chooses, not started. Call it in the process that will run it."""
@@ -173,7 +176,7 @@ def _is_installed(spec: EngineSpec) -> bool:
 
 def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iterator[str]:
     engine, length = rollout.engine, rollout.max_model_len
-    for name in ENGINES:
+    for name in STANDALONE:
         if name != engine and not _unsupported(name, facts, length):
             yield f"set {section}engine={name}"
     window = facts.sliding_window

@@ -8,7 +8,3 @@
 
 Nothing here imports vLLM: it need not be installed where the run is.
 """
-
-from asyncrl.inference.remote.engine import RemoteEngine
-
-__all__ = ["RemoteEngine"]

@@ -147,6 +147,8 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                 return
             except Unreachable as error:
                 await self._examine(str(error))
+                if self._lost is not None:
+                    raise
                 logger.warning("request %s is cut off and will resume: %s", stream.request.request_id, error)
         if not stream.ended.is_set():
             stream.drop_held()

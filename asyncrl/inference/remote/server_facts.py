@@ -84,7 +84,7 @@ def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) 
     if facts.world_size != remote.tensor_parallel_size:
         asked = f"{url} with rollout.remote.tensor_parallel_size={remote.tensor_parallel_size}"
         found = f"the server has {facts.world_size} worker(s)"
-        do = f"set rollout.remote.tensor_parallel_size={facts.world_size}; data and pipeline parallel servers are not used"
+        do = f"set rollout.remote.tensor_parallel_size={facts.world_size}, if that is its only parallelism"
         raise ConfigError(explain(asked, found, do))
     if facts.max_model_len < remote.context_tokens:
         asked = f"{url} with rollout.remote.max_model_len={remote.context_tokens}"
@@ -152,9 +152,8 @@ async def _get(client: ServerClient, path: str, version: str, **params: Any) -> 
 def _lacks(client: ServerClient, version: str, path: str, error: Refused) -> ConfigError:
     asked = f"{path} of {client.url} ({version})"
     if error.status == 401:
-        return ConfigError(
-            explain(asked, "it refuses the key", "set rollout.remote.api_key_env to the variable of its key")
-        )
+        do = "set rollout.remote.api_key_env to the environment variable that holds its key"
+        return ConfigError(explain(asked, "it refuses the key", do))
     flag = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
     do = f"start a vLLM of version 0.32 or newer with {flag}; {_DOCS}"
     return ConfigError(explain(asked, str(error), do))

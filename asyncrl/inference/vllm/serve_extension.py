@@ -1,5 +1,5 @@
-"""What a `vllm serve` that somebody else has started imports into its workers, as `--worker-extension-cls`, so that they
-receive publishes (`rollout.engine=remote`)."""
+"""What a `vllm serve` that somebody else has started imports into its workers (`--worker-extension-cls`), so that they
+receive the publishes of `rollout.engine=remote`."""
 
 from __future__ import annotations
 
