@@ -107,6 +107,11 @@ class ScriptedServer:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
+    async def swap_weights(self) -> None:
+        """Samples with weights that nobody here has published, although /weight_info says otherwise."""
+        self._labels.append("default")
+        await self.engine.commit(len(self._labels) - 1)
+
     # -- routes --------------------------------------------------------------------------------------------------
 
     def _app(self) -> Any:
@@ -216,6 +221,8 @@ class ScriptedServer:
         if "token_ids" not in body:
             return JSONResponse({"error": {"message": "Field required", "code": 400}}, 400)
         asked = body["sampling_params"]
+        if len(body["token_ids"]) + asked["max_tokens"] > self.engine.script.max_model_len:
+            return JSONResponse({"error": {"message": "beyond the maximum context length", "code": 400}}, 400)
         sampling = SamplingParams(
             temperature=asked["temperature"],
             max_tokens=asked["max_tokens"],

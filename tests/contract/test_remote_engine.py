@@ -64,11 +64,12 @@ class TestPausesOfAServer(PauseConformance):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_server_refuses_is_the_fault_of_the_request(monkeypatch):
-    async with serving() as (_, engine):
-        monkeypatch.setattr(engine, "_facts", facts_with(vocab_size=10**10))
+async def test_what_the_engine_or_its_server_refuses_is_the_fault_of_the_request():
+    async with serving(script=FakeScript(max_model_len=64)) as (_, engine):
         with pytest.raises(GenerationError, match="token ids from"):
-            await complete(engine, prompt=(10**9 + 5,))
+            await complete(engine, prompt=(2**31 - 1,))
+        with pytest.raises(BadRequest, match="maximum context length"):
+            await complete(engine, max_tokens=100)
         assert len((await complete(engine)).ids) == 24
 
 
@@ -229,10 +230,7 @@ async def test_tokens_of_other_weights_end_the_engine_at_the_end_of_their_respon
     async with serving(script=FakeScript(tick_s=0.002)) as (server, engine):
         client = Client(engine, make_request(max_tokens=60))
         await client.first_tokens()
-        ours = server.label
-        server._labels.append("default")
-        await server.engine.commit(len(server._labels) - 1)
-        assert server.label == ours
+        await server.swap_weights()
         with pytest.raises(GenerationError, match="another user"):
             await client.done()
         assert "another user" in await ends(engine)
@@ -353,10 +351,3 @@ async def test_the_key_reaches_the_server_and_no_log(monkeypatch, caplog):
         assert "hush-hush" not in caplog.text + repr(vars(engine))
     finally:
         await within(running.stop())
-
-
-async def test_a_request_that_a_server_calls_bad_is_refused_everywhere(monkeypatch):
-    async with serving() as (_, engine):
-        monkeypatch.setattr("asyncrl.inference.remote.engine.body_of", lambda *_, **__: {})
-        with pytest.raises(BadRequest, match="Field required"):
-            await complete(engine)

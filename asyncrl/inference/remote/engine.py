@@ -113,12 +113,13 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     async def _shut_down(self) -> None:
         if self._publishes is not None:
             self._publishes.close()
-        if self._client is None:
+        client, self._client = self._client, None
+        if client is None:
             return
         if self._facts is not None and self._lost is None:
             with contextlib.suppress(Unreachable, Unanswered, Refused):  # it has ended: nothing is left to resume
-                await self._client.post("/resume", timeout_s=_LEAVE_S)
-        await self._client.close()
+                await client.post("/resume", timeout_s=_LEAVE_S)
+        await client.close()
 
     def _death(self) -> str | None:
         return self._lost
