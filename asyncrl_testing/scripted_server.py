@@ -62,6 +62,8 @@ class ScriptedServer:
         """Path of a route whose next call answers 500."""
         self._facts, self._key, self._lacks, self._port = facts, key, lacks, port
         self._labels = ["default"]
+        self._busy = asyncio.Lock()
+        """Held while weights are loaded: vLLM's engine answers nothing else then."""
         self._serving: asyncio.Task[None] | None = None
         self._server: uvicorn.Server | None = None
 
@@ -162,7 +164,8 @@ class ScriptedServer:
         return JSONResponse({"object": "list", "data": [{"id": "m", "max_model_len": 4096}]})
 
     async def _weight_info(self) -> Response:
-        return JSONResponse({"weight_version": self.label})
+        async with self._busy:
+            return JSONResponse({"weight_version": self.label})
 
     async def _server_info(self) -> Response:
         facts = self._facts or FACTS
@@ -205,7 +208,8 @@ class ScriptedServer:
     async def _publish(self, order: str) -> Response:
         manifest, source, timeout_s = read_order(order)
         try:
-            digest = await self.engine.load_weights(manifest, source, timeout_s)
+            async with self._busy:
+                digest = await self.engine.load_weights(manifest, source, timeout_s)
         except AsyncRLError as error:
             return JSONResponse({"results": [[type(error).__name__, str(error), None]]})
         self.published.append(manifest)

@@ -91,6 +91,8 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._facts: ServerFacts | None = None
         self._publishes: PublishCalls | None = None
         self._receiving = False
+        self._loads = 0
+        """Publishes that the server was told of."""
         self._lost: str | None = None
         self._arrived_s = 0.0
 
@@ -191,6 +193,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         assert self._publishes is not None, "the engine was started"
         self._receiving = True
+        self._loads += 1
         try:
             return await self._publishes.receive(manifest, source, timeout_s)
         finally:
@@ -232,14 +235,15 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         """Raises ConfigError as `ask`; GenerationError: it did not come up."""
         while True:
             try:
-                return await ask(client, self._settings)
-            except (Unreachable, Unanswered, Refused) as error:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    return await ask(client, self._settings)
+            except (Unreachable, Unanswered, Refused, TimeoutError) as error:
                 if isinstance(error, Refused) and error.status != UNAVAILABLE:
                     raise
                 if time.monotonic() + _TRY_AGAIN_S >= deadline:
                     asked = f"{self._url} as a replica, within rollout.remote.wait_s={self._settings.wait_s:g}"
                     do = "start the server, or see its log; docs/remote.md has the whole command"
-                    raise GenerationError(explain(asked, f"it is not up: {error}", do)) from error
+                    raise GenerationError(explain(asked, f"it is not up: {error or 'no answer'}", do)) from error
             await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _set_label(self, label: str) -> None:
@@ -248,12 +252,16 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._label = label
 
     async def _post(self, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        """A call that ends soon. Raises Unreachable, Unanswered, Refused; the server may then be lost."""
+        """A call that ends soon and may be made twice: the second time when its connection breaks and the server is
+        well. Raises Unreachable, Unanswered, Refused; the server may then be lost."""
+        client, timeout_s = self._calls(), self._settings.lost_after_s
         try:
-            return await self._calls().post(path, body, params=params, timeout_s=self._settings.lost_after_s)
+            return await client.post(path, body, params=params, timeout_s=timeout_s)
         except (Unreachable, Unanswered) as error:
             await self._examine(str(error))
-            raise
+            if self._lost is not None or isinstance(error, Unanswered):
+                raise
+        return await client.post(path, body, params=params, timeout_s=timeout_s)
 
     async def _look(self, client: ServerClient) -> None:
         """Ends the engine when its server is lost.
@@ -298,9 +306,15 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         expected = self._label
         if expected is None or self._receiving:  # a server that loads weights answers for its health only
             return
-        told = (await client.get("/weight_info", timeout_s=timeout_s))["weight_version"]
+        loads = self._loads
+        try:
+            told = await client.get("/weight_info", timeout_s=timeout_s)
+        except Unanswered:
+            if self._receiving or self._loads != loads:
+                return  # it began to load weights before it could answer
+            raise
         if self._label == expected:
-            self._labels.version(str(told))
+            self._labels.version(str(told["weight_version"]))
 
     def _lose(self, why: str) -> None:
         if self._lost is None:

@@ -14,6 +14,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.serving import check_key
 
 _CONNECT_S = 10.0
+_IDLE_S = 2.0
 _TOLD_CHARS = 500
 
 
@@ -58,8 +59,9 @@ class ServerClient:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         # Servers are reached directly: a proxy of the environment is not for them.
         common: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
-        self._calls = httpx.AsyncClient(**common)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # vLLM closes idle connections after 5 s: one that is closed here before that is never used in that moment.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
+        self._calls = httpx.AsyncClient(**common, limits=limits)
         self._streams = httpx.AsyncClient(**common, limits=limits, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
     async def get(self, path: str, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
