@@ -15,6 +15,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.doctor.observation import Observation, bad, ok, warning
 from asyncrl.driver.preflight import Preflight
+from asyncrl.inference.engines import ENGINES
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import model_tensors
@@ -49,6 +50,7 @@ def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
     weights = sum(math.prod(shape) for shape in tensors.values()) * itemsize
     rollout = recipe.rollout
+    weights = 0 if ENGINES[rollout.engine].elsewhere else weights
     replica = weights / rollout.settings.num_workers
     largest = max(memory.total for memory in ranks)
     text = f"a trainer rank {largest / GIB:.2f} GiB before activations, "

@@ -36,7 +36,7 @@ _QUIET_S = 0.03
 """A frozen server from which nothing has come for this long has sent what it had sampled. What comes later even so
 still gets its own version: `StampedStream.hold`."""
 _LEAVE_S = 2.0
-"""Time for the last call to a server, which leaves it as it was found."""
+"""Time for the last calls to a server, which leave it as it was found."""
 
 
 class RemoteStream(StampedStream):
@@ -119,8 +119,11 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         if client is None:
             return
         if self._facts is not None and self._lost is None:
-            with contextlib.suppress(Unreachable, Unanswered, Refused):  # it has ended: nothing is left to resume
-                await client.post("/resume", timeout_s=_LEAVE_S)
+            # One that has ended, or that another replica has taken over, is left alone.
+            with contextlib.suppress(Unreachable, Unanswered, Refused, ForeignWeights, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._check(client)
+                    await client.post("/resume", timeout_s=_LEAVE_S)
         await client.close()
 
     def _death(self) -> str | None:

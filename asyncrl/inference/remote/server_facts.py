@@ -55,8 +55,7 @@ async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerFacts:
     try:
         await client.get("/health", timeout_s=_ASK_S)
     except Refused as error:
-        if error.status == UNAVAILABLE:
-            raise
+        _require_up(error)
     version = await _version(client)
     await _require_routes(client, version)
     if remote.weights == "extension":
@@ -122,6 +121,7 @@ async def _version(client: ServerClient) -> str:
     try:
         answer = await client.get("/version", timeout_s=_ASK_S)
     except Refused as error:
+        _require_up(error)
         answer = {"error": str(error)}
     if not isinstance(answer, dict) or "version" not in answer:
         found = f"it answers /version with {str(answer)[:200]}"
@@ -139,13 +139,21 @@ async def _require_routes(client: ServerClient, version: str) -> None:
     except Refused as error:
         if error.status in (400, 422):
             return
+        _require_up(error)
         raise _lacks(client, version, "/inference/v1/generate", error) from error
+
+
+def _require_up(error: Refused) -> None:
+    """Raises the error again, if it says that the server is not up."""
+    if error.status == UNAVAILABLE:
+        raise error
 
 
 async def _get(client: ServerClient, path: str, version: str, **params: Any) -> Any:
     try:
         return await client.get(path, timeout_s=_ASK_S, **params)
     except Refused as error:
+        _require_up(error)
         raise _lacks(client, version, path, error) from error
 
 
@@ -164,6 +172,7 @@ async def _described(client: ServerClient, version: str) -> ServerFacts:
     try:
         workers = await client.call_workers("asyncrl_describe", [], _ASK_S)
     except Refused as error:
+        _require_up(error)
         do = f"start it with --worker-extension-cls {EXTENSION}, asyncrl installed beside it; or set "
         raise ConfigError(explain(asked, str(error), f"{do}rollout.remote.weights=reload")) from error
     try:
