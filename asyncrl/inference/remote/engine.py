@@ -269,8 +269,10 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     async def _look(self, client: ServerClient) -> None:
         """Ends the engine when its server is lost.
 
-        Consumes: the server's answers about its health and its weights, every `_LOOK_S`.
+        Consumes: the server's answers about its health and the label of its weights, every `_LOOK_S`.
+        Produces: the end of the engine, with the reason.
         Waits for: each answer, at most `lost_after_s`.
+        Unblocked by: the server, or the deadline.
         Stops when: the engine ends.
         """
         refusals, answered_s = 0, time.monotonic()
