@@ -4,6 +4,7 @@ socket. Their answers have the form of vLLM 0.32's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -81,7 +82,7 @@ class ScriptedServer:
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), log_level="error", lifespan="off", ws="none")
         self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="scripted server")
         async with asyncio.timeout(20.0):
             while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
