@@ -206,7 +206,7 @@ async def test_a_server_that_has_restarted_serves_only_after_a_publish():
             held = Client(again, make_request(max_tokens=4))
             await settle()
             assert held.chunks == []
-            await within(again.pause("abort"))
+            await within(again.pause("keep"))
             await within(again.load_weights(make_manifest(1, 3, SPECS, 4096), SOURCE, 5.0))
             await within(again.commit(3))
             await within(again.resume())

@@ -122,7 +122,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
             # One that has ended, or that another replica has taken over, is left alone.
             with contextlib.suppress(Unreachable, Unanswered, Refused, ForeignWeights, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
-                    await self._check(client)
+                    await self._check_server(client)
                     await client.post("/resume", timeout_s=_LEAVE_S)
         await client.close()
 
@@ -279,7 +279,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         while self._lost is None:
             await asyncio.sleep(_LOOK_S)
             try:
-                await self._check(client)
+                await self._check_server(client)
             except Unreachable as error:
                 refusals += 1
                 if refusals >= _REFUSALS:
@@ -296,7 +296,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         """Looks at once whether the server is still what it was; sets `_lost` otherwise. `why`: what gave the doubt."""
         for attempt in range(_REFUSALS):
             try:
-                await self._check(self._calls())
+                await self._check_server(self._calls())
                 return
             except (Unreachable, Unanswered, Refused, ForeignWeights) as error:
                 if attempt + 1 == _REFUSALS or not isinstance(error, Unreachable):
@@ -304,7 +304,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                     return
             await asyncio.sleep(_LOOK_S / 10)
 
-    async def _check(self, client: ServerClient) -> None:
+    async def _check_server(self, client: ServerClient) -> None:
         """Raises Unreachable, Unanswered, Refused; ForeignWeights: it is not the process that has the last publish."""
         timeout_s = self._settings.lost_after_s
         await client.get("/health", timeout_s=timeout_s)
