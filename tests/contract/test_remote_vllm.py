@@ -1,5 +1,7 @@
 """Engine remote on a real `vllm serve`, against the conformance suite of engines."""
 
+import asyncio
+
 import pytest
 import pytest_asyncio
 
@@ -59,8 +61,10 @@ class TestRemoteEngine(EngineConformance):
         await within(engine.stop())
 
 
-def test_a_real_server_passes_the_check_before_a_run(server):
+async def test_a_real_server_passes_the_check_before_a_run(server):
     rollout = RolloutConfig(engine="remote", num_replicas=1, remote=settings_of(server))
-    check_servers(rollout, ModelFacts("m", is_local=True, architecture="Qwen3ForCausalLM", vocab_size=128))
+    await asyncio.to_thread(
+        check_servers, rollout, ModelFacts("m", is_local=True, architecture="Qwen3ForCausalLM", vocab_size=128)
+    )
     with pytest.raises(ConfigError, match="vocabulary 128, m has 256"):
-        check_servers(rollout, ModelFacts("m", is_local=True, vocab_size=256))
+        await asyncio.to_thread(check_servers, rollout, ModelFacts("m", is_local=True, vocab_size=256))
