@@ -170,15 +170,13 @@ class ScriptedServer:
 
     async def _server_info(self) -> Response:
         facts = self._facts or FACTS
-        hf = {"architectures": [facts.architecture], "vocab_size": facts.vocab_size}
         config = {
             "model_config": {
                 "max_model_len": facts.max_model_len,
                 "logprobs_mode": facts.logprobs_mode,
-                "hf_config": "Qwen3Config " + json.dumps(hf | {"tie_word_embeddings": facts.tied}, indent=2),
             },
             "parallel_config": {"world_size": facts.world_size, "data_parallel_size": 1},
-            "device_config": {"device_type": facts.device},
+            "device_config": {"device": facts.device},
             "scheduler_config": {"enable_chunked_prefill": facts.chunked_prefill},
             "load_config": {"load_format": "dummy" if facts.dummy else "auto"},
         }

@@ -19,6 +19,7 @@ from asyncrl_testing.engine_client import Client, complete, make_request, settle
 from asyncrl_testing.engine_pause_suite import PauseConformance
 from asyncrl_testing.fake_engine import FakeScript
 from asyncrl_testing.fake_fleet import SPECS
+from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.scripted_server import ScriptedServer, facts_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -309,7 +310,6 @@ RELOAD = {"weights": "reload", "max_model_len": 512}
         ({"facts": facts_with(vocab_size=128)}, {}, r"vocabulary 128, m has 1000000000"),
         ({"facts": facts_with(architecture="LlamaForCausalLM")}, {}, "architecture LlamaForCausalLM"),
         ({"facts": facts_with(dummy=True)}, RELOAD, "--load-format dummy"),
-        ({"facts": facts_with(device="cpu", chunked_prefill=False)}, RELOAD, "tied embeddings"),
         ({"lacks": ("/server_info",)}, RELOAD, "/server_info"),
     ],
 )
@@ -323,6 +323,26 @@ async def test_a_server_that_cannot_be_a_replica_is_named(server, settings, said
     finally:
         await within(running.stop())
     assert not {"/pause", "/resume", "/update_weight_version"} & set(running.calls), "a check changes nothing"
+
+
+async def test_a_reload_that_vllm_does_wrong_on_a_cpu_is_refused_at_the_start(tmp_path):
+    """Only the model's own files say that its embeddings are tied: a server without the extension does not."""
+    for tied in (True, False):
+        model = ModelConfig(path=str(write_random_qwen3(tmp_path / str(tied), tie_word_embeddings=tied)))
+        server = await ScriptedServer(facts=facts_with(device="cpu", chunked_prefill=False)).start()
+        remote = RemoteEngineConfig(urls=[server.url], wait_s=10.0, **RELOAD)
+        engine = RemoteEngine(model, remote, load_real_weights=True)
+        try:
+            if tied:
+                with pytest.raises(ConfigError, match="tied embeddings"):
+                    await within(engine.start(), 20)
+            else:
+                await within(engine.start(), 20)
+                with pytest.raises(GenerationError, match="the model has 128"):
+                    await complete(engine, prompt=(128,))
+        finally:
+            await within(engine.stop(), 20)
+            await within(server.stop(), 20)
 
 
 async def test_servers_that_can_be_replicas_pass():

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
@@ -20,7 +21,7 @@ from asyncrl.inference.remote.server_facts import UNAVAILABLE, ServerFacts, ask,
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import StampedStream, end_output
-from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +97,24 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._lost: str | None = None
         self._arrived_s = 0.0
 
+    def health(self) -> EngineHealth:
+        """Counts tokens as they arrive, also those that wait for the end of their response."""
+        found = super().health()
+        held = sum(stream.num_held for stream in self._queue.running)
+        return replace(found, generated_tokens=found.generated_tokens + held)
+
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 
     async def _launch(self) -> None:
         settings = self._settings
         client = self._client = ServerClient(self._url, read_key(settings.api_key_env))
         deadline = time.monotonic() + settings.wait_s
-        self._facts = await self._wait_for_server(client, deadline)
-        require_usable(self._url, self._facts, settings)
+        facts = await self._wait_for_server(client, deadline)
+        if facts.vocab_size is None:
+            vocab_size, tied = await asyncio.to_thread(_vocabulary, self._model)
+            facts = replace(facts, vocab_size=vocab_size, tied=tied)
+        self._facts = facts
+        require_usable(self._url, facts, settings)
         left_s = max(1.0, deadline - time.monotonic())
         # Of a replica before this one: its requests end, and a pause that it did not live to end.
         await client.post("/pause", params={"mode": "abort", "clear_cache": "true"}, timeout_s=left_s)
@@ -131,6 +142,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     def _vocab_size(self) -> int:
         assert self._facts is not None, "the engine was started"
+        assert self._facts.vocab_size is not None, "it is looked up at the start"
         return self._facts.vocab_size
 
     def _new_stream(self, request: GenerationRequest) -> RemoteStream:
@@ -324,3 +336,12 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     def _lose(self, why: str) -> None:
         if self._lost is None:
             self._lost = f"the server {self._url} is lost: {why}"
+
+
+def _vocabulary(model: ModelConfig) -> tuple[int, bool]:
+    """Size of the vocabulary of the run's model, and whether its output layer uses the embeddings."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    text = read.get_text_config()
+    return text.vocab_size, bool(text.tie_word_embeddings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server.
+    """One server. What is None it does not say: without the extension, nothing about its model.
 
     Attributes:
         vocab_size: tokens that it samples from.
@@ -33,15 +32,15 @@ class ServerFacts:
         dummy: it was started with random weights, and without a loader of files.
     """
 
-    architecture: str
-    vocab_size: int
     max_model_len: int
     world_size: int
     logprobs_mode: str
     device: str
     chunked_prefill: bool
-    tied: bool
     dummy: bool
+    architecture: str | None = None
+    vocab_size: int | None = None
+    tied: bool | None = None
 
 
 async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerFacts:
@@ -74,7 +73,7 @@ def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, mod
         ("architecture", facts.architecture, model.architecture),
         ("vocabulary", facts.vocab_size, model.vocab_size),
     ):
-        if here is not None and here != there:
+        if here is not None and there is not None and here != there:
             found = f"the server has the {what} {there}, {model.path} has {here}"
             raise ConfigError(explain(f"{url} as a replica of {model.name}", found, "serve the model that is trained"))
 
@@ -192,19 +191,12 @@ def _from_server_info(url: str, info: Any) -> ServerFacts:
         return value
 
     config = "vllm_config"
-    hf = at(config, "model_config", "hf_config")
-    written = hf if isinstance(hf, str) else str(hf)
-    vocab, tied = (re.search(rf"['\"]{key}['\"]: (\w+)", written) for key in ("vocab_size", "tie_word_embeddings"))
-    architecture = re.search(r"['\"]architectures['\"]: \[\s*['\"](\w+)['\"]", written)
     plain = {
-        "architecture": architecture and architecture[1],
-        "vocab_size": vocab and int(vocab[1]),
         "max_model_len": at(config, "model_config", "max_model_len"),
         "world_size": at(config, "parallel_config", "world_size"),
         "logprobs_mode": at(config, "model_config", "logprobs_mode"),
         "device": at(config, "device_config", "device_type") or at(config, "device_config", "device"),
         "chunked_prefill": at(config, "scheduler_config", "enable_chunked_prefill"),
-        "tied": tied is not None and tied[1].lower() == "true",
         "dummy": at(config, "load_config", "load_format") == "dummy",
     }
     replicas = at(config, "parallel_config", "data_parallel_size")

@@ -71,6 +71,11 @@ class StampedStream(RequestStream):
         """The engine will not say of which versions the held tokens are: they count as never sampled."""
         self._held = None if self._held is None else []
 
+    @property
+    def num_held(self) -> int:
+        """Tokens that have arrived and wait for the end of the response."""
+        return sum(len(output.ids) for output in self._held or ())
+
     def take(self, output: Output, version: int | None) -> list[TokenChunk]:
         """The chunks of one output, each of one version. `version`: of the last commit.
 
