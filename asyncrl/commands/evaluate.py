@@ -212,12 +212,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         algorithm.pop("advantage")
         sections.pop("batch", None)  # it may have groups of one, which no other advantage takes
     rollout = sections.setdefault("rollout", {})
-    require(
-        (arguments.engine or rollout.get("engine", "torch")) in STANDALONE,
-        asked=f"an evaluation with rollout.engine={rollout.get('engine')}",
-        found="its servers have whatever was published to them last, and only a run publishes to them",
-        do=f"pass --engine {' or --engine '.join(STANDALONE)}",
-    )
+    _require_standalone(arguments.engine or rollout.get("engine", "torch"))
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):
         length = rollout.get(rollout.get("engine", "torch"), {}).get("max_model_len")
@@ -229,7 +224,19 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections.setdefault("reward", {}).update({"function": arguments.reward, "parts": {}})
     file = scratch / "recipe.yaml"
     file.write_text(json.dumps(sections))
-    return load_recipe(file, arguments.overrides)
+    recipe = load_recipe(file, arguments.overrides)
+    _require_standalone(recipe.rollout.engine)
+    return recipe
+
+
+def _require_standalone(engine: str) -> None:
+    """Raises ConfigError: the engine cannot load the weights that are evaluated."""
+    require(
+        engine in STANDALONE,
+        asked=f"an evaluation with rollout.engine={engine}",
+        found="its servers have whatever was published to them last, and only a run publishes to them",
+        do=f"pass --engine {' or --engine '.join(STANDALONE)}",
+    )
 
 
 def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path) -> dict[str, Any]:

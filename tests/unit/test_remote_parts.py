@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cluster.placement import Demand
 from asyncrl.config.load import load_recipe
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
@@ -137,6 +138,11 @@ def test_each_replica_has_the_server_of_its_number():
     assert [rollout.of_replica(i).remote.urls for i in range(2)] == [["http://a:8000"], ["https://b/vllm"]]
     assert rollout.of_replica(1).max_model_len == rollout.max_model_len
     assert RolloutConfig().of_replica(1) == RolloutConfig()
+
+
+def test_replicas_take_no_gpu_of_the_cluster():
+    demand = Demand.of(recipe(*REMOTE, "weights.transport=collective", "trainer.device=cuda"))
+    assert (demand.replica_gpus, demand.rank_gpus, demand.num_gpus) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
