@@ -59,11 +59,13 @@ class ScriptedServer:
         self.published: list[Manifest] = []
         self.calls: list[str] = []
         """Paths, in the order of their requests; without the looks for the server's health."""
+        self.looks = 0
+        """Requests of /weight_info."""
         self.fail_next: str | None = None
         """Path of a route whose next call answers 500."""
         self._facts, self._key, self._lacks, self._port = facts, key, lacks, port
         self._labels = ["default"]
-        self._busy = asyncio.Lock()
+        self.busy = asyncio.Lock()
         """Held while weights are loaded: vLLM's engine answers nothing else then."""
         self._serving: asyncio.Task[None] | None = None
         self._server: uvicorn.Server | None = None
@@ -143,6 +145,7 @@ class ScriptedServer:
 
     def _refusal(self, request: Request) -> Response | None:
         path = request.url.path
+        self.looks += path == "/weight_info"
         if path not in ("/health", "/weight_info"):
             self.calls.append(path)
         if path in self._lacks:
@@ -165,7 +168,7 @@ class ScriptedServer:
         return JSONResponse({"object": "list", "data": [{"id": "m", "max_model_len": 4096}]})
 
     async def _weight_info(self) -> Response:
-        async with self._busy:
+        async with self.busy:
             return JSONResponse({"weight_version": self.label})
 
     async def _server_info(self) -> Response:
@@ -207,7 +210,7 @@ class ScriptedServer:
     async def _publish(self, order: str) -> Response:
         manifest, source, timeout_s = read_order(order)
         try:
-            async with self._busy:
+            async with self.busy:
                 digest = await self.engine.load_weights(manifest, source, timeout_s)
         except AsyncRLError as error:
             return JSONResponse({"results": [[type(error).__name__, str(error), None]]})

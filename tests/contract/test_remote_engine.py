@@ -157,11 +157,19 @@ async def test_a_publish_that_a_worker_refuses_is_an_error_of_the_publish():
 
 async def test_a_server_that_loads_for_long_is_not_lost():
     async def slow(*_):
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(2.0)
 
-    async with serving(script=FakeScript(load_hook=slow), lost_after_s=1.0) as (_, engine):
+    async with serving(script=FakeScript(load_hook=slow), lost_after_s=1.0) as (server, engine):
         await within(engine.pause("abort"))
-        await within(engine.load_weights(make_manifest(1, 7, SPECS, 4096), SOURCE, 20.0))
+        looks = server.looks
+        async with server.busy, asyncio.timeout(10):  # the load begins while a look waits for its answer
+            while server.looks == looks:
+                await asyncio.sleep(0.01)
+            loading = asyncio.create_task(
+                engine.load_weights(make_manifest(1, 7, SPECS, 4096), SOURCE, 20.0), name="load"
+            )
+            await asyncio.sleep(1.5)
+        await within(loading)
         await within(engine.commit(7))
         await within(engine.resume())
         assert set((await complete(engine)).versions) == {7}
