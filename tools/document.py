@@ -51,6 +51,7 @@ LOOPS = (
     ("Group task", "rollouter, one per ticket", "rollout/rollouter.py", "Rollouter._group"),
     ("Generation client", "rollouter", "rollout/generation.py", "GenerationClient"),
     ("Request task", "replica, one per request", "inference/replica.py", "Replica._serve"),
+    ("Watch of a server", "replica", "inference/remote/engine.py", "RemoteEngine._look"),
     ("Decode thread", "replica", "inference/torch_engine/loop.py", "DecodeLoop.run"),
     ("Transfer thread", "replica", "inference/torch_engine/transfer.py", "TorchTransfer"),
     ("Trainer rank", "trainer rank", "trainer/trainer_worker.py", "TrainerWorker"),

@@ -67,7 +67,7 @@ class Demand:
         return cls(
             num_replicas=rollout.num_replicas,
             num_ranks=trainer.num_ranks,
-            replica_gpus=0 if on_cpu else rollout.settings.num_workers,
+            replica_gpus=0 if on_cpu or ENGINES[rollout.engine].elsewhere else rollout.settings.num_workers,
             rank_gpus=0 if trainer.device == "cpu" else 1,
             gpu_share=SHARE_IN_TURNS if turns else rollout.settings.gpu_share,
             may_share=not takes_whole,

@@ -38,7 +38,7 @@ from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
-from asyncrl.inference.engines import ENGINES
+from asyncrl.inference.engines import STANDALONE
 from asyncrl.registry import make_importable
 from asyncrl.types import Admission, EvalResult, ReplicaTable, Ticket, TrajectoryGroup
 
@@ -212,6 +212,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         algorithm.pop("advantage")
         sections.pop("batch", None)  # it may have groups of one, which no other advantage takes
     rollout = sections.setdefault("rollout", {})
+    _require_standalone(arguments.engine or rollout.get("engine", "torch"))
     rollout["num_replicas"] = arguments.replicas
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):
         length = rollout.get(rollout.get("engine", "torch"), {}).get("max_model_len")
@@ -223,7 +224,19 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections.setdefault("reward", {}).update({"function": arguments.reward, "parts": {}})
     file = scratch / "recipe.yaml"
     file.write_text(json.dumps(sections))
-    return load_recipe(file, arguments.overrides)
+    recipe = load_recipe(file, arguments.overrides)
+    _require_standalone(recipe.rollout.engine)
+    return recipe
+
+
+def _require_standalone(engine: str) -> None:
+    """Raises ConfigError: the engine cannot load the weights that are evaluated."""
+    require(
+        engine in STANDALONE,
+        asked=f"an evaluation with rollout.engine={engine}",
+        found="its servers have whatever was published to them last, and only a run publishes to them",
+        do=f"pass --engine {' or --engine '.join(STANDALONE)}",
+    )
 
 
 def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path) -> dict[str, Any]:
@@ -420,7 +433,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
     add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
     add("--timeout", type=float, default=86400.0, metavar="S", help="give up after this many seconds (default a day)")
-    add("--engine", choices=sorted(ENGINES), help="default: that of the run, else torch")
+    add("--engine", choices=sorted(STANDALONE), help="default: that of the run, else torch")
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")
     add(TRUST_RUN, action="store_true", help=HELP_RUN)

@@ -41,7 +41,7 @@ from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.errors import AsyncRLError, ConfigError, explain
-from asyncrl.inference.engines import ENGINES, require_runs
+from asyncrl.inference.engines import ENGINES, STANDALONE, require_runs
 from asyncrl.types import ReplicaTable
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="directory in Hugging Face format, or a hub name")
     add("overrides", nargs="*", metavar="key=value", help="override a key, for example torch.max_model_len=256")
-    add("--engine", default="torch", choices=sorted(ENGINES))
+    add("--engine", default="torch", choices=sorted(STANDALONE))
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add(
         "--dtype",

@@ -28,6 +28,12 @@ def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig,
     """Raises ConfigError: something would generate in the trainer's turn."""
     asked = "placement=colocated"
     require(
+        rollout.engine != "remote",
+        asked=f"{asked} with rollout.engine=remote",
+        found="servers that run elsewhere share no device with the trainer",
+        do="set placement=separate",
+    )
+    require(
         mode != "fully_async",
         asked=f"{asked} in mode fully_async",
         found="this mode generates while it trains, and the engines sleep while the trainer has the devices",

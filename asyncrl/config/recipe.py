@@ -20,6 +20,7 @@ from asyncrl.config.model_pool import ModelPoolConfig
 from asyncrl.config.observability import ObservabilityConfig
 from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
 from asyncrl.config.recovery import RecoveryConfig
+from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RayConfig, RunSection
@@ -285,6 +286,9 @@ class Recipe:
         )
         if self.rollout.settings.gpu_share < 1:
             self._check_shared_gpus()
+        if self.rollout.engine == "remote":
+            remote, rank = self.rollout.remote, self.trainer.lora.rank
+            require_takes_publishes(remote, self.weights, lora_rank=rank, start_timeout_s=self.ray.start_timeout_s)
         if self.weights.encoding == "delta":
             self._check_delta()
         if self.weights.transport != "vllm_nccl":

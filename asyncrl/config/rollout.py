@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
 from asyncrl.config.environments import AgentConfig, ToolUseConfig
+from asyncrl.config.remote_engine import RemoteEngineConfig, require_replica_of_each
 from asyncrl.config.serving import ServeSection
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
@@ -269,7 +270,7 @@ class SglangEngineConfig:
         return self.mem_fraction_static
 
 
-EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig
+EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig | RemoteEngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,15 +283,17 @@ class RolloutConfig:
     min_replicas: PositiveInt | None = None
     """Replicas that a start needs. Those that fail beyond these are replaced while the others work; one that never
     comes up in three tries stays away while there are as many others. None: three quarters of them, rounded up."""
-    engine: Literal["torch", "vllm", "sglang"] = "torch"
+    engine: Literal["torch", "vllm", "sglang", "remote"] = "torch"
     """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
-    each needs the package of its name."""
+    each needs the package of its name. remote: vLLM servers that run already."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
     """Settings of engine vllm."""
     sglang: SglangEngineConfig = field(default_factory=SglangEngineConfig)
     """Settings of engine sglang."""
+    remote: RemoteEngineConfig = field(default_factory=RemoteEngineConfig)
+    """Settings of engine remote."""
     interrupt: Literal["abort_resume", "keep", "drain"] = "abort_resume"
     """How a publish treats generations in flight. Modes sync and one_step_off always drain; one_step_off with
     placement=colocated is as abort_resume."""
@@ -328,6 +331,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)
+        if self.engine == "remote":
+            require_replica_of_each(self.remote, self.num_replicas)
         require(
             self.engine != "sglang" or self.interrupt != "keep" or self.sglang.stream_interval == 1,
             asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",
@@ -369,6 +374,13 @@ class RolloutConfig:
     def settings(self) -> EngineConfig:
         """The section of the chosen engine."""
         return getattr(self, self.engine)
+
+    def of_replica(self, replica_id: int) -> RolloutConfig:
+        """The same for one replica alone: of engine remote, with the address of its server only."""
+        if self.engine != "remote":
+            return self
+        remote = replace(self.remote, urls=[self.remote.urls[replica_id]])
+        return replace(self, remote=remote, num_replicas=1, min_replicas=None)
 
     @property
     def guided_decoding(self) -> bool:

@@ -16,6 +16,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.doctor.observation import Observation, bad, ok, warning
 from asyncrl.driver.memory_plan import ranks_memory
 from asyncrl.driver.preflight import Preflight
+from asyncrl.inference.engines import ENGINES
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
@@ -42,6 +43,7 @@ def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
     weights = sum(math.prod(shape) for shape in tensors.values()) * itemsize
     rollout = recipe.rollout
+    weights = 0 if ENGINES[rollout.engine].elsewhere else weights
     replica = weights / rollout.settings.num_workers
     largest = max(memory.peak or memory.total for memory in ranks)
     text = f"a trainer rank {largest / GIB:.2f} GiB{' before activations' if ranks[0].peak is None else ''}, "

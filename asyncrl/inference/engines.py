@@ -40,6 +40,9 @@ class EngineSpec:
     takes_whole_gpus: bool = False
     """Each worker takes a GPU of its own, or `gpu_share` of one; otherwise replicas and trainer ranks share
     those of the cluster."""
+    elsewhere: bool = False
+    """It runs in servers that others have started: its replicas take no device, and only training can publish to
+    them."""
     stop_timeout_s: float = 3.0
     """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE
@@ -86,7 +89,17 @@ ENGINES: dict[str, EngineSpec] = {
         local_environment={"ASYNCRL_SGLANG_SCRATCH": SCRATCH},
         serving=("stream_interval=1",),
     ),
+    "remote": EngineSpec(
+        engine="asyncrl.inference.remote.engine:RemoteEngine",
+        unsupported="asyncrl.inference.vllm.support:unsupported",
+        check="asyncrl.inference.remote.support:check_servers",
+        elsewhere=True,
+        stop_timeout_s=5.0,  # its servers get 2 s to answer the last call
+    ),
 }
+
+STANDALONE = tuple(name for name, spec in ENGINES.items() if not spec.elsewhere)
+"""Engines that can serve a model's files without a trainer."""
 
 
 def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weights: bool) -> InferenceEngine:
@@ -163,7 +176,7 @@ def _is_installed(spec: EngineSpec) -> bool:
 
 def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iterator[str]:
     engine, length = rollout.engine, rollout.max_model_len
-    for name in ENGINES:
+    for name in STANDALONE:
         if name != engine and not _unsupported(name, facts, length):
             yield f"set {section}engine={name}"
     window = facts.sliding_window

@@ -78,7 +78,7 @@ def replica_gpus(rollout: RolloutConfig) -> float:
     """GPUs of one replica where replicas have those of the cluster for themselves: a part of one where the engine may
     take one and there are fewer GPUs than replicas."""
     total = ray.cluster_resources().get("GPU", 0)
-    if not total:
+    if not total or ENGINES[rollout.engine].elsewhere:
         return 0
     if ENGINES[rollout.engine].takes_whole_gpus:
         return rollout.settings.num_workers * rollout.settings.gpu_share
@@ -125,7 +125,7 @@ def spawn_replica(
     """
     if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
         rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
-    build = functools.partial(build_engine, rollout, model, load_real_weights=load_real_weights)
+    build = functools.partial(build_engine, rollout.of_replica(replica_id), model, load_real_weights=load_real_weights)
     serve, limits = rollout.serve, None
     if serve.enabled:
         limits = ExternalLimits.of(rollout.settings.decodes_at_once, serve.share, serve.request_timeout_s)

@@ -130,6 +130,8 @@ LIGHT = {
     "asyncrl.inference.vllm.support": HEAVY,
     "asyncrl.inference.sglang.engine": HEAVY,
     "asyncrl.inference.sglang.support": HEAVY,
+    "asyncrl.inference.remote.support": HEAVY,
+    "asyncrl.inference.remote.engine": HEAVY,
     "asyncrl.inference.torch_engine.support": HEAVY,
     "asyncrl.trainer.fsdp.supports": HEAVY,
     "asyncrl.trainer.megatron.supports": HEAVY,
@@ -300,6 +302,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/preemptions.py"}
     allowed |= {"inference/sglang/host_process.py", "inference/sglang/probe.py"}  # that of SGLang's own processes
+    allowed |= {"inference/remote/server_client.py"}  # the key of servers, in the process that sends it
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"
 

@@ -9,12 +9,13 @@ import pytest
 from asyncrl.commands.train import main
 from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engine import SleepingEngine
-from asyncrl.inference.engines import ENGINES, build_engine, require_runs
+from asyncrl.inference.engines import ENGINES, STANDALONE, build_engine, require_runs
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
@@ -132,7 +133,7 @@ def overrides(directory, engine):
     return [f"model.path={directory}", *data, "eval.every_steps=0", *lengths, *engine_settings]
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(STANDALONE))
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_of, capsys, name, engine):
     backend, *of_engines = EXPECTED[name]
@@ -158,7 +159,7 @@ def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_o
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_an_evaluation_asks_the_engine_and_no_backend(name):
     facts = ModelFacts.of_config("m", CONFIGS[name])
-    for engine in ENGINES:
+    for engine in STANDALONE:
         refused = EXPECTED[name][1 if engine == "torch" else 2]
         rollout = RolloutConfig(engine=engine, **{engine: type(getattr(RolloutConfig(), engine))(max_model_len=LENGTH)})
         if refused is RUNS:
@@ -188,11 +189,13 @@ def test_a_transport_that_the_engine_does_not_receive_by_is_refused(model_of):
 def test_every_engine_of_a_recipe_has_one_description_and_one_section():
     hints = get_type_hints(RolloutConfig)
     assert set(get_args(hints["engine"])) == ENGINES.keys() <= {field.name for field in fields(RolloutConfig)}
+    server = RemoteEngineConfig(urls=["http://127.0.0.1:8000"])
     for name, spec in ENGINES.items():
-        settings = RolloutConfig(engine=name).settings
+        rollout = RolloutConfig(engine=name, num_replicas=1, remote=server)
+        settings = rollout.settings
         assert settings.num_workers == 1
         known = {field.name for field in fields(settings)}
         assert {key.partition("=")[0] for key in (*spec.serving, "max_model_len")} <= known
         assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
-        engine = build_engine(RolloutConfig(engine=name), ModelConfig(path="m"), load_real_weights=False)
-        assert isinstance(engine, SleepingEngine)
+        engine = build_engine(rollout, ModelConfig(path="m"), load_real_weights=False)
+        assert isinstance(engine, SleepingEngine) != spec.elsewhere

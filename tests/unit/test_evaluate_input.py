@@ -7,8 +7,11 @@ import pytest
 
 from asyncrl.commands.evaluate import _parser, load_evaluation, main
 from tests.environments import QWEN, tokenizer_with
+from tests.unit.test_recipes import ROOT
 
 pytestmark = pytest.mark.unit
+
+REMOTE = "rollout.engine=remote rollout.remote.urls=[http://a] rollout.num_replicas=1"
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +21,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer_with(QWEN).save_pretrained(root / "model")
     (root / "model" / "config.json").write_text("{}")
     (root / "model" / "model.safetensors").write_bytes(b"")
+    remote = {"base": str(ROOT / "recipes" / "quickstart_remote.yaml")}
+    (root / "remote.yaml").write_text(json.dumps(remote))
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
     (root / "bad.jsonl").write_text(json.dumps({"prompt": "1+1?"}))
     return root
@@ -38,6 +43,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model rows.jsonl --rows missing/out.jsonl", "is no directory that can be written"),
         ("model rows.jsonl --rows bad.jsonl", "it exists"),
         ("model rows.jsonl eval.sample=2", "eval.sample"),
+        (
+            "model rows.jsonl rollout.engine=remote rollout.remote.urls=[http://a] rollout.num_replicas=1",
+            "pass --engine",
+        ),
+        ("model rows.jsonl --recipe remote.yaml", "pass --engine"),
     ],
 )
 def test_bad_input_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, capsys, words: str, found: str) -> None:

@@ -19,7 +19,7 @@ from asyncrl.inference.sglang.host import _output, all_read
 from asyncrl.inference.sglang.host_process import engine_arguments
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
-from asyncrl.inference.sglang.wire import Output
+from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl_testing.engine_client import make_request
 
 pytestmark = pytest.mark.unit

@@ -14,9 +14,9 @@ from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments,
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
-from asyncrl.inference.sglang.wire import Output
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
 
 _STOP_S = 10.0

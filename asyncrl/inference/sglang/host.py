@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from asyncrl.inference.sglang.sampling_params import Asked
-from asyncrl.inference.sglang.wire import Output
+from asyncrl.inference.shared.stamped_stream import Output, end_output
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Host:
         for rid, task in tasks.items():
             if not task.done():
                 task.cancel()
-                self._emit(_ended(rid))
+                self._emit(end_output(rid))
 
     async def freeze(self, mode: str) -> None:
         """`mode`: in_place, or retract where SGLang computes a step ahead."""
@@ -173,12 +173,12 @@ class Host:
                 self._emit(output)
                 if output.reason is not None:
                     return
-            self._emit(_ended(rid, error="SGLang ended it without a word"))
+            self._emit(end_output(rid, error="SGLang ended it without a word"))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # task boundary: it becomes the request's error
             logger.exception("request %s failed", rid)
-            self._emit(_ended(rid, error=f"{type(error).__name__}: {error}"))
+            self._emit(end_output(rid, error=f"{type(error).__name__}: {error}"))
         finally:
             self._requests.pop(rid, None)
             self._begun.discard(rid)
@@ -243,10 +243,6 @@ def _output(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) -> O
         meta.get("cached_tokens", 0),
         str(finish.get("message", "")) if refused else "",
     )
-
-
-def _ended(rid: str, error: str = "") -> Output:
-    return Output(rid, np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", error=error)
 
 
 def _require(answer: Any) -> None:

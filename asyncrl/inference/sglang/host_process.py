@@ -24,7 +24,8 @@ from asyncrl.config.places import check_place
 from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.sglang.weight_channel import LOADER
-from asyncrl.inference.sglang.wire import SIZE_BYTES, Output, framed
+from asyncrl.inference.sglang.wire import SIZE_BYTES, framed
+from asyncrl.inference.shared.stamped_stream import Output
 
 logger = logging.getLogger(__name__)
 

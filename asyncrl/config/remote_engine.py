@@ -1,0 +1,130 @@
+"""Settings of engine remote: servers that run elsewhere, as replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from annotated_types import Ge
+
+from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.weights import WeightsConfig
+from asyncrl.ranges import Positive, PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteEngineConfig:
+    urls: list[str] = field(default_factory=list)
+    """Addresses of running vLLM servers, such as http://10.0.0.5:8000. Each is one replica: rollout.num_replicas is
+    their number. docs/remote.md says how they are started."""
+    weights: Literal["extension", "reload"] = "extension"
+    """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there
+    too, and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its
+    own loader; nothing of asyncrl is there, and what it has loaded is not verified."""
+    tensor_parallel_size: PositiveInt = 1
+    """Workers of one server."""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512; at most that of the servers."""
+    max_num_seqs: PositiveInt = 256
+    """Requests that one server gets at once; more wait here. Best the servers' own `--max-num-seqs`."""
+    api_key_env: str = ""
+    """Environment variable that holds the key of the servers, on every machine of the run; empty sends no key."""
+    wait_s: Positive = 240.0
+    """Longest wait of a replica for its server to come up, at the start and after it was lost. At most
+    ray.start_timeout_s."""
+    lost_after_s: Positive = 30.0
+    """A server whose health check has no answer for this long is lost. One that refuses connections is lost at once."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.remote.", self)
+        for url in self.urls:
+            require(
+                _is_address(url),
+                asked=f"rollout.remote.urls: {_without_secrets(url)}",
+                found="no address of a server, or one with a user, a query or a fragment",
+                do="write http://HOST:PORT or https://HOST[:PORT][/PATH]; a key goes into rollout.remote.api_key_env",
+            )
+        twice = sorted({url for url in self.urls if self.urls.count(url) > 1})
+        require(
+            not twice,
+            asked=f"rollout.remote.urls: {twice[0] if twice else ''} twice",
+            found="a server is one replica: a second one would change its weights in the middle of a publish",
+            do="name each server once",
+        )
+
+    @property
+    def context_tokens(self) -> int:
+        """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
+        return 4096 if self.max_model_len is None else self.max_model_len
+
+    @property
+    def decodes_at_once(self) -> int:
+        """As of engine torch."""
+        return self.max_num_seqs
+
+    @property
+    def num_workers(self) -> int:
+        """Receivers of a publish in one replica: the workers of its server, or the replica itself."""
+        return self.tensor_parallel_size if self.weights == "extension" else 1
+
+    @property
+    def gpu_share(self) -> float:
+        """As of engine torch; its replicas take no GPU of the cluster."""
+        return 1.0
+
+
+def require_replica_of_each(remote: RemoteEngineConfig, num_replicas: int) -> None:
+    """Raises ConfigError: there are not as many servers as replicas."""
+    require(
+        len(remote.urls) == num_replicas,
+        asked=f"rollout.engine=remote with rollout.num_replicas={num_replicas}",
+        found=f"rollout.remote.urls names {len(remote.urls)} server(s), and each is one replica",
+        do=f"set rollout.num_replicas={len(remote.urls)}"
+        if remote.urls
+        else "set rollout.remote.urls=[http://HOST:PORT]",
+    )
+
+
+def require_takes_publishes(
+    remote: RemoteEngineConfig, weights: WeightsConfig, *, lora_rank: int, start_timeout_s: float
+) -> None:
+    """Raises ConfigError: servers cannot take the publishes of the run in the way that was chosen, or the start of a
+    replica would end before its wait for the server."""
+    require(
+        remote.wait_s <= start_timeout_s,
+        asked=f"rollout.remote.wait_s={remote.wait_s:g}",
+        found=f"a start of a replica ends after ray.start_timeout_s={start_timeout_s:g}, whatever it waits for",
+        do=f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other",
+    )
+    if remote.weights != "reload":
+        return
+    asked = "rollout.remote.weights=reload"
+    require(
+        weights.transport == "disk",
+        asked=f"{asked} with weights.transport={weights.transport}",
+        found="the server's own loader reads files",
+        do="set weights.transport=disk, and weights.disk_directory to a directory that the servers see too",
+    )
+    require(
+        weights.encoding == "full" and lora_rank == 0,
+        asked=f"{asked} with weights.encoding={weights.encoding} and trainer.lora.rank={lora_rank}",
+        found="the server's own loader reads whole weights, no differences and no adapters",
+        do="set weights.encoding=full and trainer.lora.rank=0, or rollout.remote.weights=extension",
+    )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    plain = not (parts.query or parts.fragment or "@" in parts.netloc) and url == url.strip()
+    return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+
+
+def _without_secrets(url: str) -> str:
+    """The address for a message: without what stands before an @."""
+    before, at, after = url.rpartition("@")
+    return f"{before.partition('//')[0]}//...@{after}" if at else url

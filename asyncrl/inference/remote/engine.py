@@ -1,0 +1,347 @@
+"""`RemoteEngine`: a vLLM server that runs elsewhere, behind the protocol of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.remote_engine import RemoteEngineConfig
+from asyncrl.errors import BadRequest, GenerationError, explain
+from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, ReloadPublishCalls
+from asyncrl.inference.remote.requests import ABORT, GENERATE, ForeignWeights, Labels, abort_id, body_of, output_of
+from asyncrl.inference.remote.server_client import Refused, ServerClient, Unanswered, Unreachable, read_key
+from asyncrl.inference.remote.server_facts import UNAVAILABLE, ServerFacts, ask, require_usable
+from asyncrl.inference.shared.process_engine import ProcessEngine
+from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.inference.shared.stamped_stream import StampedStream, end_output
+from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
+
+logger = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 1.0
+"""Pause between two looks for a server that is not up."""
+_LOOK_S = 1.0
+"""Pause between two looks at a server that is."""
+_REFUSALS = 3
+"""Failed connections in a row that make a lost server: a busy one may turn a single one away."""
+_ABORT_S = 1.0
+"""What the server may take to answer an abort with the last tokens, before the connection is closed."""
+_QUIET_S = 0.03
+"""A frozen server from which nothing has come for this long has sent what it had sampled. What comes later even so
+still gets its own version: `StampedStream.hold`."""
+_LEAVE_S = 2.0
+"""Time for the last calls to a server, which leave it as it was found."""
+
+
+class RemoteStream(StampedStream):
+    """The adapter's record of one request to a server, on a connection of its own."""
+
+    package = "the vLLM server"
+    no_spans = (
+        "it was sampled under two versions, and the server does not say which token under which",
+        "set rollout.interrupt=abort_resume, or use a vLLM of version 0.32 or newer",
+    )
+
+    def __init__(self, request: GenerationRequest) -> None:
+        super().__init__(request)
+        self.rid = ""
+        """Of the present attempt. The server may still know the one before."""
+        self.reading: asyncio.Task[None] | None = None
+
+    def enter(self) -> None:
+        self.rid = uuid.uuid4().hex
+        super().enter()
+        self.entered.set()  # whether the server has it cannot be known; who has no token is begun again
+
+
+class RemoteEngine(ProcessEngine[RemoteStream]):
+    """An `InferenceEngine` over a vLLM server that somebody else has started, and restarts.
+
+    The server samples with the weights of the last publish only as long as it is the same process: each version has a
+    label there that no other process and no other run has. The engine looks for it all the time, and compares the
+    labels of every response. Once it is gone the engine is dead; the next one waits for the server and starts anew.
+
+    Sampling is not deterministic, as vLLM's is not.
+    """
+
+    package = "the vLLM server"
+    key = "remote"
+
+    def __init__(self, model: ModelConfig, settings: RemoteEngineConfig, *, load_real_weights: bool) -> None:
+        """`settings`: with the address of one server. `load_real_weights`: what the server has counts as version 0;
+        otherwise nothing is sampled before the first publish."""
+        super().__init__(
+            model,
+            max_running=settings.max_num_seqs,
+            context_tokens=settings.context_tokens,
+            load_real_weights=load_real_weights,
+        )
+        self._settings = settings
+        (self._url,) = settings.urls
+        self._labels = Labels(secrets.token_hex(8))
+        self._label: str | None = None
+        """What the server calls its weights; None while that changes."""
+        self._client: ServerClient | None = None
+        self._facts: ServerFacts | None = None
+        self._publishes: PublishCalls | None = None
+        self._receiving = False
+        self._loads = 0
+        """Publishes that the server was told of."""
+        self._lost: str | None = None
+        self._arrived_s = 0.0
+
+    def health(self) -> EngineHealth:
+        """Counts tokens as they arrive, also those that wait for the end of their response."""
+        found = super().health()
+        held = sum(stream.num_held for stream in self._queue.running)
+        return replace(found, generated_tokens=found.generated_tokens + held)
+
+    # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
+
+    async def _launch(self) -> None:
+        settings = self._settings
+        client = self._client = ServerClient(self._url, read_key(settings.api_key_env))
+        deadline = time.monotonic() + settings.wait_s
+        facts = await self._wait_for_server(client, deadline)
+        if facts.vocab_size is None:
+            vocab_size, tied = await asyncio.to_thread(_vocabulary, self._model)
+            facts = replace(facts, vocab_size=vocab_size, tied=tied)
+        self._facts = facts
+        require_usable(self._url, facts, settings)
+        left_s = max(1.0, deadline - time.monotonic())
+        # Of a replica before this one: its requests end, and a pause that it did not live to end.
+        await client.post("/pause", params={"mode": "abort", "clear_cache": "true"}, timeout_s=left_s)
+        await client.post("/resume", timeout_s=left_s)
+        await self._set_label(self._labels.of(None))
+        self._publishes = (ExtensionPublishCalls if settings.weights == "extension" else ReloadPublishCalls)(client)
+        self._spawn(self._look(client), "remote-look")
+
+    async def _shut_down(self) -> None:
+        if self._publishes is not None:
+            self._publishes.close()
+        client, self._client = self._client, None
+        if client is None:
+            return
+        if self._facts is not None and self._lost is None:
+            # One that has ended, or that another replica has taken over, is left alone.
+            with contextlib.suppress(Unreachable, Unanswered, Refused, ForeignWeights, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._check_server(client)
+                    await client.post("/resume", timeout_s=_LEAVE_S)
+        await client.close()
+
+    def _death(self) -> str | None:
+        return self._lost
+
+    def _vocab_size(self) -> int:
+        assert self._facts is not None, "the engine was started"
+        assert self._facts.vocab_size is not None, "it is looked up at the start"
+        return self._facts.vocab_size
+
+    def _new_stream(self, request: GenerationRequest) -> RemoteStream:
+        return RemoteStream(request)
+
+    async def _sample(self, stream: RemoteStream) -> None:
+        stream.enter()
+        if self._label is None:
+            stream.hold()
+        reading = stream.reading = asyncio.create_task(self._read(stream), name=f"read {stream.rid}")
+        try:
+            if stream.fate is not None:
+                reading.cancel()
+            await asyncio.wait((reading,))
+        finally:
+            reading.cancel()
+        if not reading.cancelled():
+            try:
+                reading.result()
+                return
+            except Unreachable as error:
+                await self._examine(str(error))
+                if self._lost is not None:
+                    raise
+                logger.warning("request %s is cut off and will resume: %s", stream.request.request_id, error)
+        if not stream.ended.is_set():
+            stream.drop_held()
+            self._hand_over(stream, stream.take(end_output(), self._version), is_last=True)
+
+    async def _abort_inside(self, streams: list[RemoteStream]) -> None:
+        """The server answers for those that it has; the connections of the others are closed, which ends them too."""
+        begun = [s for s in streams if s.num_tokens and s.fate == "abort" and s.reading is not None]
+        if begun and self._lost is None:
+            ids = [abort_id(stream.rid) for stream in begun]
+            with contextlib.suppress(Unreachable, Unanswered, Refused):  # the connections are closed below
+                await self._calls().post(ABORT, {"request_ids": ids}, timeout_s=_ABORT_S)
+                await asyncio.wait([s.reading for s in begun if s.reading is not None], timeout=_ABORT_S)
+        for stream in streams:
+            if stream.reading is not None:
+                stream.reading.cancel()
+
+    async def _freeze_inside(self) -> None:
+        await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
+
+    async def _unfreeze_inside(self) -> None:
+        await self._post("/resume")
+
+    async def _settle(self) -> None:
+        """Returns when nothing has come for a moment. A token that comes later is told apart by its label."""
+        began_s = time.monotonic()
+        while self._queue.running:
+            self._require_alive()
+            leaving = any(stream.fate is not None for stream in self._queue.running)
+            if not leaving and time.monotonic() - max(began_s, self._arrived_s) >= _QUIET_S:
+                return
+            await asyncio.sleep(_QUIET_S / 10)
+
+    async def _announce(self, version: int) -> None:
+        for stream in self._queue.running:
+            stream.hold()
+        await self._set_label(self._labels.of(version))
+
+    async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        assert self._publishes is not None, "the engine was started"
+        self._receiving = True
+        self._loads += 1
+        try:
+            return await self._publishes.receive(manifest, source, timeout_s)
+        finally:
+            self._receiving = False
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def _read(self, stream: RemoteStream) -> None:
+        """Moves the server's answer to one request into its stream. Raises Unreachable: the connection broke."""
+        salt, asked = str(self._salt), stream.request
+        body = body_of(asked, rid=stream.rid, cache_salt=salt, vocab_size=self._vocab_size())
+        try:
+            async for line in self._calls().lines(GENERATE, body):
+                self._arrived_s = time.monotonic()
+                output = output_of(line, self._labels)
+                if output is not None:
+                    is_last = output.reason is not None
+                    self._hand_over(stream, stream.take(output, self._version), is_last=is_last)
+                    if is_last:
+                        return
+        except ForeignWeights as error:
+            self._lost = f"{self._url}: {error}"
+            raise
+        except Refused as error:
+            if error.status in (400, 422):
+                do = "look at the log of the server"
+                raise BadRequest(explain(f"generate {asked.request_id!r}", str(error), do)) from error
+            await self._examine(str(error))
+            raise
+        raise Unreachable("the answer ended in the middle")
+
+    # -- the server ----------------------------------------------------------------------------------------------
+
+    def _calls(self) -> ServerClient:
+        assert self._client is not None, "the engine was started"
+        return self._client
+
+    async def _wait_for_server(self, client: ServerClient, deadline: float) -> ServerFacts:
+        """Raises ConfigError as `ask`; GenerationError: it did not come up."""
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    return await ask(client, self._settings)
+            except (Unreachable, Unanswered, Refused, TimeoutError) as error:
+                if isinstance(error, Refused) and error.status != UNAVAILABLE:
+                    raise
+                if time.monotonic() + _TRY_AGAIN_S >= deadline:
+                    asked = f"{self._url} as a replica, within rollout.remote.wait_s={self._settings.wait_s:g}"
+                    do = "start the server, or see its log; docs/remote.md has the whole command"
+                    raise GenerationError(explain(asked, f"it is not up: {error or 'no answer'}", do)) from error
+            await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _set_label(self, label: str) -> None:
+        self._label = None
+        await self._post("/update_weight_version", {"new_version": label})
+        self._label = label
+
+    async def _post(self, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
+        """A call that ends soon and may be made twice: the second time when its connection breaks and the server is
+        well. Raises Unreachable, Unanswered, Refused; the server may then be lost."""
+        client, timeout_s = self._calls(), self._settings.lost_after_s
+        try:
+            return await client.post(path, body, params=params, timeout_s=timeout_s)
+        except (Unreachable, Unanswered) as error:
+            await self._examine(str(error))
+            if self._lost is not None or isinstance(error, Unanswered):
+                raise
+        return await client.post(path, body, params=params, timeout_s=timeout_s)
+
+    async def _look(self, client: ServerClient) -> None:
+        """Ends the engine when its server is lost.
+
+        Consumes: the server's answers about its health and the label of its weights, every `_LOOK_S`.
+        Produces: the end of the engine, with the reason.
+        Waits for: each answer, at most `lost_after_s`.
+        Unblocked by: the server, or the deadline.
+        Stops when: the engine ends.
+        """
+        refusals, answered_s = 0, time.monotonic()
+        while self._lost is None:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._check_server(client)
+            except Unreachable as error:
+                refusals += 1
+                if refusals >= _REFUSALS:
+                    self._lose(str(error))
+            except Unanswered as error:
+                if time.monotonic() - answered_s >= self._settings.lost_after_s:
+                    self._lose(str(error))
+            except (Refused, ForeignWeights) as error:
+                self._lose(str(error))
+            else:
+                refusals, answered_s = 0, time.monotonic()
+
+    async def _examine(self, why: str) -> None:
+        """Looks at once whether the server is still what it was; sets `_lost` otherwise. `why`: what gave the doubt."""
+        for attempt in range(_REFUSALS):
+            try:
+                await self._check_server(self._calls())
+                return
+            except (Unreachable, Unanswered, Refused, ForeignWeights) as error:
+                if attempt + 1 == _REFUSALS or not isinstance(error, Unreachable):
+                    self._lose(f"{why}; {error}")
+                    return
+            await asyncio.sleep(_LOOK_S / 10)
+
+    async def _check_server(self, client: ServerClient) -> None:
+        """Raises Unreachable, Unanswered, Refused; ForeignWeights: it is not the process that has the last publish."""
+        timeout_s = self._settings.lost_after_s
+        await client.get("/health", timeout_s=timeout_s)
+        expected = self._label
+        if expected is None or self._receiving:  # a server that loads weights answers for its health only
+            return
+        loads = self._loads
+        try:
+            told = await client.get("/weight_info", timeout_s=timeout_s)
+        except Unanswered:
+            if self._receiving or self._loads != loads:
+                return  # it began to load weights before it could answer
+            raise
+        if self._label == expected:
+            self._labels.version(str(told["weight_version"]))
+
+    def _lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = f"the server {self._url} is lost: {why}"
+
+
+def _vocabulary(model: ModelConfig) -> tuple[int, bool]:
+    """Size of the vocabulary of the run's model, and whether its output layer uses the embeddings."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    text = read.get_text_config()
+    return text.vocab_size, bool(text.tie_word_embeddings)

@@ -1,0 +1,102 @@
+"""A publish to a server that runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.remote.orders import write_order
+from asyncrl.inference.remote.server_client import ServerClient
+from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
+
+_GRACE_S = 5.0
+"""Time that a server has beyond the deadline of its workers, so that their own error arrives."""
+
+
+class ExtensionPublishCalls(PublishCalls):
+    """The server's workers receive: they have asyncrl's `ServeExtension`."""
+
+    def __init__(self, client: ServerClient) -> None:
+        super().__init__(f"the server {client.url}")
+        self._client = client
+
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        if source != self._joined:
+            await asyncio.to_thread(require_reachable, source, self._client.url)
+        order = write_order(manifest, source, timeout_s)
+        return await self._client.call_workers("asyncrl_publish", [order], timeout_s + _GRACE_S)
+
+
+class ReloadPublishCalls(PublishCalls):
+    """The server's own loader reads the files of transport `disk`. The replica takes the part of the receiver: it reads
+    all files and computes their digest, then names them to the server."""
+
+    def __init__(self, client: ServerClient) -> None:
+        super().__init__(f"the server {client.url}")
+        self._client = client
+        self._thread = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
+        self._receiver: Any = None
+
+    def close(self) -> None:
+        super().close()
+        self._thread.submit(self._leave)
+        self._thread.shutdown(wait=False)
+
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        if not isinstance(source, DiskSource):
+            do = "set weights.transport=disk, or rollout.remote.weights=extension"
+            raise ConfigError(explain("rollout.remote.weights=reload", f"a {type(source).__name__}", do))
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + timeout_s
+        digest = await loop.run_in_executor(self._thread, self._read, manifest, source, timeout_s)
+        path = Path(source.directory) / f"publish-{manifest.publish_id}"
+        left_s = max(0.0, ends_s - loop.time()) + _GRACE_S
+        await self._client.call_workers("reload_weights", [], left_s, weights_path=str(path))
+        return [["", "", digest]]
+
+    def _read(self, manifest: Manifest, source: DiskSource, timeout_s: float) -> Digest | None:
+        from asyncrl.weights.transports.disk import DiskReceiver
+
+        if source != self._joined:
+            self._leave()
+        if self._receiver is None:
+            self._receiver = DiskReceiver(source)
+        return self._receiver.receive(manifest, _Discarded(), timeout_s)
+
+    def _leave(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+class _Discarded:
+    """A `WeightSink` for weights that are only digested."""
+
+    def write(self, spec: Any, offset: int, data: Any) -> None:
+        pass
+
+
+def require_reachable(source: TransferSource, url: str) -> None:
+    """Raises ConfigError: the trainer listens on this machine only, and the server is on another one. A run that
+    started a Ray of its own does; one that has joined a cluster does not."""
+    trainer, host = urlsplit(source.endpoint).hostname or "", urlsplit(url).hostname or ""
+    if not trainer.startswith("127."):
+        return
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return  # the call to the server says more about it
+    if not found & own:
+        asked = f"{url} to receive weights from {source.endpoint}"
+        do = "start Ray on this machine and set ray.address: the run then uses an address that others reach"
+        raise ConfigError(explain(asked, "the trainer's address reaches this machine only", do))

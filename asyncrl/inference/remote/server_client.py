@@ -1,0 +1,115 @@
+"""HTTP calls to one server, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+
+from asyncrl.config.checks import require
+from asyncrl.config.serving import check_key
+
+_CONNECT_S = 10.0
+_IDLE_S = 2.0
+_TOLD_CHARS = 500
+
+
+class Unreachable(Exception):
+    """No connection to the server, or one that broke."""
+
+
+class Unanswered(Exception):
+    """No answer in time."""
+
+
+class Refused(Exception):
+    """An answer with another status than 200."""
+
+    def __init__(self, path: str, status: int, text: str) -> None:
+        super().__init__(f"{path} answers {status}: {text[:_TOLD_CHARS]}")
+        self.status = status
+
+
+def read_key(variable: str) -> str | None:
+    """The key in this environment variable; None where `variable` is empty. Raises ConfigError: it is not set."""
+    if not variable:
+        return None
+    key = os.environ.get(variable)
+    asked = f"rollout.remote.api_key_env={variable}"
+    require(
+        key is not None,
+        asked=asked,
+        found="this process has no such environment variable",
+        do=f"export {variable} before the run starts, on a cluster before Ray starts on each machine",
+    )
+    check_key(key, asked=asked, do=f"set {variable} to the key of the servers")
+    return key
+
+
+class ServerClient:
+    """The connections to one server. Calls and streams have pools of their own: many streams delay no call."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url.rstrip("/")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        # Servers are reached directly: a proxy of the environment is not for them.
+        common: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
+        # vLLM closes idle connections after 5 s: one that is closed here before that is never used in that moment.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
+        self._calls = httpx.AsyncClient(**common, limits=limits)
+        self._streams = httpx.AsyncClient(**common, limits=limits, timeout=httpx.Timeout(None, connect=_CONNECT_S))
+
+    async def get(self, path: str, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
+        """The JSON of the answer; None where it is empty. Raises Unreachable, Unanswered, Refused."""
+        return await self._call("GET", path, timeout_s, params=params)
+
+    async def post(self, path: str, body: Any = None, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
+        """As `get`."""
+        return await self._call("POST", path, timeout_s, params=params, json=body)
+
+    async def call_workers(self, method: str, arguments: Sequence[Any], timeout_s: float, **named: Any) -> list[Any]:
+        """What the method returns in each of the server's workers. Raises as `get`."""
+        body = {"method": method, "args": list(arguments), "kwargs": named}
+        answer = await self.post("/collective_rpc", body, timeout_s=timeout_s)
+        return [] if answer is None else answer["results"]
+
+    async def lines(self, path: str, body: Any) -> AsyncIterator[str]:
+        """The lines of a streamed answer. It has no deadline of its own: whoever watches the server closes it.
+
+        Raises Unreachable, Refused.
+        """
+        try:
+            async with self._streams.stream("POST", path, json=body) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    raise Refused(path, answer.status_code, (await answer.aread()).decode(errors="replace"))
+                async for line in answer.aiter_lines():
+                    yield line
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{path}: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """Closes all connections; the server ends the requests behind them. Idempotent."""
+        await self._calls.aclose()
+        await self._streams.aclose()
+
+    async def _call(self, method: str, path: str, timeout_s: float, **request: Any) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._calls.request(method, path, timeout=None, **request)
+        except TimeoutError as error:
+            raise Unanswered(f"{path}: no answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{path}: {type(error).__name__}: {error}") from error
+        if answer.status_code != httpx.codes.OK:
+            raise Refused(path, answer.status_code, answer.text)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError:
+            return answer.text

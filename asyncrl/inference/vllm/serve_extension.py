@@ -1,0 +1,69 @@
+"""What a `vllm serve` that somebody else has started imports into its workers (`--worker-extension-cls`), so that they
+receive the publishes of `rollout.engine=remote`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+
+from asyncrl.inference.remote.orders import read_order
+from asyncrl.inference.remote.server_facts import ServerFacts
+from asyncrl.inference.shared.weight_update import WorkerUpdate
+from asyncrl.inference.vllm.layerwise_reload import Reload
+from asyncrl.weights.encodings.decoder import Decoder
+
+
+class ServeExtension:
+    """Methods that vLLM adds to its workers; the route /collective_rpc calls them."""
+
+    vllm_config: VllmConfig
+    device: torch.device
+    model_runner: Any
+
+    def asyncrl_describe(self) -> dict[str, Any]:
+        """`ServerFacts` of this server."""
+        config = self.vllm_config
+        model, hf = config.model_config, config.model_config.hf_config
+        facts = ServerFacts(
+            architecture=(getattr(hf, "architectures", None) or [type(hf).__name__])[0],
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            world_size=config.parallel_config.world_size_across_dp,
+            logprobs_mode=str(model.logprobs_mode),
+            device=self.device.type,
+            chunked_prefill=bool(config.scheduler_config.enable_chunked_prefill),
+            tied=bool(getattr(hf, "tie_word_embeddings", False)),
+            dummy=str(config.load_config.load_format) == "dummy",
+        )
+        return asdict(facts)
+
+    def asyncrl_publish(self, order: str) -> list[Any]:
+        """Applies one publish (`orders.write_order`), which the server is paused for.
+
+        Returns: `WorkerUpdate.outcome`. Raises ValueError: it is no order.
+        """
+        manifest, source, timeout_s = read_order(order)
+        with set_current_vllm_config(self.vllm_config):
+            update = self._asyncrl_update()
+            update.join(replace(source, receiver=source.receiver + get_tensor_model_parallel_rank()))
+            update.start()
+            update.receive(manifest, timeout_s)
+            update.finish()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # the next step uses the new weights
+        return update.outcome()
+
+    def _asyncrl_update(self) -> WorkerUpdate:
+        """One for the life of the worker: it stays joined to its sender."""
+        held = self.__dict__.get("_asyncrl_held")
+        if held is None:
+            served = self.vllm_config.model_config
+            reload = Reload(self.model_runner.get_model(), served)
+            together = reload.expected.loaded_together
+            decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
+            held = self.__dict__["_asyncrl_held"] = WorkerUpdate(reload, decoder, self.device)
+        return held

@@ -1,0 +1,43 @@
+"""The quickstart on a `vllm serve` that runs beside it, and that is killed and started again in the middle."""
+
+import pytest
+
+from tests.e2e.conftest import ROOT, assert_sound
+from tests.vllm_server import VllmServer
+
+pytest.importorskip("vllm", reason="needs the package vllm: make install-vllm", exc_type=ImportError)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def server(inputs, tmp_path):
+    server = VllmServer(ROOT / "runs" / "tiny-qwen3", tmp_path / "server.log", "--max-num-seqs", "128").start()
+    yield server
+    server.kill()
+
+
+def test_a_run_outlives_its_server_and_publishes_to_the_next_one(start, server):
+    remote = f"rollout.remote.urls=[{server.url}]", "weights.verify=always"
+    run = start("run.max_steps=6", *remote, recipe="quickstart_remote", joined=False)
+    run.wait_for_step(2, timeout_s=300)
+    server.kill()
+    run.wait_for_event("replica_failed", timeout_s=60)
+    (failed,) = [e for e in run.events if e["event"] == "replica_failed"]
+    assert "is lost" in failed["error"]
+    steps = len(run.metrics)
+    server.start()
+    run.wait_for_event("replica_serving", count=2, timeout_s=120)
+    assert run.wait(500) == 0, run.log
+    assert len(run.metrics) > steps
+    assert_sound(run, max_lag=2, steps=6)
+    assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0], "one replacement waited for it"
+    assert all(e["verified"] for e in run.events if e["event"] == "publish")
+
+
+def test_a_run_does_not_start_without_its_server(start, inputs):
+    run = start("rollout.remote.urls=[http://127.0.0.1:9]", recipe="quickstart_remote", joined=False)
+    assert run.wait(120) == 2, run.log
+    assert "http://127.0.0.1:9" in run.log
+    assert "start the server first" in run.log
+    assert not run.metrics
