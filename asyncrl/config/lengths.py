@@ -17,7 +17,11 @@ def response_limit(rollout: RolloutConfig) -> int:
     """Tokens of the longest response of one trajectory, all turns and tool results together. The limits of a custom
     environment are unknown here: for it this is the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
-    turns = {"tool_use": rollout.tool_use.max_turns, "agent": rollout.agent.max_turns}.get(rollout.environment)
+    turns = {
+        "tool_use": rollout.tool_use.max_turns,
+        "agent": rollout.agent.max_turns,
+        "gymnasium": rollout.gymnasium.max_turns,
+    }.get(rollout.environment)
     if turns is None:
         return turn
     return rollout.tool_use.max_trajectory_tokens or turn * turns
@@ -29,7 +33,7 @@ def with_lengths(
     """Both with `max_model_len` of the engine that is used and `max_tokens_per_microbatch`, as set or derived: the
     longest prompt and the longest response fit.
 
-    Agents and custom environments write prompts of their own: the engine takes at least its default then, and a
+    Agents, gymnasium and custom environments write prompts of their own: the engine takes at least its default then, and a
     micro-batch whatever the engine takes.
     """
     longest = max_prompt_tokens + response_limit(rollout)
