@@ -95,6 +95,8 @@ class AgentConfig:
     command: list[str] = field(default_factory=list)
     """In place of a function: a program that is started for each trajectory, with the task on its standard input, the
     endpoint in OPENAI_BASE_URL and the key in OPENAI_API_KEY. Its standard output is judged (docs/environments.md)."""
+    max_programs: PositiveInt = 64
+    """Programs of a rollouter that run at the same time; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
     host: str = "127.0.0.1"

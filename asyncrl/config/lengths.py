@@ -33,8 +33,8 @@ def with_lengths(
     """Both with `max_model_len` of the engine that is used and `max_tokens_per_microbatch`, as set or derived: the
     longest prompt and the longest response fit.
 
-    Agents, gymnasium and custom environments write prompts of their own: the engine takes at least its default then, and a
-    micro-batch whatever the engine takes.
+    Agents, gymnasium and custom environments write prompts of their own: the engine takes at least its default then,
+    and a micro-batch whatever the engine takes.
     """
     longest = max_prompt_tokens + response_limit(rollout)
     writes_prompts = rollout.environment not in ("single_turn", "tool_use")

@@ -1,13 +1,14 @@
 """An agent written against an OpenAI client is the environment: the policy answers its requests, which are recorded.
 
-The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`. What it returns is judged by the
-reward; None stands for the text of the last reply.
+The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`, or a program (`AgentProgram`).
+What it returns is judged by the reward; None stands for the text of the last reply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import shutil
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import ParserName, parser_for
+from asyncrl.environments.agent_program import AgentProgram
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import limits_of
@@ -32,7 +34,14 @@ Agent = Callable[[str, str, Task], Awaitable[str | None]]
 
 
 def load_agent(config: AgentConfig) -> Agent:
-    """Raises ConfigError: `rollout.agent.function` is not set, cannot be imported, or is no such function."""
+    """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or is no such
+    function, or this machine does not have the program."""
+    if config.command:
+        asked = f"rollout.agent.command={config.command}"
+        if shutil.which(config.command[0]) is None:
+            do = "write its path, or install it where the rollouters run"
+            raise ConfigError(explain(asked, f"there is no program {config.command[0]} here", do))
+        return AgentProgram(config.command, config.max_programs)
     do = "name `package.module:function`, async def agent(base_url, api_key, task)"
     asked = f"rollout.agent.function={config.function}"
     if not config.function:
@@ -48,7 +57,7 @@ def load_agent(config: AgentConfig) -> Agent:
 
 
 class AgentEnvironment:
-    """Agents run side by side in the rollouter's event loop, and must not block it.
+    """Agents that are functions run side by side in the rollouter's event loop, and must not block it.
 
     The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
     requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
@@ -64,17 +73,22 @@ class AgentEnvironment:
         self._server: AgentServer | None = None
 
     async def start(self) -> None:
-        """Starts the endpoint. Raises DeadlineExceeded, ProcessDied."""
+        """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
         from asyncrl.environments.agent_server import AgentServer
         from asyncrl.serving.connection_guard import ConnectionLimits, connections_that_fit
 
         connections = connections_that_fit(MAX_CONNECTIONS)
         self._server = AgentServer(
-            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s)
+            self._config,
+            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s),
         )
         await self._server.start()
+        if isinstance(self._agent, AgentProgram):
+            self._agent.start()
 
     async def close(self) -> None:
+        if isinstance(self._agent, AgentProgram):
+            await self._agent.close()
         if self._server is not None:
             await self._server.close()
 
@@ -98,7 +112,8 @@ class AgentEnvironment:
             raise recorded.failure
         last = recorded.last
         if last is None:
-            raise ValueError(f"the agent {self._config.function} made no request that was answered")
+            name = self._config.function or self._config.command
+            raise ValueError(f"the agent {name} made no request that was answered")
         result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
         parts = ("agent_requests", float(recorded.num_requests)), ("agent_branches", float(recorded.num_branches))
         return last.conversation.trajectory(result, parts=parts, cut=recorded.cut)

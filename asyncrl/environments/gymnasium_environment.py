@@ -21,7 +21,10 @@ from asyncrl.workers.worker_pool import WorkerPool
 
 
 def check_gymnasium(config: GymnasiumConfig) -> None:
-    """Makes an environment and closes it. Raises ConfigError: package missing, none named, or one that cannot be used."""
+    """Makes an environment and closes it.
+
+    Raises ConfigError: the package is missing, no environment is named, or one that cannot be used.
+    """
     require_package_of("gymnasium")
     if not (config.id or config.factory):
         do = "name an environment: rollout.gymnasium.id=FrozenLake-v1, or a factory `package.module:function`"

@@ -89,7 +89,7 @@ class McpServer:
         except TimeoutError:
             await self._probe(client, tool)
             return ToolResult(f"Error: {tool.name} took more than {self._timeout_s:g} s", failed=True)
-        except Exception as error:  # noqa: BLE001 - boundary: the policy reads what its call raised
+        except Exception as error:
             if _is_lost(error) or not self._is_current(client):
                 raise self._lost(client, f"call {tool.own_name}", _reason(error)) from error
             return ToolResult(f"Error: {_reason(error)}", failed=True)
