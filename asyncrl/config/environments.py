@@ -142,7 +142,8 @@ class GymnasiumConfig:
     """Regular expression with one group; the group of its last match in a response is the action, or what the action is
     looked for in. Empty: the whole response."""
     max_turns: PositiveInt = 16
-    """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too."""
+    """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too; None takes
+    rollout.sampling.max_response_tokens and max_observation_tokens, together, times max_turns."""
     max_observation_tokens: PositiveInt = 512
     """A longer observation is cut, with a note."""
     reward: Literal["sum", "final"] = "sum"

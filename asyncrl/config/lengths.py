@@ -14,17 +14,15 @@ OVERLONG_SHARE = 5
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens of the longest response of one trajectory, all turns and tool results together. The limits of a custom
+    """Tokens of the longest response of one trajectory, all turns, tool results and observations together. The limits of a custom
     environment are unknown here: for it this is the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
-    turns = {
-        "tool_use": rollout.tool_use.max_turns,
-        "agent": rollout.agent.max_turns,
-        "gymnasium": rollout.gymnasium.max_turns,
-    }.get(rollout.environment)
-    if turns is None:
-        return turn
-    return rollout.tool_use.max_trajectory_tokens or turn * turns
+    turns, shown = {
+        "tool_use": (rollout.tool_use.max_turns, 0),
+        "agent": (rollout.agent.max_turns, 0),
+        "gymnasium": (rollout.gymnasium.max_turns, rollout.gymnasium.max_observation_tokens),
+    }.get(rollout.environment, (0, 0))
+    return rollout.tool_use.max_trajectory_tokens or (turn + shown) * turns if turns else turn
 
 
 def with_lengths(

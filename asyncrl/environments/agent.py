@@ -68,7 +68,7 @@ class AgentEnvironment:
         self._agent = load_agent(recipe.rollout.agent)
         self._config = recipe.rollout.agent
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
-        self._limits = limits_of(recipe, self._config.max_turns, recipe.rollout.tool_use.max_trajectory_tokens)
+        self._limits = limits_of(recipe)
         self._parser: ParserName = parser_for(recipe.rollout.tool_use.parser, chat.template)
         self._server: AgentServer | None = None
 

@@ -41,8 +41,7 @@ class GymnasiumEnvironment:
 
     def __init__(self, recipe: Recipe) -> None:
         config = recipe.rollout.gymnasium
-        limits = limits_of(recipe, config.max_turns, recipe.rollout.tool_use.max_trajectory_tokens)
-        self._rules = EpisodeRules(config.max_turns, config.max_observation_tokens, config.reward, limits)
+        self._rules = EpisodeRules(config.max_turns, config.max_observation_tokens, config.reward, limits_of(recipe))
         self._processes = tuple(_EpisodeProcess(config, recipe.ray.start_timeout_s) for _ in range(config.workers))
         self._episodes = itertools.count()
 

@@ -54,7 +54,7 @@ class ToolUse:
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
         config = recipe.rollout.tool_use
         self._config = config
-        self._limits: TrajectoryLimits = limits_of(recipe, config.max_turns, config.max_trajectory_tokens)
+        self._limits: TrajectoryLimits = limits_of(recipe)
         self._parse = PARSERS[parser_for(config.parser, chat.template)]
         self._own_tools = build_tools(config)
         self._tools = tuple(map(_signature, self._own_tools))
