@@ -14,8 +14,8 @@ OVERLONG_SHARE = 5
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens of the longest response of one trajectory, all turns, tool results and observations together. The limits of a custom
-    environment are unknown here: for it this is the limit of one turn."""
+    """Tokens of the longest response of one trajectory: all turns, tool results and observations together. The limits
+    of a custom environment are unknown here: for it this is the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
     turns, shown = {
         "tool_use": (rollout.tool_use.max_turns, 0),

@@ -151,7 +151,7 @@ async def test_what_an_environment_raises_fails_its_attempt_alone(started):
 
 async def test_an_environment_that_hangs_is_killed_with_its_process_and_the_next_one_plays(started):
     environment = await started({**GUESS, "step_timeout_s": 2})
-    with pytest.raises(DeadlineExceeded, match="an action(?s:.)*no result within 2 s"):
+    with pytest.raises(DeadlineExceeded, match=r"an action(?s:.)*no result within 2 s"):
         await play(environment, "hang", task=guessing(60))
     assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
 

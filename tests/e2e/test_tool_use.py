@@ -66,7 +66,9 @@ def test_agents_that_are_programs_are_trained(tool_task, start):
 def test_tools_of_an_mcp_server_are_trained(tool_task, start):
     pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
     small = "batch.groups_per_step=4", "batch.group_size=4", "run.max_steps=2", "eval.every_steps=0"
-    server = f"rollout.tool_use.mcp={{office: {{command: ['{sys.executable}', tests/mcp_tools.py], tools: [add]}}}}"
+    server = (
+        f"rollout.tool_use.mcp={{office: {{command: ['{sys.executable}', '{ROOT}/tests/mcp_tools.py'], tools: [add]}}}}"
+    )
     run = start(*small, server, "data.max_prompt_tokens=128", "observability.samples_per_step=32", recipe="tool_use")
     assert run.wait(380) == 0, run.log
     assert_sound(run, max_lag=2, steps=2)
