@@ -67,7 +67,8 @@ class Preflight:
 
 def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Preflight:
     """Reads model files, tokenizer and every row of every dataset, and has the built-in rewards look at each. Starts
-    nothing but an empty program in the sandbox, where programs of the policy will run.
+    nothing but an empty program in the sandbox, where programs of the policy will run, and MCP servers to list their
+    tools.
 
     Args:
         use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked and says so.
