@@ -36,6 +36,8 @@ from asyncrl.serving.server import Server, address_of, bind, is_local
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
+KEY_HEADER = "x-trajectory-key"
+"""Carries the key for clients whose own key is the same for all trajectories; it goes before that one."""
 _START_S, _STOP_S = 30.0, 3.0
 _CLIENT_LEFT = 499
 
@@ -143,7 +145,8 @@ class AgentServer:
     def _session(self, request: Request) -> AgentSession:
         if self._for_this_machine:
             require_local_host(request)
-        found = self._sessions.get(key_of(request))  # the keys are random and live as long as a trajectory
+        key = request.headers.get(KEY_HEADER) or key_of(request)
+        found = self._sessions.get(key)  # the keys are random and live as long as a trajectory
         if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
         return found
