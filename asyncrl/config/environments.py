@@ -9,7 +9,7 @@ from annotated_types import Ge, Lt
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.ranges import Positive, PositiveInt
 
-JUDGES = ("gymnasium",)
+JUDGES = ("gymnasium", "openenv", "verifiers")
 """Environments that give the reward themselves; a recipe with one of them says `reward.function=zero`."""
 
 
@@ -163,6 +163,53 @@ class GymnasiumConfig:
             do="set one of them",
         )
         check_action_pattern("rollout.gymnasium.", self.action_pattern)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEnvConfig:
+    url: str = ""
+    """For environment openenv: address of a server, `http://HOST:PORT`."""
+    action: str = ""
+    """Key of the action's JSON object that gets the text of a response. Empty: the text is that object."""
+    action_tag: str = ""
+    """The text between the last `<TAG>` and `</TAG>` of a response is the action. Empty: the whole response."""
+    observation: str = ""
+    """Key of the observation whose value the policy reads. Empty: all of it, as JSON."""
+    max_turns: PositiveInt = 16
+    """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too; None takes
+    rollout.sampling.max_response_tokens and max_observation_tokens, together, times max_turns."""
+    max_observation_tokens: PositiveInt = 512
+    """A longer observation is cut, with a note."""
+    reward: Literal["sum", "final"] = "sum"
+    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    max_sessions: PositiveInt = 16
+    """Sessions of a rollouter at the same time; further trajectories wait, within rollout.trajectory_timeout_s. The
+    server must take them (its max_concurrent_envs)."""
+    step_timeout_s: Positive = 30.0
+    """Longest time for one reset or step; after it the attempt fails."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.openenv.", self)
+        require(
+            not self.url or self.url.startswith(("http://", "https://", "ws://", "wss://")),
+            asked=f"rollout.openenv.url={self.url}",
+            found="no address of a server",
+            do="write http://HOST:PORT",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersConfig:
+    env: dict[str, Any] = field(default_factory=dict)
+    """For environment verifiers: what `[env]` has in a config of verifiers, such as `{taskset: {id: NAME}}`."""
+    max_tasks: PositiveInt = 10000
+    """Tasks of the taskset that are loaded."""
+    max_turns: PositiveInt = 32
+    """Requests of all agents of an episode together; further ones are refused. rollout.agent.host, port and advertise
+    say where the endpoint listens, and tool_use.parser and max_trajectory_tokens apply too."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.verifiers.", self)
 
 
 def check_action_pattern(prefix: str, pattern: str) -> None:

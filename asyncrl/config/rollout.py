@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
-from asyncrl.config.environments import AgentConfig, GymnasiumConfig, ToolUseConfig
+from asyncrl.config.environments import (
+    AgentConfig,
+    GymnasiumConfig,
+    OpenEnvConfig,
+    ToolUseConfig,
+    VerifiersConfig,
+)
 from asyncrl.config.serving import ServeSection
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
@@ -301,6 +307,10 @@ class RolloutConfig:
     """Settings of environment agent."""
     gymnasium: GymnasiumConfig = field(default_factory=GymnasiumConfig)
     """Settings of environment gymnasium."""
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    """Settings of environment openenv."""
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+    """Settings of environment verifiers."""
     serve: ServeSection = field(default_factory=ServeSection)
     """An OpenAI-compatible address of the replicas during the run, for clients that are not part of it."""
     max_attempts: PositiveInt = 3

@@ -238,7 +238,7 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
 
 def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     rollout = recipe.rollout
-    is_guessed = rollout.environment in ("tool_use", "agent") and rollout.tool_use.parser == "auto"
+    is_guessed = rollout.environment in ("tool_use", "agent", "verifiers") and rollout.tool_use.parser == "auto"
     if not is_guessed or not takes_tools(tokenizer) or format_of(template_text(tokenizer)) is not None:
         return []
     return [

@@ -47,11 +47,25 @@ def _gymnasium(recipe: Recipe, chat: Chat) -> Environment:
     return GymnasiumEnvironment(recipe)
 
 
+def _openenv(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.openenv_environment import OpenEnvEnvironment
+
+    return OpenEnvEnvironment(recipe)
+
+
+def _verifiers(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.verifiers_environment import VerifiersEnvironment
+
+    return VerifiersEnvironment(recipe, chat)
+
+
 ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
     "single_turn": _single_turn,
     "tool_use": _tool_use,
     "agent": _agent,
     "gymnasium": _gymnasium,
+    "openenv": _openenv,
+    "verifiers": _verifiers,
 }
 
 
@@ -82,6 +96,14 @@ def check_environment(recipe: Recipe) -> None:
         from asyncrl.environments.gymnasium_environment import check_gymnasium
 
         check_gymnasium(recipe.rollout.gymnasium)
+    elif name == "openenv":
+        from asyncrl.environments.openenv_environment import check_openenv
+
+        check_openenv(recipe.rollout.openenv)
+    elif name == "verifiers":
+        from asyncrl.environments.verifiers_environment import load_checked
+
+        load_checked(recipe.rollout.verifiers)
     elif name not in ENVIRONMENTS:
         _custom(name, made)
 

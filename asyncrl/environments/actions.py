@@ -16,6 +16,15 @@ def last_match(response: str, pattern: str) -> str:
     return found[-1] if found else ""
 
 
+def last_tagged(response: str, tag: str) -> str:
+    """What stands between the last `</tag>` and the `<tag>` before it, or the whole response without a tag; empty when
+    it does not have both."""
+    if not tag:
+        return response
+    before = response.rpartition(f"</{tag}>")[0]
+    return before.rpartition(f"<{tag}>")[2] if f"<{tag}>" in before else ""
+
+
 def last_choice(text: str, start: int, number: int, names: Sequence[str]) -> int | None:
     """The last of the choices start, start + 1, ... that the text names; None when it names none.
 

@@ -9,6 +9,8 @@ from asyncrl.config.checks import require
 PACKAGES = {
     "gymnasium": ("rollout.environment=gymnasium", "gymnasium"),
     "mcp": ("rollout.tool_use.mcp", "mcp"),
+    "openenv": ("rollout.environment=openenv", "openenv"),
+    "verifiers": ("rollout.environment=verifiers", "verifiers"),
 }
 """Module -> what of a recipe needs it, and the extra of asyncrl that installs it."""
 

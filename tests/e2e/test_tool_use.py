@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import socket
 import subprocess
 import sys
 
@@ -85,4 +87,48 @@ def test_an_environment_of_gymnasium_is_trained(inputs, start):
     last = run.metrics[-1]
     assert math.isfinite(last["reward/mean"])
     assert 0 <= last["reward/part/episode_ended"] <= 1
+    assert (last["queue/failed"], last["queue/trained"]) == (0, 4)
+
+
+def test_an_environment_of_verifiers_is_trained(inputs, start, tmp_path, monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'asyncrl[verifiers]'")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([f"{ROOT}/tests/plugins", os.environ.get("PYTHONPATH", "")]))
+    env = {"taskset": {"id": "doubling-taskset"}, "agent": {"runtime": {"type": "subprocess"}}}
+    run = start(*of_others(tmp_path), "rollout.environment=verifiers", f"rollout.verifiers.env={env}", joined=False)
+    assert run.wait(380) == 0, run.log
+    assert_trained(run)
+    assert run.metrics[-1]["reward/part/metric.turns"] == 2
+
+
+def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
+    pytest.importorskip(
+        "openenv.core.generic_client", reason="openenv is not installed: pip install 'asyncrl[openenv]'"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "tests/openenv_server.py", str(port)], cwd=ROOT)
+    try:
+        settings = f"{{url: 'http://127.0.0.1:{port}', action: guess, observation: text, max_turns: 3}}"
+        run = start(*of_others(tmp_path), "rollout.environment=openenv", f"rollout.openenv={settings}")
+        assert run.wait(380) == 0, run.log
+    finally:
+        server.kill()
+        server.wait()
+    assert_trained(run)
+    assert 0 < run.metrics[-1]["reward/mean"] <= 3
+
+
+def of_others(tmp_path):
+    """Overrides for a short run of an environment that gives the reward itself."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Play.", "answer": "none"}))
+    small = "batch.groups_per_step=2", "batch.group_size=4", "run.max_steps=2", "eval.every_steps=0"
+    limits = "rollout.sampling.max_response_tokens=16", "rollout.tool_use.max_trajectory_tokens=400"
+    return (*small, *limits, f"data.train={tmp_path}/rows.jsonl", "reward.function=zero")
+
+
+def assert_trained(run):
+    assert_sound(run, max_lag=2, steps=2)
+    last = run.metrics[-1]
+    assert math.isfinite(last["reward/mean"])
     assert (last["queue/failed"], last["queue/trained"]) == (0, 4)

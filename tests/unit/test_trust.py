@@ -35,6 +35,8 @@ REACHES = {
     "rollout.gymnasium.id": "evil:Env-v0",
     "rollout.gymnasium.factory": "evil:make",
     "rollout.tool_use.mcp": {"evil": {"command": ["evil"]}, "other": {"url": "http://elsewhere/"}},
+    "rollout.openenv.url": "http://elsewhere/",
+    "rollout.verifiers.env": {"taskset": {"id": "evil"}},
     "ray.address": "elsewhere:6379",
     "reward.remote.url": "http://elsewhere/",
     "data.system_prompt": "${oc.env:SECRET}",
