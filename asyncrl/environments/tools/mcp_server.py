@@ -191,12 +191,13 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
                 limit.reschedule(None)
                 opened = True
                 yield client, tools
-        except AsyncRLError:
-            raise
         except Exception as error:
             if opened:
                 raise
-            found = "no answer in time" if isinstance(error, TimeoutError) else _reason(error)
+            first = _first(error)
+            if isinstance(first, AsyncRLError):
+                raise first from None
+            found = "no answer in time" if isinstance(first, TimeoutError) else _reason(first)
             do = "start it by hand to see what it says, or raise start_timeout_s"
             raise ConfigError(explain(asked, found, do)) from error
 
@@ -263,9 +264,14 @@ def _is_lost(error: BaseException) -> bool:
     return type(error).__name__ in ("ClosedResourceError", "BrokenResourceError")
 
 
-def _reason(error: BaseException) -> str:
-    """One line; of a group of errors the first one."""
+def _first(error: BaseException) -> BaseException:
+    """Of a group of errors the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text = str(error).strip() or "no message"
-    return text if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {text}"
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    first = _first(error)
+    text = str(first).strip() or "no message"
+    return text if isinstance(first, AsyncRLError) else f"{type(first).__name__}: {text}"
