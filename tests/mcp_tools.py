@@ -7,6 +7,7 @@ import time
 
 import anyio
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tools for tests")
 
@@ -46,13 +47,13 @@ def die() -> str:
 @server.tool()
 def fail() -> str:
     """Raises."""
-    raise LookupError("nothing is here")
+    raise ToolError("nothing is here")
 
 
 @server.tool()
-def environment(name: str) -> str:
+def environment(variable: str) -> str:
     """A variable of the server's process."""
-    return os.environ.get(name, "(not set)")
+    return os.environ.get(variable, "(not set)")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ async def test_a_response_without_an_action_is_told_so_and_changes_nothing(start
     assert trajectory.reward == 1
     assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 2}
     text = text_of(session, trajectory.response_ids)
-    assert "Error: nothing is no action. An action has 1 to 12 characters of 'abc" in text
+    assert "Error: nothing is no action. An action has 1 to 12 characters of ' 0123" in text
     assert "Error: 'Sixty!' is no action." in text
 
 

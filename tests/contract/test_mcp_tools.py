@@ -164,9 +164,9 @@ async def test_a_server_gets_the_variables_that_the_recipe_names_and_no_others(s
     monkeypatch.setenv("SECRET_OF_THE_RUN", "hunter2")
     monkeypatch.setenv("ASYNCRL_RUN", "run-7")
     environment = await started(with_server(by_command(env={"OFFICE": "open"})))
-    assert await said(environment, "environment", name="OFFICE") == ("open", 0)
-    assert await said(environment, "environment", name="SECRET_OF_THE_RUN") == ("(not set)", 0)
-    assert await said(environment, "environment", name="ASYNCRL_RUN") == ("run-7", 0), "the janitor finds it by this"
+    assert await said(environment, "environment", variable="OFFICE") == ("open", 0)
+    assert await said(environment, "environment", variable="SECRET_OF_THE_RUN") == ("(not set)", 0)
+    assert await said(environment, "environment", variable="ASYNCRL_RUN") == ("run-7", 0), "the janitor finds it by this"
 
 
 async def test_tools_over_http(started, http_server):
@@ -186,7 +186,7 @@ async def test_tools_over_http(started, http_server):
         ({"command": [sys.executable, "-c", "import sys; sys.exit(3)"]}, "Connection closed"),
         ({"command": ["/no/such/program"]}, "No such file"),
         ({"command": [sys.executable, SERVER], "tools": ["add", "mul"]}, "it has no tool mul; its tools are add, die"),
-        ({"command": [sys.executable, "-c", "input()"], "start_timeout_s": 1}, "no answer in time"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_timeout_s": 1}, "no answer in time"),
         ({"url": "http://127.0.0.1:9/mcp", "start_timeout_s": 5}, r"ConnectError|no answer in time|Connection"),
     ],
 )
