@@ -4,6 +4,7 @@ It holds the environments of many episodes and works on one request at a time. A
 serves another one; one that raised is closed.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
