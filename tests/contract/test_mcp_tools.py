@@ -166,7 +166,9 @@ async def test_a_server_gets_the_variables_that_the_recipe_names_and_no_others(s
     environment = await started(with_server(by_command(env={"OFFICE": "open"})))
     assert await said(environment, "environment", variable="OFFICE") == ("open", 0)
     assert await said(environment, "environment", variable="SECRET_OF_THE_RUN") == ("(not set)", 0)
-    assert await said(environment, "environment", variable="ASYNCRL_RUN") == ("run-7", 0), "the janitor finds it by this"
+    assert await said(environment, "environment", variable="ASYNCRL_RUN") == ("run-7", 0), (
+        "the janitor finds it by this"
+    )
 
 
 async def test_tools_over_http(started, http_server):
