@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.environments import Chat
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment
@@ -107,9 +108,9 @@ class ScriptedSession:
         return RewardResult(1.0, (("correct", 1.0),))
 
 
-def task_of(prompt_ids, content="what?"):
-    message = SimpleNamespace(role="user", content=content)
-    row = SimpleNamespace(messages=(message,), ground_truth="4", origin="test:1")
+def task_of(prompt_ids, content="what?", **extra):
+    message = ChatMessage("user", content)
+    row = PromptRow((message,), "4", "test", tuple((key, json.dumps(value)) for key, value in extra.items()), "test:1")
     return SimpleNamespace(row=row, prompt_ids=np.asarray(prompt_ids, np.int32), ordinal=0, index=0)
 
 

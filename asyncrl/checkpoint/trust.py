@@ -18,10 +18,13 @@ CODE_KEYS = (
     "rollout.environment",
     "rollout.tool_use.tools",
     "rollout.agent.function",
+    "rollout.gymnasium.id",
+    "rollout.gymnasium.factory",
 )
 """Keys that may hold `package.module:Name`, besides the names in reward.parts."""
+MCP_SERVERS = "rollout.tool_use.mcp."
 MODEL_KEYS = ("model.path", "teacher.path", "judge.path")
-HOST_KEYS = ("ray.address", "reward.remote.url")
+HOST_KEYS = ("ray.address", "reward.remote.url", "rollout.openenv.url")
 TRUST_RUN, TRUST_CODE = "--trust-run", "--trust-remote-code"
 HELP_RUN = "let the run's config.json name code to import, hub models, environment variables and addresses"
 HELP_CODE = "run model code that ships with the model (default: refuse it, whatever the run's config.json says)"
@@ -37,6 +40,12 @@ def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
             found[key] = f"{value}: another file"
         elif (key in CODE_KEYS and ":" in str(value)) or (key.startswith("reward.parts.") and ":" in key):
             found[key] = f"{value}: code to import"
+        elif key == "rollout.agent.command" or (key.startswith(MCP_SERVERS) and key.endswith(".command")):
+            found[key] = f"{value}: a program to start"
+        elif key.startswith("rollout.verifiers.env."):
+            found[key] = f"{value}: packages of environments to import"
+        elif key.startswith(MCP_SERVERS) and key.endswith(".url") and value:
+            found[key] = f"{value}: another machine"
         elif key in MODEL_KEYS and value and is_hub_model(str(value)):
             found[key] = f"{value}: a model of the hub"
         elif key in HOST_KEYS and value:

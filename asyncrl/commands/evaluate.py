@@ -28,6 +28,7 @@ from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
 from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.checks import require
+from asyncrl.config.environments import JUDGES
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import hidden_by, load, load_recipe
@@ -202,7 +203,9 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     for part in ("judge", "group"):
         sections.get("reward", {}).pop(part, None)
     require(
-        sections.get("reward", {}).get("function") != "zero" or arguments.reward is not None,
+        sections.get("reward", {}).get("function") != "zero"
+        or arguments.reward is not None
+        or sections.get("rollout", {}).get("environment") in JUDGES,
         asked="an evaluation with reward.function=zero",
         found="it judges nothing, and an evaluation asks neither a judge nor rewards of groups",
         do="pass --reward NAME",

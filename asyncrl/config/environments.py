@@ -1,10 +1,47 @@
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Lt
 
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.ranges import Positive, PositiveInt
+
+JUDGES = ("gymnasium", "openenv", "verifiers")
+"""Environments that give the reward themselves; a recipe with one of them says `reward.function=zero`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServerConfig:
+    command: list[str] = field(default_factory=list)
+    """Command line of a server that speaks on standard input and output. Each rollouter starts one."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of its process, beside HOME, PATH, USER and the like. Other variables of the run do not reach it."""
+    url: str = ""
+    """Address of a server that speaks streamable HTTP, in place of a command."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent with every request to the url, such as a key: `{Authorization: "Bearer ${oc.env:KEY}"}`."""
+    tools: list[str] = field(default_factory=list)
+    """Tools to offer, by the server's names. Empty: all."""
+    start_timeout_s: Positive = 30.0
+    """Longest time until it has said which tools it has."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.tool_use.mcp.", self)
+        require(
+            bool(self.command) != bool(self.url),
+            asked=f"rollout.tool_use.mcp with command={self.command} and url={self.url}",
+            found="a server is either started or asked at its address",
+            do="set one of command and url",
+        )
+        require(
+            not self.url or self.url.startswith(("http://", "https://")),
+            asked=f"rollout.tool_use.mcp with url={self.url}",
+            found="no http address",
+            do="write http://HOST:PORT/PATH",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +61,10 @@ class ToolUseConfig:
     tool_timeout_s: Positive = 10.0
     """Longest time for one call; after it the policy reads that the call took too long."""
     tool_workers: PositiveInt = 2
-    """Processes that run tools."""
+    """Processes that run tools, those of MCP servers aside."""
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
+    """MCP servers whose tools the policy may call too: name -> command or url (docs/environments.md). Needs the package
+    mcp."""
     corpus: str | None = None
     """JSONL file of {"title", "text"} that the tool search looks in; each worker holds its index."""
     allow_basic_sandbox: bool = False
@@ -34,10 +74,10 @@ class ToolUseConfig:
     def __post_init__(self) -> None:
         check_ranges("rollout.tool_use.", self)
         require(
-            bool(self.tools),
+            bool(self.tools or self.mcp),
             asked="rollout.tool_use.tools=[]",
             found="environment tool_use without a tool",
-            do="name one, or set rollout.environment=single_turn",
+            do="name one, or a server in rollout.tool_use.mcp, or set rollout.environment=single_turn",
         )
         require(
             "search" not in self.tools or self.corpus is not None,
@@ -52,8 +92,137 @@ class AgentConfig:
     function: str = ""
     """For environment agent: `package.module:function`, async, called with the address of an OpenAI endpoint, the key
     of its trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens apply to agents too."""
+    command: list[str] = field(default_factory=list)
+    """In place of a function: a program that is started for each trajectory, with the task on its standard input, the
+    endpoint in OPENAI_BASE_URL and the key in OPENAI_API_KEY. Its standard output is judged (docs/environments.md)."""
+    max_programs: PositiveInt = 64
+    """Programs of a rollouter that run at the same time; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
+    host: str = "127.0.0.1"
+    """Address that the endpoint listens on, of the machine of the rollouter; 0.0.0.0 lets other machines in. Every
+    request needs the key of a running trajectory."""
+    port: Annotated[int, Ge(0), Lt(2**16)] = 0
+    """Port that it listens on; 0 takes a free one. Several rollouters need free ones."""
+    advertise: str = ""
+    """Base URL that agents are told when they reach the endpoint at another address than it listens on, as from a
+    container or through a proxy: `http://host.docker.internal:{port}/v1`. {host} and {port} stand for the rollouter's
+    machine and the port. Empty: `http://HOST:PORT/v1` of the address that it listens on."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.agent.", self)
+        require(
+            not (self.function and self.command),
+            asked=f"rollout.agent.function={self.function} with command={self.command}",
+            found="an agent is either a function or a program",
+            do="set one of them",
+        )
+        plain = re.sub(r"\{(host|port)\}", "1", self.advertise)
+        require(
+            not self.advertise or re.fullmatch(r"https?://[^\s{}]+/v1", plain) is not None,
+            asked=f"rollout.agent.advertise={self.advertise}",
+            found="no base URL of an OpenAI client",
+            do="write http://HOST:PORT/v1; {host} and {port} may stand in it",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymnasiumConfig:
+    id: str = ""
+    """For environment gymnasium: an id that gymnasium.make knows, or `module:id` to import the module that registers it
+    first."""
+    factory: str = ""
+    """In place of an id: `package.module:function`, called with kwargs, which returns a gymnasium.Env."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment, such as `{render_mode: ansi}`, which makes its drawing the observation."""
+    actions: list[str] = field(default_factory=list)
+    """Names of the actions of a Discrete space, in order. The last name in a response is the action; without names, the
+    last whole number."""
+    action_pattern: str = ""
+    """Regular expression with one group; the group of its last match in a response is the action, or what the action is
+    looked for in. Empty: the whole response."""
+    max_turns: PositiveInt = 16
+    """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too; None takes
+    rollout.sampling.max_response_tokens and max_observation_tokens, together, times max_turns."""
+    max_observation_tokens: PositiveInt = 512
+    """A longer observation is cut, with a note."""
+    reward: Literal["sum", "final"] = "sum"
+    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    workers: PositiveInt = 2
+    """Processes that hold the environments of all trajectories of a rollouter."""
+    step_timeout_s: Positive = 30.0
+    """Longest time for one reset or step; after it the process is killed, and the attempts whose environments it held
+    fail."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.gymnasium.", self)
+        require(
+            not (self.id and self.factory),
+            asked=f"rollout.gymnasium.id={self.id} with factory={self.factory}",
+            found="both make environments",
+            do="set one of them",
+        )
+        check_action_pattern("rollout.gymnasium.", self.action_pattern)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEnvConfig:
+    url: str = ""
+    """For environment openenv: address of a server, `http://HOST:PORT`."""
+    action: str = ""
+    """Key of the action's JSON object that gets the text of a response. Empty: the text is that object."""
+    action_tag: str = ""
+    """The text between the last `<TAG>` and `</TAG>` of a response is the action. Empty: the whole response."""
+    observation: str = ""
+    """Key of the observation whose value the policy reads. Empty: all of it, as JSON."""
+    max_turns: PositiveInt = 16
+    """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too; None takes
+    rollout.sampling.max_response_tokens and max_observation_tokens, together, times max_turns."""
+    max_observation_tokens: PositiveInt = 512
+    """A longer observation is cut, with a note."""
+    reward: Literal["sum", "final"] = "sum"
+    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    max_sessions: PositiveInt = 16
+    """Sessions of a rollouter at the same time; further trajectories wait, within rollout.trajectory_timeout_s. The
+    server must take them (its max_concurrent_envs)."""
+    step_timeout_s: Positive = 30.0
+    """Longest time for one reset or step; after it the attempt fails."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.openenv.", self)
+        require(
+            not self.url or self.url.startswith(("http://", "https://", "ws://", "wss://")),
+            asked=f"rollout.openenv.url={self.url}",
+            found="no address of a server",
+            do="write http://HOST:PORT",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersConfig:
+    env: dict[str, Any] = field(default_factory=dict)
+    """For environment verifiers: what `[env]` has in a config of verifiers, such as `{taskset: {id: NAME}}`."""
+    max_tasks: PositiveInt = 10000
+    """Tasks of the taskset that are loaded."""
+    max_turns: PositiveInt = 32
+    """Requests of all agents of an episode together; further ones are refused. rollout.agent.host, port and advertise
+    say where the endpoint listens, and tool_use.parser and max_trajectory_tokens apply too."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.verifiers.", self)
+
+
+def check_action_pattern(prefix: str, pattern: str) -> None:
+    """Raises ConfigError: no regular expression, or not with exactly one group. Empty passes."""
+    found = ""
+    try:
+        groups = re.compile(pattern).groups
+        found = "" if groups == 1 or not pattern else f"it has {groups} groups"
+    except re.error as error:
+        found = f"no regular expression: {error}"
+    require(
+        not found,
+        asked=f"{prefix}action_pattern={pattern}",
+        found=found,
+        do="write one with one group, such as <action>(.*?)</action>",
+    )

@@ -14,13 +14,17 @@ OVERLONG_SHARE = 5
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens of the longest response of one trajectory, all turns and tool results together. The limits of a custom
-    environment are unknown here: for it this is the limit of one turn."""
+    """Tokens of the longest response of one trajectory: all turns, tool results and observations together. The limits
+    of a custom environment are unknown here: for it this is the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
-    turns = {"tool_use": rollout.tool_use.max_turns, "agent": rollout.agent.max_turns}.get(rollout.environment)
-    if turns is None:
-        return turn
-    return rollout.tool_use.max_trajectory_tokens or turn * turns
+    turns, shown = {
+        "tool_use": (rollout.tool_use.max_turns, 0),
+        "agent": (rollout.agent.max_turns, 0),
+        "verifiers": (rollout.verifiers.max_turns, 0),
+        "openenv": (rollout.openenv.max_turns, rollout.openenv.max_observation_tokens),
+        "gymnasium": (rollout.gymnasium.max_turns, rollout.gymnasium.max_observation_tokens),
+    }.get(rollout.environment, (0, 0))
+    return rollout.tool_use.max_trajectory_tokens or (turn + shown) * turns if turns else turn
 
 
 def with_lengths(
@@ -29,8 +33,8 @@ def with_lengths(
     """Both with `max_model_len` of the engine that is used and `max_tokens_per_microbatch`, as set or derived: the
     longest prompt and the longest response fit.
 
-    Agents and custom environments write prompts of their own: the engine takes at least its default then, and a
-    micro-batch whatever the engine takes.
+    Agents, custom environments and those of others write prompts of their own: the engine takes at least its default
+    then, and a micro-batch whatever the engine takes.
     """
     longest = max_prompt_tokens + response_limit(rollout)
     writes_prompts = rollout.environment not in ("single_turn", "tool_use")

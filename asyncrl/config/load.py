@@ -120,9 +120,9 @@ def _check_values(value: Any, hint: Any, key: str = "") -> None:
     if is_dataclass(value):
         for name, inner in _hints(type(value)).items():
             _check_values(getattr(value, name), inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, dict | list) and get_origin(hint) in (dict, list):
+    elif isinstance(value, dict | list) and (hint is Any or get_origin(hint) in (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_values(item, get_args(hint)[-1], f"{key}.{name}")
+            _check_values(item, Any if hint is Any else get_args(hint)[-1], f"{key}.{name}")
     elif isinstance(value, dict | list):
         raise ConfigError(explain(f"{key}={value}", f"one {hint.__name__} was expected", "write one"))
     elif isinstance(value, int | float) and not abs(value) <= _LARGEST and key not in _WITHOUT_END:

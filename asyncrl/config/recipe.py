@@ -13,6 +13,7 @@ from asyncrl.config.batch import BatchConfig
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
+from asyncrl.config.environments import JUDGES
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
 from asyncrl.config.model import ModelConfig
@@ -243,7 +244,14 @@ class Recipe:
             found="there is nothing to compare a single response with",
             do="set batch.group_size to 2 or more",
         )
-        teaches = judges or reward.group.function or self.algorithm.distillation.coefficient
+        own = self.rollout.environment in JUDGES
+        require(
+            not own or reward.names == ("zero",),
+            asked=f"rollout.environment={self.rollout.environment} with reward {', '.join(reward.names)}",
+            found="this environment gives the reward itself: no other would be asked",
+            do="set reward.function=zero",
+        )
+        teaches = own or judges or reward.group.function or self.algorithm.distillation.coefficient
         require(
             reward.names != ("zero",) or bool(teaches),
             asked="reward zero",

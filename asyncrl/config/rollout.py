@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
-from asyncrl.config.environments import AgentConfig, ToolUseConfig
+from asyncrl.config.environments import (
+    AgentConfig,
+    GymnasiumConfig,
+    OpenEnvConfig,
+    ToolUseConfig,
+    VerifiersConfig,
+)
 from asyncrl.config.remote_engine import RemoteEngineConfig, require_replica_of_each
 from asyncrl.config.serving import ServeSection
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
@@ -305,6 +311,12 @@ class RolloutConfig:
     """Settings of environment tool_use."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Settings of environment agent."""
+    gymnasium: GymnasiumConfig = field(default_factory=GymnasiumConfig)
+    """Settings of environment gymnasium."""
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    """Settings of environment openenv."""
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+    """Settings of environment verifiers."""
     serve: ServeSection = field(default_factory=ServeSection)
     """An OpenAI-compatible address of the replicas during the run, for clients that are not part of it."""
     max_attempts: PositiveInt = 3
@@ -338,6 +350,18 @@ class RolloutConfig:
             asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",
             found="tokens that SGLang has not streamed when a publish comes could not be told from later ones",
             do="set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume",
+        )
+        require(
+            self.num_rollouters == 1 or not self.agent.port,
+            asked=f"rollout.agent.port={self.agent.port} with rollout.num_rollouters={self.num_rollouters}",
+            found="rollouters of one machine cannot share a port",
+            do="leave rollout.agent.port out",
+        )
+        require(
+            self.num_rollouters == 1 or not self.agent.advertise or "{port}" in self.agent.advertise,
+            asked=f"rollout.agent.advertise={self.agent.advertise} with rollout.num_rollouters={self.num_rollouters}",
+            found="each rollouter has an endpoint of its own, and knows only the keys of its trajectories",
+            do="write {host} and {port} in it",
         )
         require(
             self.trajectory_timeout_s >= self.request_timeout_s,

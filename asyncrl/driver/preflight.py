@@ -68,7 +68,8 @@ class Preflight:
 
 def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Preflight:
     """Reads model files, tokenizer and every row of every dataset, and has the built-in rewards look at each. Starts
-    nothing but an empty program in the sandbox, where programs of the policy will run.
+    nothing but an empty program in the sandbox, where programs of the policy will run, and MCP servers to list their
+    tools.
 
     Args:
         use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked and says so.
@@ -239,7 +240,7 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
 
 def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     rollout = recipe.rollout
-    is_guessed = rollout.environment in ("tool_use", "agent") and rollout.tool_use.parser == "auto"
+    is_guessed = rollout.environment in ("tool_use", "agent", "verifiers") and rollout.tool_use.parser == "auto"
     if not is_guessed or not takes_tools(tokenizer) or format_of(template_text(tokenizer)) is not None:
         return []
     return [

@@ -41,10 +41,31 @@ def _agent(recipe: Recipe, chat: Chat) -> Environment:
     return AgentEnvironment(recipe, chat)
 
 
+def _gymnasium(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.gymnasium_environment import GymnasiumEnvironment
+
+    return GymnasiumEnvironment(recipe)
+
+
+def _openenv(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.openenv_environment import OpenEnvEnvironment
+
+    return OpenEnvEnvironment(recipe)
+
+
+def _verifiers(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.verifiers_environment import VerifiersEnvironment
+
+    return VerifiersEnvironment(recipe, chat)
+
+
 ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
     "single_turn": _single_turn,
     "tool_use": _tool_use,
     "agent": _agent,
+    "gymnasium": _gymnasium,
+    "openenv": _openenv,
+    "verifiers": _verifiers,
 }
 
 
@@ -60,17 +81,29 @@ def build_environment(recipe: Recipe, chat: Chat) -> Environment:
 
 
 def check_environment(recipe: Recipe) -> None:
-    """Raises ConfigError where `build_environment` would; needs no tokenizer."""
+    """Raises ConfigError where `build_environment` would, or for a missing package; needs no tokenizer."""
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
     if name == "tool_use":
-        from asyncrl.environments.tool_use import tool_prompt
+        from asyncrl.environments.tool_use import check_tools
 
-        tool_prompt(recipe.rollout.tool_use, "")
+        check_tools(recipe.rollout.tool_use)
     elif name == "agent":
         from asyncrl.environments.agent import load_agent
 
         load_agent(recipe.rollout.agent)
+    elif name == "gymnasium":
+        from asyncrl.environments.gymnasium_environment import check_gymnasium
+
+        check_gymnasium(recipe.rollout.gymnasium)
+    elif name == "openenv":
+        from asyncrl.environments.openenv_environment import check_openenv
+
+        check_openenv(recipe.rollout.openenv)
+    elif name == "verifiers":
+        from asyncrl.environments.verifiers_environment import load_checked
+
+        load_checked(recipe.rollout.verifiers)
     elif name not in ENVIRONMENTS:
         _custom(name, made)
 
@@ -82,7 +115,8 @@ def _custom(name: str, made: Callable[[], Any]) -> Environment:
 
 
 def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
-    """The tools that every prompt of the recipe names; None without any. Raises ConfigError."""
+    """The tools that every prompt of the recipe names; None without any. Blocks while it asks MCP servers for theirs.
+    Raises ConfigError."""
     if recipe.rollout.environment != "tool_use":
         return None
     from asyncrl.data.tool_calls import template_text

@@ -1,20 +1,22 @@
 """An agent written against an OpenAI client is the environment: the policy answers its requests, which are recorded.
 
-The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`. What it returns is judged by the
-reward; None stands for the text of the last reply.
+The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`, or a program (`AgentProgram`).
+What it returns is judged by the reward; None stands for the text of the last reply.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import shutil
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import ParserName, parser_for
+from asyncrl.environments.agent_program import AgentProgram
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import limits_of
@@ -25,6 +27,8 @@ from asyncrl.types import Trajectory
 if TYPE_CHECKING:
     from asyncrl.environments.agent_server import AgentServer
 
+T = TypeVar("T")
+
 MAX_CONNECTIONS = 4096
 """Of all agents together. Those that are idle are closed first."""
 
@@ -32,7 +36,14 @@ Agent = Callable[[str, str, Task], Awaitable[str | None]]
 
 
 def load_agent(config: AgentConfig) -> Agent:
-    """Raises ConfigError: `rollout.agent.function` is not set, cannot be imported, or is no such function."""
+    """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or is no such
+    function, or this machine does not have the program."""
+    if config.command:
+        asked = f"rollout.agent.command={config.command}"
+        if shutil.which(config.command[0]) is None:
+            do = "write its path, or install it where the rollouters run"
+            raise ConfigError(explain(asked, f"there is no program {config.command[0]} here", do))
+        return AgentProgram(config.command, config.max_programs)
     do = "name `package.module:function`, async def agent(base_url, api_key, task)"
     asked = f"rollout.agent.function={config.function}"
     if not config.function:
@@ -47,30 +58,27 @@ def load_agent(config: AgentConfig) -> Agent:
     return function
 
 
-class AgentEnvironment:
-    """Agents run side by side in the rollouter's event loop, and must not block it.
+class AgentEndpoint:
+    """Owns the endpoint that agents ask, and records what each of them asks."""
 
-    The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
-    requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
-    length was reached; such a trajectory ends with finish_reason "length".
-    """
-
-    def __init__(self, recipe: Recipe, chat: Chat) -> None:
-        self._agent = load_agent(recipe.rollout.agent)
+    def __init__(self, recipe: Recipe, chat: Chat, max_turns: int) -> None:
+        """`max_turns`: requests in one trajectory."""
         self._config = recipe.rollout.agent
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
-        self._limits = limits_of(recipe, self._config.max_turns, recipe.rollout.tool_use.max_trajectory_tokens)
+        self._max_turns = max_turns
+        self._limits = limits_of(recipe)
         self._parser: ParserName = parser_for(recipe.rollout.tool_use.parser, chat.template)
         self._server: AgentServer | None = None
 
     async def start(self) -> None:
-        """Starts the endpoint. Raises DeadlineExceeded, ProcessDied."""
+        """Returns when it listens. Raises ConfigError, DeadlineExceeded, ProcessDied."""
         from asyncrl.environments.agent_server import AgentServer
         from asyncrl.serving.connection_guard import ConnectionLimits, connections_that_fit
 
         connections = connections_that_fit(MAX_CONNECTIONS)
         self._server = AgentServer(
-            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s)
+            self._config,
+            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s),
         )
         await self._server.start()
 
@@ -78,14 +86,25 @@ class AgentEnvironment:
         if self._server is not None:
             await self._server.close()
 
-    async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises ValueError: the agent made no request that was answered."""
+    async def run(
+        self, name: str, session: Session, agent: Callable[[str, str], Awaitable[T]]
+    ) -> tuple[AgentSession, T | None]:
+        """What the agent asked, and what it returned: None also where it raised after a limit was reached.
+
+        Args:
+            name: of the agent, for messages.
+            agent: called with the base URL and the key of the trajectory.
+        Raises:
+            GenerationError: a generation failed, however the agent took that.
+            ValueError: the agent made no request that was answered.
+            Exception: what the agent raises.
+        """
         assert self._server is not None, "start comes first"
-        recorded = AgentSession(session, self._limits, self._config.max_turns, self._parser)
-        said: str | None = None
+        recorded = AgentSession(session, self._limits, self._max_turns, self._parser)
+        returned: T | None = None
         with self._server.open(recorded) as key:
             try:
-                said = await self._agent(self._server.url, key, task)
+                returned = await agent(self._server.url, key)
             except BaseException as error:
                 task_now = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task_now is not None and task_now.cancelling():
@@ -96,9 +115,38 @@ class AgentEnvironment:
                     raise
         if recorded.failure is not None:
             raise recorded.failure
-        last = recorded.last
-        if last is None:
-            raise ValueError(f"the agent {self._config.function} made no request that was answered")
+        if recorded.last is None:
+            raise ValueError(f"the agent {name} made no request that was answered")
+        return recorded, returned
+
+
+class AgentEnvironment:
+    """Agents that are functions run side by side in the rollouter's event loop, and must not block it.
+
+    The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
+    requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
+    length was reached; such a trajectory ends with finish_reason "length".
+    """
+
+    def __init__(self, recipe: Recipe, chat: Chat) -> None:
+        config = recipe.rollout.agent
+        self._agent = load_agent(config)
+        self._name = config.function or str(config.command)
+        self._endpoint = AgentEndpoint(recipe, chat, config.max_turns)
+
+    async def start(self) -> None:
+        """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
+        await self._endpoint.start()
+        if isinstance(self._agent, AgentProgram):
+            self._agent.start()
+
+    async def close(self) -> None:
+        if isinstance(self._agent, AgentProgram):
+            await self._agent.close()
+        await self._endpoint.close()
+
+    async def run(self, task: Task, session: Session) -> Trajectory:
+        """Raises what `AgentEndpoint.run` raises."""
+        recorded, said = await self._endpoint.run(self._name, session, lambda url, key: self._agent(url, key, task))
         result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
-        parts = ("agent_requests", float(recorded.num_requests)), ("agent_branches", float(recorded.num_branches))
-        return last.conversation.trajectory(result, parts=parts, cut=recorded.cut)
+        return recorded.trajectory(result)

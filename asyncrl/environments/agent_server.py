@@ -1,5 +1,5 @@
-"""The HTTP side of agents: one server on this machine's loopback address, with one key per trajectory. The time limit
-of a trajectory also limits its requests."""
+"""The HTTP side of agents: one server where the recipe says, with one key per trajectory. The time limit of a
+trajectory also limits its requests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
 from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
@@ -30,34 +31,44 @@ from asyncrl.serving.http import (
     unless_client_leaves,
 )
 from asyncrl.serving.reply import Dialect
-from asyncrl.serving.server import Server
+from asyncrl.serving.server import Server, address_of, bind, is_local
 
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
+KEY_HEADER = "x-trajectory-key"
+"""Carries the key for clients whose own key is the same for all trajectories; it goes before that one."""
 _START_S, _STOP_S = 30.0, 3.0
 _CLIENT_LEFT = 499
 
 
 class AgentServer:
-    """`url` is the base URL for OpenAI clients.
+    """`url` is the base URL for OpenAI clients, as agents reach it.
 
     Args:
+        config: where it listens, and what agents are told.
         limits: of its connections, whoever opens them.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, config: AgentConfig, limits: ConnectionLimits) -> None:
         self.url = ""
+        self._config = config
+        self._for_this_machine = True
         self.guard = ConnectionGuard(limits)
         self._sessions: dict[str, AgentSession] = {}
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when it listens. Raises DeadlineExceeded, ProcessDied."""
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        """Returns when it listens. Raises ConfigError: the address is taken, or not of this machine; DeadlineExceeded,
+        ProcessDied."""
+        config = self._config
+        listener = bind(config.host, config.port, keys="rollout.agent.")
+        self._for_this_machine = is_local(listener) and not config.advertise
+        self.url = f"{address_of(listener)}/v1"
+        if config.advertise:
+            port = str(listener.getsockname()[1])
+            self.url = config.advertise.replace("{host}", socket.gethostname()).replace("{port}", port)
         server = self._server = Server(self._app(), self.guard, grace_s=1)
         self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="agent endpoint")
         try:
@@ -132,8 +143,10 @@ class AgentServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     def _session(self, request: Request) -> AgentSession:
-        require_local_host(request)
-        found = self._sessions.get(key_of(request))  # the keys are random and live as long as a trajectory
+        if self._for_this_machine:
+            require_local_host(request)
+        key = request.headers.get(KEY_HEADER) or key_of(request)
+        found = self._sessions.get(key)  # the keys are random and live as long as a trajectory
         if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
         return found

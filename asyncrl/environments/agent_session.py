@@ -14,9 +14,10 @@ from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session
 from asyncrl.environments.limits import TrajectoryLimits
 from asyncrl.errors import DataError, GenerationError
+from asyncrl.rewards import RewardResult
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.messages import with_names
-from asyncrl.types import Generation
+from asyncrl.types import Generation, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,12 @@ class AgentSession:
         """Of the last reply, with nothing but its text."""
         assert self._nodes, "no request was answered"
         return self._session.decode(self._nodes[-1].last.token_ids)
+
+    def trajectory(self, result: RewardResult) -> Trajectory:
+        """The branch of the last request. Its parts count requests and branches."""
+        assert self._nodes, "no request was answered"
+        parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(self.num_branches))
+        return self._nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
 
     async def answer(self, request: AgentRequest) -> AgentReply:
         """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.config.lengths import response_limit
 from asyncrl.config.recipe import Recipe
 
 
@@ -21,7 +22,6 @@ class TrajectoryLimits:
         return min(self.response_tokens, self.total_tokens - prompt_tokens) - response_tokens
 
 
-def limits_of(recipe: Recipe, max_turns: int, max_trajectory_tokens: int | None) -> TrajectoryLimits:
-    turn = recipe.rollout.sampling.max_response_tokens
+def limits_of(recipe: Recipe) -> TrajectoryLimits:
     total = min(recipe.rollout.max_model_len, recipe.max_tokens_per_microbatch)
-    return TrajectoryLimits(total, max_trajectory_tokens or turn * max_turns, turn)
+    return TrajectoryLimits(total, response_limit(recipe.rollout), recipe.rollout.sampling.max_response_tokens)

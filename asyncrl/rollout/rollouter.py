@@ -146,7 +146,8 @@ class Rollouter:
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
         )
         chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
-        self._renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
+        tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
+        self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
         self._environment = build_environment(recipe, chat)
         await self._rewards.start()
         self._user_code = UserCode()

@@ -1,5 +1,7 @@
 """A trajectory of several turns that was cut off goes on from its record: environments ask the same again."""
 
+import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +14,11 @@ from asyncrl.types import SamplingParams
 from tests.contract.test_agent_endpoint import calls_a_tool
 from tests.contract.test_tool_use import recipe_with
 from tests.environments import ScriptedSession, call_text, chat_with, task_of
+from tests.unit.test_recipes import ROOT
 
 pytestmark = pytest.mark.contract
+
+AGENT = f"rollout.agent.function={calls_a_tool.__module__}:{calls_a_tool.__name__}"
 
 
 class Client:
@@ -34,14 +39,29 @@ async def score(response, row):
     return RewardResult(0.0, (("correct", 0.0),))
 
 
-@pytest.mark.parametrize("environment", ["tool_use", "agent"])
-async def test_a_replay_comes_to_the_same_tokens(environment):
-    name, arguments = ("calculator", {"expression": "2+3"}) if environment == "tool_use" else ("add", {"a": 2, "b": 3})
-    replies = call_text(name, **arguments), call_text(name, **arguments), "It is 5."
-    recipe = recipe_with(
-        f"rollout.environment={environment}",
-        f"rollout.agent.function={calls_a_tool.__module__}:{calls_a_tool.__name__}",
-    )
+CALCULATES = call_text("calculator", expression="2+3")
+ADDS = call_text("add", a=2, b=3)
+PROGRAM = json.dumps([sys.executable, str(ROOT / "recipes" / "agents" / "calculator.py")])
+GUESSES = json.dumps({"id": "tests.gymnasium_environments:Guess-v0", "workers": 1, "max_turns": 3})
+
+
+@pytest.mark.parametrize(
+    ("replies", "settings"),
+    [
+        ([CALCULATES, CALCULATES, "It is 5."], ["rollout.environment=tool_use"]),
+        ([ADDS, ADDS, "It is 5."], ["rollout.environment=agent", AGENT]),
+        ([CALCULATES, CALCULATES, "It is 5."], ["rollout.environment=agent", f"rollout.agent.command={PROGRAM}"]),
+        (
+            ["11", "22", "33"],
+            ["rollout.environment=gymnasium", f"rollout.gymnasium={GUESSES}", "reward.function=zero"],
+        ),
+    ],
+    ids=["tool_use", "agent", "program", "gymnasium"],
+)
+async def test_a_replay_comes_to_the_same_tokens(replies, settings):
+    if "gymnasium" in settings[0]:
+        pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
+    recipe = recipe_with(*settings)
     chat = chat_with()
     made = build_environment(recipe, chat)
     await made.start()

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_server import AgentServer
 from asyncrl.serving.connection_guard import ConnectionLimits
 from tests.serving import ASK, serving, until
@@ -35,7 +36,7 @@ def limits(**given):
 
 @asynccontextmanager
 async def agents(given):
-    server = AgentServer(given)
+    server = AgentServer(AgentConfig(), given)
     await server.start()
     try:
         yield server.url.removesuffix("/v1"), server.guard.counts

@@ -1,12 +1,16 @@
 """Tools and agents in a real run: calls are made, their results come back, and only the policy's tokens are trained."""
 
 import json
+import math
+import os
+import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, assert_sound
+from tests.e2e.conftest import ROOT, assert_sound, below
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -49,3 +53,82 @@ def assert_calls_were_answered(run):
     others = [s for s in samples if "calculator>" not in s["response"]]
     wrong = sum(s["reward"] > 0 for s in others) / len(others)
     assert right > 0.5 > wrong + 0.4, (right, wrong)
+
+
+def test_agents_that_are_programs_are_trained(tool_task, start):
+    small = "batch.groups_per_step=2", "batch.group_size=8", "run.max_steps=2", "eval.every_steps=0"
+    run = start(*small, "observability.samples_per_step=32", recipe="agent_program")
+    assert run.wait(380) == 0, run.log
+    assert_sound(run, max_lag=2, steps=2)
+    assert run.metrics[-1]["reward/part/agent_branches"] == 1
+    assert run.metrics[-1]["queue/failed"] == 0
+    assert not [p for p in below(psutil.Process()) if "calculator.py" in " ".join(p.info["cmdline"] or ())]
+
+
+def test_tools_of_an_mcp_server_are_trained(tool_task, start):
+    pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
+    small = "batch.groups_per_step=4", "batch.group_size=4", "run.max_steps=2", "eval.every_steps=0"
+    server = (
+        f"rollout.tool_use.mcp={{office: {{command: ['{sys.executable}', '{ROOT}/tests/mcp_tools.py'], tools: [add]}}}}"
+    )
+    run = start(*small, server, "data.max_prompt_tokens=128", "observability.samples_per_step=32", recipe="tool_use")
+    assert run.wait(380) == 0, run.log
+    assert_sound(run, max_lag=2, steps=2)
+    assert 0 < run.metrics[-1]["reward/part/tool_calls"] < 1
+    assert run.metrics[-1]["queue/failed"] == 0
+
+
+def test_an_environment_of_gymnasium_is_trained(inputs, start):
+    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
+    small = "batch.groups_per_step=2", "batch.group_size=4", "run.max_steps=2"
+    run = start(*small, "observability.samples_per_step=16", recipe="gymnasium")
+    assert run.wait(380) == 0, run.log
+    assert_sound(run, max_lag=2, steps=2)
+    last = run.metrics[-1]
+    assert math.isfinite(last["reward/mean"])
+    assert 0 <= last["reward/part/episode_ended"] <= 1
+    assert (last["queue/failed"], last["queue/trained"]) == (0, 4)
+
+
+def test_an_environment_of_verifiers_is_trained(inputs, start, tmp_path, monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'asyncrl[verifiers]'")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([f"{ROOT}/tests/plugins", os.environ.get("PYTHONPATH", "")]))
+    env = {"taskset": {"id": "doubling-taskset"}, "agent": {"runtime": {"type": "subprocess"}}}
+    run = start(*of_others(tmp_path), "rollout.environment=verifiers", f"rollout.verifiers.env={env}", joined=False)
+    assert run.wait(380) == 0, run.log
+    assert_trained(run)
+    assert run.metrics[-1]["reward/part/metric.turns"] == 2
+
+
+def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
+    pytest.importorskip(
+        "openenv.core.generic_client", reason="openenv is not installed: pip install 'asyncrl[openenv]'"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "tests/openenv_server.py", str(port)], cwd=ROOT)
+    try:
+        settings = f"{{url: 'http://127.0.0.1:{port}', action: guess, observation: text, max_turns: 3}}"
+        run = start(*of_others(tmp_path), "rollout.environment=openenv", f"rollout.openenv={settings}")
+        assert run.wait(380) == 0, run.log
+    finally:
+        server.kill()
+        server.wait()
+    assert_trained(run)
+    assert 0 < run.metrics[-1]["reward/mean"] <= 3
+
+
+def of_others(tmp_path):
+    """Overrides for a short run of an environment that gives the reward itself."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Play.", "answer": "none"}))
+    small = "batch.groups_per_step=2", "batch.group_size=4", "run.max_steps=2", "eval.every_steps=0"
+    limits = "rollout.sampling.max_response_tokens=16", "rollout.tool_use.max_trajectory_tokens=400"
+    return (*small, *limits, f"data.train={tmp_path}/rows.jsonl", "reward.function=zero")
+
+
+def assert_trained(run):
+    assert_sound(run, max_lag=2, steps=2)
+    last = run.metrics[-1]
+    assert math.isfinite(last["reward/mean"])
+    assert (last["queue/failed"], last["queue/trained"]) == (0, 4)

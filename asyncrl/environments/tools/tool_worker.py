@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.environments.tools import Tool, build_tools
-from asyncrl.environments.tools.tool import ToolResult
+from asyncrl.environments.tools.tool import ToolResult, no_such_tool
 from asyncrl.workers.worker_loop import serve
 
 MAX_RESULT_CHARS = 1 << 20
@@ -28,7 +28,7 @@ def call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> 
     """Makes one call; any error becomes text for the policy."""
     tool = tools.get(name)
     if tool is None:
-        return ToolResult(f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(tools))}", True)
+        return no_such_tool(name, tools)
     try:
         inspect.signature(tool.call).bind(**arguments)
     except TypeError as error:

@@ -1,0 +1,145 @@
+"""Agents that are programs: a process of its own for each trajectory, in whatever language, container or machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+from asyncrl.environments.environment import Task
+from asyncrl.errors import Process, ProcessDied, explain
+from asyncrl.sandbox.process_tree import kill_group
+from asyncrl.workers.orphan_reaper import OrphanReaper
+
+MAX_ANSWER_BYTES = 1 << 20
+"""Of the end of the standard output, which is the answer."""
+_SHOWN_BYTES = 4000
+"""Of the end of the standard error, in messages."""
+_LEAVE_S = 5.0
+"""Time to end after SIGTERM; then the process group is killed."""
+
+
+class AgentProgram:
+    """Starts the program for a trajectory, as an agent that is a function is called. Owns the processes.
+
+    The program gets the task as JSON on its standard input, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY in its environment, which is otherwise that of the rollouter. It leads a process group, which gets
+    SIGTERM when its trajectory is cancelled, and SIGKILL 5 s later or when the rollouter dies.
+    """
+
+    def __init__(self, command: Sequence[str], max_programs: int) -> None:
+        """`max_programs`: that run at the same time; others wait."""
+        self._command = tuple(command)
+        self._places = asyncio.Semaphore(max_programs)
+        self._endings: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.subprocess.Process] = set()
+        self._reaper: OrphanReaper | None = None
+
+    def start(self) -> None:
+        self._reaper = OrphanReaper()
+
+    async def close(self) -> None:
+        """Kills what runs. Idempotent."""
+        for process in self._running:
+            kill_group(process.pid)
+        for ending in self._endings:
+            ending.cancel()
+        await asyncio.gather(*self._endings, return_exceptions=True)
+        if self._reaper is not None:
+            self._reaper.close()
+
+    async def __call__(self, base_url: str, api_key: str, task: Task) -> str | None:
+        """Its standard output without blanks around it; None when it wrote nothing.
+
+        Raises ProcessDied: it cannot be started, or ended with another exit code than 0.
+        """
+        async with self._places:
+            process = await self._started(base_url, api_key)
+            try:
+                answer, said, _ = await asyncio.gather(
+                    _end_of(process.stdout, MAX_ANSWER_BYTES),
+                    _end_of(process.stderr, _SHOWN_BYTES),
+                    _send(process.stdin, _task_json(task)),
+                )
+                code = await process.wait()
+            finally:
+                self._leave(process)
+        if code != 0:
+            found = f"exit code {code}; its standard error ends with:\n{said.decode(errors='replace').strip()}"
+            raise self._failed(found)
+        return answer.decode(errors="replace").strip() or None
+
+    async def _started(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
+        assert self._reaper is not None, "start comes first"
+        openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env={**os.environ, **openai, **anthropic},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise self._failed(f"it cannot be started: {error}") from error
+        self._running.add(process)
+        self._reaper.watch(process.pid)
+        return process
+
+    def _leave(self, process: asyncio.subprocess.Process) -> None:
+        """Ends the process and its group without a wait: whoever cancels a trajectory waits for a second only."""
+        ending = asyncio.create_task(self._end(process), name=f"end of agent {process.pid}")
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            if process.returncode is None:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LEAVE_S):
+                        await process.wait()
+        finally:
+            kill_group(process.pid)  # what it has started, too
+            self._running.discard(process)
+            if self._reaper is not None:
+                self._reaper.forget(process.pid)
+
+    def _failed(self, found: str) -> ProcessDied:
+        asked = f"rollout.agent.command={list(self._command)}"
+        return ProcessDied(explain(asked, found, "run it by hand; docs/environments.md says what it gets")).of(
+            Process("agent")
+        )
+
+
+def _task_json(task: Task) -> bytes:
+    """What the program is told. The ground truth is not in it."""
+    row = task.row
+    messages = [{"role": message.role, "content": message.content} for message in row.messages]
+    told = {"messages": messages, "data_source": row.data_source, "extra": dict(row.extra)}
+    return json.dumps(told | {"ordinal": task.ordinal, "index": task.index}).encode()
+
+
+async def _send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
+    assert pipe is not None
+    with suppress(OSError):  # a program need not read its task
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _end_of(pipe: asyncio.StreamReader | None, limit: int) -> bytes:
+    """The last `limit` bytes."""
+    assert pipe is not None
+    kept = bytearray()
+    while part := await pipe.read(1 << 16):
+        kept += part
+        del kept[:-limit]
+    return bytes(kept)

@@ -1,0 +1,146 @@
+"""A process of environment gymnasium: `python -m asyncrl.environments.gymnasium_worker NAME`; the name is for people.
+
+It holds the environments of many episodes and works on one request at a time. An environment whose episode has ended
+serves another one; one that raised is closed.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.environments import GymnasiumConfig
+from asyncrl.environments.actions import last_choice, last_match
+from asyncrl.environments.observation import EnvironmentReply
+from asyncrl.errors import ConfigError, GenerationError, explain
+from asyncrl.registry import resolve
+from asyncrl.workers.worker_loop import serve
+
+if TYPE_CHECKING:
+    import gymnasium
+
+_HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class GymnasiumRequest:
+    """A reset, or an action when there is a `response`.
+
+    `finished`: episodes of this process that need their environment no more. `options`: of the reset.
+    """
+
+    episode: int
+    response: str | None = None
+    seed: int = 0
+    options: Mapping[str, Any] | None = None
+    finished: tuple[int, ...] = field(default=())
+
+
+def make_checked(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
+    """A new environment of the recipe. Raises ConfigError: it cannot be made, or takes actions that no text names."""
+    import gymnasium
+    from gymnasium import spaces
+
+    asked = f"rollout.gymnasium.{f'factory={config.factory}' if config.factory else f'id={config.id}'}"
+    make: Callable[..., Any] = lambda **kwargs: gymnasium.make(config.id, **kwargs)  # noqa: E731 - one of two makers
+    if config.factory:
+        make = resolve("rollout.gymnasium.factory", config.factory, {})
+    try:
+        made = make(**config.kwargs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it is the user's code
+        do = "correct the id, the factory or rollout.gymnasium.kwargs"
+        raise ConfigError(explain(asked, f"making it raised {type(error).__name__}: {error}", do)) from error
+    if not isinstance(made, gymnasium.Env):
+        found = f"it gives a {type(made).__name__}, no gymnasium.Env"
+        raise ConfigError(explain(asked, found, "return a gymnasium.Env"))
+    space, names = made.action_space, config.actions
+    if not isinstance(space, spaces.Text | spaces.Discrete):
+        do = "wrap it, in a factory of your own, so that it takes Text or Discrete actions"
+        raise ConfigError(explain(asked, f"its action space is {space}", do))
+    if names and not (isinstance(space, spaces.Discrete) and len(names) == space.n):
+        found = f"{len(names)} names for its action space {space}"
+        raise ConfigError(explain(f"rollout.gymnasium.actions={names}", found, "name each action of a Discrete space"))
+    return made
+
+
+class _Environments:
+    def __init__(self, config: GymnasiumConfig) -> None:
+        self._config = config
+        self._idle = [make_checked(config)]
+        self._open: dict[int, gymnasium.Env[Any, Any]] = {}
+
+    def __call__(self, request: GymnasiumRequest) -> EnvironmentReply:
+        """Raises GenerationError: the episode is not known here; what the environment raises."""
+        for episode in request.finished:
+            if (done := self._open.pop(episode, None)) is not None:
+                self._idle.append(done)
+        if request.response is None:
+            self._open[request.episode] = self._idle.pop() if self._idle else make_checked(self._config)
+        used = self._open.get(request.episode)
+        if used is None:
+            found = "the process that held its environment was ended, by another episode's deadline or by itself"
+            raise GenerationError(explain("an action of an episode", found, "see the log of the run"))
+        try:
+            return self._reset(used, request) if request.response is None else self._act(used, request.response)
+        except BaseException:
+            del self._open[request.episode]
+            with suppress(Exception):  # what it raised before is to be seen, not this
+                used.close()
+            raise
+
+    def _reset(self, env: gymnasium.Env[Any, Any], request: GymnasiumRequest) -> EnvironmentReply:
+        options = None if request.options is None else dict(request.options)
+        return EnvironmentReply(_text(env, env.reset(seed=request.seed, options=options)[0]))
+
+    def _act(self, env: gymnasium.Env[Any, Any], response: str) -> EnvironmentReply:
+        found = last_match(response, self._config.action_pattern).strip()
+        action = self._action(env.action_space, found)
+        if action is None:
+            return EnvironmentReply(self._refusal(env.action_space, found), accepted=False)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        return EnvironmentReply(_text(env, observation), float(reward), bool(terminated or truncated))
+
+    def _action(self, space: Any, found: str) -> Any:
+        from gymnasium import spaces
+
+        if isinstance(space, spaces.Text):
+            return found if space.contains(found) else None
+        return last_choice(found, int(space.start), int(space.n), self._config.actions)
+
+    def _refusal(self, space: Any, found: str) -> str:
+        from gymnasium import spaces
+
+        shown = repr(found[-_SHOWN_CHARS:]) if found else "nothing"
+        if isinstance(space, spaces.Text):
+            letters = f"{space.min_length} to {space.max_length} characters of {space.characters!r}"
+            return f"Error: {shown} is no action. An action has {letters}."
+        last = int(space.start + space.n) - 1
+        known = ", ".join(self._config.actions) or f"the whole numbers from {int(space.start)} to {last}"
+        return f"Error: {shown} names no action. The actions are {known}."
+
+
+def _text(env: gymnasium.Env[Any, Any], observation: Any) -> str:
+    """A text as it is; the environment's drawing where it has one in text, with what is highlighted in brackets; else
+    JSON."""
+    if isinstance(observation, str):
+        return observation
+    if env.render_mode == "ansi":
+        return _HIGHLIGHT.sub(r"[\1]", str(env.render())).strip("\n")
+    return json.dumps(observation, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Of arrays and numbers of numpy; whatever else JSON does not know, as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+if __name__ == "__main__":
+    serve(_Environments)

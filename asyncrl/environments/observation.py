@@ -1,0 +1,40 @@
+"""What environments and tools answer, and its text as the policy may read it: it cannot end its own turn, and has a
+limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.data.chat import Chat
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReply:
+    """What an environment answers to a reset or an action.
+
+    `text`: for the policy. `reward`: of the action. `ended`: the episode takes no further action. `accepted`: False
+    when no action was found in the response; nothing has happened then, and `text` says what was expected.
+    """
+
+    text: str
+    reward: float = 0.0
+    ended: bool = False
+    accepted: bool = True
+
+
+def for_policy(chat: Chat, text: str, limit: int) -> str:
+    """The text without unpaired surrogates and special tokens; cut with a note when it has more than `limit` tokens."""
+    text = speakable(text)
+    # a token has at least one byte: a text that is short enough need not be tokenized to know
+    if len(text.encode()) > limit:
+        ids = chat.encode(text)
+        if len(ids) > limit:
+            text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {len(ids)} tokens]"
+    return chat.harmless(text)
+
+
+def speakable(text: str) -> str:
+    """The text without unpaired surrogates, which JSON and tools may contain and no tokenizer accepts."""
+    return text.encode(errors="replace").decode()

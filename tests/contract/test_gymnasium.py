@@ -1,0 +1,221 @@
+"""Environments of the released gymnasium, played by a scripted policy in real processes."""
+
+import asyncio
+import json
+
+import pytest
+import pytest_asyncio
+
+from asyncrl.environments import build_environment, check_environment
+from asyncrl.errors import ConfigError, DataError, DeadlineExceeded, GenerationError, ProcessDied
+from tests.contract.test_tool_use import recipe_with, text_of
+from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
+
+pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+
+GUESS = {"id": "tests.gymnasium_environments:Guess-v0", "workers": 1, "step_timeout_s": 30}
+LAKE = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi", "is_slippery": False}, "workers": 1}
+ARROWS = ["left", "down", "right", "up"]
+
+
+def recipe_of(settings, *overrides):
+    own = ("rollout.environment=gymnasium", "reward.function=zero", f"rollout.gymnasium={json.dumps(settings)}")
+    return recipe_with(*own, *overrides)
+
+
+@pytest_asyncio.fixture
+async def started():
+    """started(settings, *overrides) -> environment, which is closed at the end."""
+    made = []
+
+    async def call(settings, *overrides):
+        environment = build_environment(recipe_of(settings, *overrides), chat_with())
+        made.append(environment)
+        await environment.start()
+        return environment
+
+    yield call
+    for environment in made:
+        await environment.close()
+
+
+async def play(environment, *replies, task=None, **script):
+    session = ScriptedSession(chat_with(), *replies, **script)
+    task = task or task_of([1, 2, 3], "Guess it.", number=7)
+    return await environment.run(task, session), session
+
+
+def guessing(number, **extra):
+    return task_of([1, 2, 3], "Guess it.", options={"number": number}, **extra)
+
+
+async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_environment(started):
+    environment = await started(GUESS)
+    trajectory, session = await play(environment, "50", "75", "60", task=guessing(60))
+    assert_exact(trajectory, session)
+    assert session.rewarded == [], "no other reward is asked"
+    assert trajectory.reward == pytest.approx(0.9 + 0.85 + 1.0)
+    assert (trajectory.turns, trajectory.finish_reason) == (3, "stop")
+    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 0}
+    assert text_of(session, trajectory.prompt_ids) == (
+        "<|im_start|>user\nGuess it.\n\nGuess a number up to 99.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text_of(session, trajectory.response_ids) == (
+        "50<|im_end|>\n<|im_start|>user\ntoo low<|im_end|>\n<|im_start|>assistant\n75<|im_end|>\n<|im_start|>user\n"
+        "too high<|im_end|>\n<|im_start|>assistant\n60<|im_end|>"
+    )
+
+
+async def test_the_reward_may_be_that_of_the_last_action(started):
+    environment = await started({**GUESS, "reward": "final", "max_turns": 2})
+    trajectory, session = await play(environment, "50", "75", task=guessing(60))
+    assert_exact(trajectory, session)
+    assert trajectory.reward == pytest.approx(0.85)
+    assert (trajectory.turns, trajectory.finish_reason) == (2, "length")
+    assert dict(trajectory.reward_parts)["episode_ended"] == 0
+
+
+async def test_a_response_without_an_action_is_told_so_and_changes_nothing(started):
+    environment = await started({**GUESS, "action_pattern": "<go>(.*?)</go>"})
+    replies = "I think 60", "<go>Sixty!</go>", "<go>5</go> or rather <go>60</go>"
+    trajectory, session = await play(environment, *replies, task=guessing(60))
+    assert_exact(trajectory, session)
+    assert trajectory.reward == 1
+    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 2}
+    text = text_of(session, trajectory.response_ids)
+    assert "Error: nothing is no action. An action has 1 to 12 characters of ' 0123" in text
+    assert "Error: 'Sixty!' is no action." in text
+
+
+async def test_the_drawing_of_an_environment_is_read_and_its_actions_have_names(started):
+    environment = await started({**LAKE, "actions": ARROWS})
+    replies = "Down!", "go DOWN", "not left but right", "right", "fly", "down", "right"
+    trajectory, session = await play(environment, *replies)
+    assert_exact(trajectory, session)
+    assert trajectory.reward == 1
+    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 1}
+    assert "\n\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>" in text_of(session, trajectory.prompt_ids)
+    text = text_of(session, trajectory.response_ids)
+    assert "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG<|im_end|>" in text
+    assert "Error: 'fly' names no action. The actions are left, down, right, up." in text
+
+
+async def test_actions_without_names_are_numbers_and_other_observations_are_json(started):
+    environment = await started({"factory": "tests.gymnasium_environments:make_grid", "workers": 1})
+    trajectory, session = await play(environment, "0", "2", "first 1, then 3", task=task_of([1], "Go.", seed=5))
+    assert_exact(trajectory, session)
+    assert trajectory.reward == 5
+    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 1}
+    assert 'Go.\n\n{"place": [1, 2], "left": 5}<' in text_of(session, trajectory.prompt_ids)
+    text = text_of(session, trajectory.response_ids)
+    assert "Error: '0' names no action. The actions are the whole numbers from 1 to 3." in text
+    assert '{"place": [2, 0], "left": 0}' in text
+
+
+async def test_the_seed_is_that_of_the_row_or_the_ordinal_of_the_group(started):
+    environment = await started({**GUESS, "max_turns": 1})
+
+    async def reward(**extra):
+        return (await play(environment, "50", task=task_of([1], "Go.", **extra)))[0].reward
+
+    assert await reward() == await reward() == await reward(seed=0), "the ordinal is 0"
+    assert len({await reward(seed=seed) for seed in range(6)}) > 1
+    with pytest.raises(DataError, match=r"seed of the row at test:1(?s:.)*a whole number"):
+        await reward(seed="first")
+    with pytest.raises(DataError, match=r"options of the row at test:1(?s:.)*an object"):
+        await reward(options=[1])
+
+
+async def test_many_episodes_share_a_process_and_their_environments_are_used_again(started):
+    environment = await started({**GUESS, "workers": 2, "max_turns": 9})
+    replies = [str(number) for number in range(0, 80, 10)]
+    episodes = [play(environment, *replies, str(n), task=guessing(n)) for n in range(1, 9)]
+    played = await asyncio.gather(*episodes)
+    expected = [sum(1 - abs(int(guess) - n) / 100 for guess in replies) + 1 for n in range(1, 9)]
+    assert [t.reward for t, _ in played] == pytest.approx(expected)
+    pids = set()
+    for _ in range(4):
+        trajectory, session = await play(environment, "process", "7", task=guessing(7))
+        pids.add(text_of(session, trajectory.response_ids).split("user\n")[1].split("<")[0])
+    assert len(pids) <= 2
+
+
+async def test_what_an_environment_raises_fails_its_attempt_alone(started):
+    environment = await started(GUESS)
+    other = asyncio.create_task(play(environment, "1", "2", "3", "4", "60", task=guessing(60)))
+    with pytest.raises(LookupError, match="no such number"):
+        await play(environment, "raise", task=guessing(60))
+    assert (await other)[0].turns == 5
+
+
+async def test_an_environment_that_hangs_is_killed_with_its_process_and_the_next_one_plays(started):
+    environment = await started({**GUESS, "step_timeout_s": 2})
+    with pytest.raises(DeadlineExceeded, match=r"an action(?s:.)*no result within 2 s"):
+        await play(environment, "hang", task=guessing(60))
+    assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
+
+
+async def test_episodes_of_a_process_that_ended_fail_by_name_and_the_next_one_plays(started):
+    environment = await started(GUESS)
+    gate = asyncio.Event()
+
+    class Waits(ScriptedSession):
+        async def generate(self, prompt_ids, max_tokens=None):
+            if self.prompts:
+                await gate.wait()
+            return await super().generate(prompt_ids, max_tokens)
+
+    session = Waits(chat_with(), "1", "2")
+    other = asyncio.create_task(environment.run(guessing(60), session))
+    while not session.made:
+        await asyncio.sleep(0.01)
+    with pytest.raises(ProcessDied, match="an action"):
+        await play(environment, "die", task=guessing(60))
+    gate.set()
+    with pytest.raises(GenerationError, match="the process that held its environment was ended"):
+        await other
+    assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
+
+
+async def test_limits_cut_an_episode_off(started):
+    environment = await started({**GUESS, "max_observation_tokens": 4}, "rollout.tool_use.max_trajectory_tokens=40")
+    trajectory, session = await play(environment, *["1"] * 9, task=guessing(60))
+    assert_exact(trajectory, session)
+    assert trajectory.finish_reason == "length"
+    assert len(trajectory.response_ids) <= 40
+    assert "[cut: the first 4 of " in text_of(session, trajectory.prompt_ids)
+    trajectory, session = await play(environment, "1" * 30, limit=9, task=guessing(60))
+    assert (trajectory.turns, trajectory.finish_reason, trajectory.reward) == (1, "length", 0), "half an action is none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, "neither an id nor a factory is set"),
+        ({"id": "FrozenLake-v99"}, "making it raised VersionNotFound"),
+        ({"id": "NoSuchGame-v0"}, "making it raised NameNotFound"),
+        ({"id": "FrozenLake-v1", "kwargs": {"is_sliperry": True}}, "making it raised TypeError"),
+        ({"factory": "tests.gymnasium_environments:make_arm"}, "its action space is Box"),
+        ({"factory": "tests.gymnasium_environments:make_nothing"}, "it gives a str, no gymnasium.Env"),
+        ({"factory": "tests.gymnasium_environments:raises"}, "making it raised OSError: its map is gone"),
+        ({"factory": "tests.gymnasium_environments:nothing"}, "cannot import it"),
+        ({**LAKE, "actions": ["left", "right"]}, "2 names for its action space Discrete"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_before_the_run(settings, found):
+    with pytest.raises(ConfigError, match=found) as refused:
+        check_environment(recipe_of(settings))
+    assert "do:" in str(refused.value)
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for settings, found in (
+        ({"id": "FrozenLake-v1", "factory": "x:y"}, "both make environments"),
+        ({**LAKE, "action_pattern": "("}, "no regular expression"),
+        ({**LAKE, "action_pattern": "<go>.*</go>"}, "it has 0 groups"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            recipe_of(settings)
+    with pytest.raises(ConfigError, match="this environment gives the reward itself"):
+        recipe_of(LAKE, "reward.function=math")

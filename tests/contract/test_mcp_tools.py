@@ -1,0 +1,221 @@
+"""Tools of real MCP servers, over standard input and output and over HTTP, called by a scripted policy."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from asyncrl.environments import build_environment, check_environment, prompt_tools
+from asyncrl.errors import ConfigError, ProcessDied
+from tests.contract.test_tool_use import recipe_with, text_of
+from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, chat_with, task_of, tokenizer_with
+from tests.unit.test_recipes import ROOT
+
+pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+
+SERVER = str(ROOT / "tests" / "mcp_tools.py")
+
+
+def by_command(**changes):
+    return json.dumps({"command": [sys.executable, SERVER], **changes})
+
+
+def with_server(settings, *overrides, tools="[]", timeout_s=20):
+    return recipe_with(
+        f"rollout.tool_use.tools={tools}",
+        f"rollout.tool_use.mcp={{office: {settings}}}",
+        f"rollout.tool_use.tool_timeout_s={timeout_s}",
+        *overrides,
+    )
+
+
+@pytest_asyncio.fixture
+async def started():
+    """started(recipe) -> environment, which is closed at the end."""
+    made = []
+
+    async def call(recipe):
+        environment = build_environment(recipe, chat_with())
+        made.append(environment)
+        await environment.start()
+        return environment
+
+    yield call
+    for environment in made:
+        await environment.close()
+
+
+async def play(environment, *replies):
+    chat = chat_with()
+    session = ScriptedSession(chat, *replies)
+    return await environment.run(task_of(chat.encode("what?")), session), session
+
+
+async def said(environment, name, **arguments):
+    """What the policy reads when it calls this tool."""
+    trajectory, session = await play(environment, call_text(name, **arguments), "done")
+    assert_exact(trajectory, session)
+    text = text_of(session, trajectory.response_ids[~trajectory.loss_mask])
+    result = text.split("<tool_response>\n")[1].split("\n</tool_response>")[0]
+    return result, dict(trajectory.reward_parts)["tool_errors"]
+
+
+@pytest.fixture
+def http_server():
+    """The port of a server over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)])
+    deadline = time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    yield port
+    process.kill()
+    process.wait()
+
+
+async def test_tools_of_a_command_are_named_in_prompts_called_and_read(started):
+    recipe = with_server(by_command(), tools="[calculator]")
+    check_environment(recipe)
+    prompt = prompt_tools(recipe, tokenizer_with(QWEN))
+    names = [schema["function"]["name"] for schema in prompt.schemas]
+    assert names == ["calculator", "add", "die", "environment", "fail", "hang", "process_id", "rest"]
+    assert prompt.schemas[1]["function"]["parameters"]["required"] == ["a", "b"]
+    environment = await started(recipe)
+    assert await said(environment, "add", a=2, b=3) == ("5", 0)
+    assert await said(environment, "calculator", expression="6*7") == ("42", 0)
+    both, session = await play(environment, call_text("add", a=1, b=1) + call_text("process_id"), "done")
+    assert dict(both.reward_parts)["tool_calls"] == 2
+    assert "<tool_response>\n2\n</tool_response>" in text_of(session, both.response_ids)
+
+
+async def test_what_a_server_answers_to_wrong_calls_is_read_by_the_policy(started):
+    environment = await started(with_server(by_command()))
+    text, errors = await said(environment, "fail")
+    assert text.startswith("Error: ")
+    assert "nothing is here" in text
+    assert errors == 1
+    text, errors = await said(environment, "add", a="two", b=3)
+    assert (text.startswith("Error: "), errors) == (True, 1)
+    text, errors = await said(environment, "subtract", a=2, b=3)
+    assert text.startswith("Error: there is no tool 'subtract'; the tools are add, die,")
+    assert errors == 1
+
+
+async def test_a_call_has_a_deadline_and_the_server_goes_on(started):
+    environment = await started(with_server(by_command(), timeout_s=1))
+    before = await said(environment, "process_id")
+    assert await said(environment, "rest", seconds=60) == ("Error: rest took more than 1 s", 1)
+    assert await said(environment, "process_id") == before
+
+
+async def test_a_server_that_dies_fails_the_attempt_by_name_and_is_started_again(started):
+    environment = await started(with_server(by_command()))
+    before, _ = await said(environment, "process_id")
+    resting = asyncio.create_task(said(environment, "rest", seconds=60))
+    await asyncio.sleep(0.5)
+    with pytest.raises(ProcessDied, match="call die of MCP server office") as died:
+        await play(environment, call_text("die"), "done")
+    assert str(died.value.process) == "MCP server office"
+    with pytest.raises(ProcessDied, match="call rest of MCP server office"):
+        await resting
+    after, _ = await said(environment, "process_id")
+    assert after != before
+    os.kill(int(after), signal.SIGKILL)
+    await asyncio.sleep(0.5)
+    with pytest.raises(ProcessDied, match="MCP server office"):
+        await play(environment, call_text("add", a=1, b=2), "done")
+    assert await said(environment, "add", a=1, b=2) == ("3", 0)
+
+
+async def test_a_server_that_answers_nothing_any_more_is_started_again(started):
+    environment = await started(with_server(by_command(), timeout_s=1))
+    before, _ = await said(environment, "process_id")
+    with pytest.raises(ProcessDied, match="neither hang nor the list of its tools was answered within 1 s"):
+        await play(environment, call_text("hang", seconds=100), "done")
+    assert (await said(environment, "process_id"))[0] != before
+    assert not psutil.pid_exists(int(before)) or psutil.Process(int(before)).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_close_ends_the_process(started):
+    environment = await started(with_server(by_command()))
+    pid = int((await said(environment, "process_id"))[0])
+    await environment.close()
+    async with asyncio.timeout(30):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_server_gets_the_variables_that_the_recipe_names_and_no_others(started, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "hunter2")
+    monkeypatch.setenv("ASYNCRL_RUN", "run-7")
+    environment = await started(with_server(by_command(env={"OFFICE": "open"})))
+    assert await said(environment, "environment", variable="OFFICE") == ("open", 0)
+    assert await said(environment, "environment", variable="SECRET_OF_THE_RUN") == ("(not set)", 0)
+    assert await said(environment, "environment", variable="ASYNCRL_RUN") == ("run-7", 0), (
+        "the janitor finds it by this"
+    )
+
+
+async def test_tools_over_http(started, http_server):
+    recipe = with_server(json.dumps({"url": f"http://127.0.0.1:{http_server}/mcp", "tools": ["add", "rest", "die"]}))
+    prompt = prompt_tools(recipe, tokenizer_with(QWEN))
+    assert [schema["function"]["name"] for schema in prompt.schemas] == ["add", "die", "rest"]
+    environment = await started(recipe)
+    assert await said(environment, "add", a=20, b=3) == ("23", 0)
+    assert (await said(environment, "hang", seconds=1))[0].startswith("Error: there is no tool 'hang'")
+    with pytest.raises(ProcessDied, match="call die of MCP server office"):
+        await play(environment, call_text("die"), "done")
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"command": [sys.executable, "-c", "import sys; sys.exit(3)"]}, "Connection closed"),
+        ({"command": ["/no/such/program"]}, "No such file"),
+        ({"command": [sys.executable, SERVER], "tools": ["add", "mul"]}, "it has no tool mul; its tools are add, die"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_timeout_s": 1}, "no answer in time"),
+        ({"url": "http://127.0.0.1:9/mcp", "start_timeout_s": 5}, r"ConnectError|no answer in time|Connection"),
+    ],
+)
+async def test_a_server_that_cannot_be_used_is_refused_before_the_run(settings, found):
+    recipe = with_server(json.dumps(settings))
+    with pytest.raises(ConfigError, match=found) as refused:
+        prompt_tools(recipe, tokenizer_with(QWEN))
+    assert "asked: rollout.tool_use.mcp.office." in str(refused.value)
+    environment = build_environment(recipe, chat_with())
+    with pytest.raises(ConfigError, match=found):
+        await environment.start()
+
+
+async def test_two_tools_of_one_name_are_refused():
+    recipe = with_server(by_command(), f"rollout.tool_use.mcp.second.command=['{sys.executable}', '{SERVER}']")
+    with pytest.raises(ConfigError, match=r"2 are called add(?s:.)*rollout\.tool_use\.mcp\.NAME\.tools"):
+        prompt_tools(recipe, tokenizer_with(QWEN))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("{}", "either started or asked at its address"),
+        ('{command: [x], url: "http://x"}', "either started or asked at its address"),
+        ("{url: 'x:80'}", "no http address"),
+    ],
+)
+def test_settings_that_name_no_server_are_refused(settings, found):
+    with pytest.raises(ConfigError, match=found):
+        with_server(settings)

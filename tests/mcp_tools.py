@@ -1,0 +1,63 @@
+"""An MCP server for tests: `python tests/mcp_tools.py` speaks on standard input and output, with a port as its argument
+streamable HTTP on it."""
+
+import os
+import sys
+import time
+
+import anyio
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("tools for tests")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+@server.tool(name="process-id")
+def process_id() -> str:
+    """The process that answers."""
+    return str(os.getpid())
+
+
+@server.tool()
+async def rest(seconds: float) -> str:
+    """Answers late."""
+    await anyio.sleep(seconds)
+    return "rested"
+
+
+@server.tool()
+async def hang(seconds: float) -> str:
+    """Keeps the whole server from answering."""
+    time.sleep(seconds)  # noqa: ASYNC251 - on purpose
+    return "hung"
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(7)
+
+
+@server.tool()
+def fail() -> str:
+    """Raises."""
+    raise ToolError("nothing is here")
+
+
+@server.tool()
+def environment(variable: str) -> str:
+    """A variable of the server's process."""
+    return os.environ.get(variable, "(not set)")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()
