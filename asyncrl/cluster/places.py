@@ -132,7 +132,9 @@ class Places:
                     near = [{NODE_ID: node}]
                 gpus = self.placement.replica_gpus
                 self._own[replica_id] = placement_group(
-                    [{"GPU": gpus} if gpus else ON_CPU], strategy="SPREAD", bundle_label_selector=near
+                    [{"GPU": gpus} if gpus else ON_CPU],
+                    strategy="SPREAD",
+                    bundle_label_selector=near,  # pyright: ignore[reportArgumentType] None is its default
                 )
             group = self._own[replica_id]
         node = _bundles(group).get(0)

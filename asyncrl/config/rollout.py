@@ -384,6 +384,13 @@ class RolloutConfig:
             do=f"raise rollout.max_replicas to {self.num_replicas} or more, or lower rollout.num_replicas",
         )
 
+        require(
+            self.max_replicas in (None, self.num_replicas) or self.engine != "remote",
+            asked=f"rollout.max_replicas={self.max_replicas} with rollout.engine=remote",
+            found=f"rollout.remote.urls names the {self.num_replicas} servers that are replicas; no other can join",
+            do="leave rollout.max_replicas out",
+        )
+
     @property
     def most_replicas(self) -> int:
         """Replicas that the recipe alone may bring the run to."""

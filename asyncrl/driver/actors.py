@@ -92,10 +92,11 @@ class Actors:
             on_event=events.write,
             devices=SharedDevices() if recipe.is_colocated else None,
         )
+        fixed_by = "rollout.engine=remote" if recipe.rollout.engine == "remote" else ""
         limits = FleetLimits(
             recipe.rollout.num_replicas,
             recipe.rollout.max_replicas,
-            "placement=colocated" if recipe.is_colocated else "",
+            "placement=colocated" if recipe.is_colocated else fixed_by,
         )
         self.fleet_size = FleetSize(
             self.replicas, places, limits, start_timeout_s=recipe.ray.start_timeout_s, on_event=events.write

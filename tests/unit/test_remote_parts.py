@@ -150,6 +150,7 @@ def test_replicas_take_no_gpu_of_the_cluster():
     [
         (("rollout.engine=remote",), r"num_replicas=2(?s:.)*names 0 server(?s:.)*rollout\.remote\.urls="),
         ((*REMOTE, "rollout.num_replicas=3"), r"names 2 server(?s:.)*num_replicas=2"),
+        ((*REMOTE, "rollout.max_replicas=3"), r"max_replicas=3 with rollout\.engine=remote"),
         ((*REMOTE, "rollout.remote.urls=[http://a,http://a]"), "http://a twice"),
         ((*REMOTE, "placement=colocated", "mode=sync"), r"placement=colocated with rollout\.engine=remote"),
         (RELOAD, r"weights=reload with weights\.transport=ipc"),

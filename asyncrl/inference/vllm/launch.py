@@ -145,7 +145,7 @@ def _launch(
         config = AsyncEngineArgs(**arguments).create_engine_config()
         scheduler = config.scheduler_config
         if scheduler.scheduler_cls is None:
-            scheduler.scheduler_cls = scheduler_class(asynchronous=scheduler.async_scheduling)
+            scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
         if on_cpu and _fork_is_safe():
             environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
