@@ -29,7 +29,8 @@ def fake_token(version: int, prompt_id: int, index: int) -> int:
 
 
 def fake_scores(ids: np.ndarray) -> np.ndarray:
-    """[n] float32: the log-probabilities that a `FakeEngine` gives these tokens: they depend on the token alone."""
+    """float32, of the shape of `ids`: the log-probabilities that a `FakeEngine` gives these tokens: they depend on the
+    token alone. The likeliest tokens of a place are 0, 1, 2 and so on."""
     return -((ids % 10 + 1) / 10).astype(np.float32)
 
 
@@ -96,7 +97,9 @@ class FakeEngine:
         if (start := request.sampling.score_from) is not None:
             ids = request.prompt_ids[start:].astype(np.int32)
             stamp = -1 if self._version is None else self._version
-            yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop")
+            top = np.tile(np.arange(request.sampling.score_top, dtype=np.int32), (len(ids), 1))
+            extra = {"top_ids": top, "top_logprobs": fake_scores(top)} if top.size else {}
+            yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop", extra=extra)
             return
         stream = _Stream(request)
         self._waiting.append(stream)

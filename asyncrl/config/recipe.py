@@ -224,6 +224,13 @@ class Recipe:
             found="the teacher's log-probabilities are those at temperature 1 without filters",
             do="leave temperature, top_p and top_k of rollout.sampling out",
         )
+        top_k = self.algorithm.distillation.top_k
+        require(
+            top_k == 0 or self.trainer.backend == "fsdp",
+            asked=f"algorithm.distillation.top_k={top_k} with trainer.backend={self.trainer.backend}",
+            found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
+            do="set trainer.backend=fsdp, or top_k=0: the estimate from the sampled token",
+        )
         self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
 
     def _check_rewards(self) -> None:
@@ -364,6 +371,13 @@ class Recipe:
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
 
     @property
+    def kept_arrays(self) -> tuple[str, ...]:
+        """The arrays of `Trajectory.extra` that training needs, and how many entries their rows have where the recipe
+        says it: what a checkpoint's groups must have."""
+        distillation = self.algorithm.distillation
+        return (*distillation.token_arrays, *(f"top_k={distillation.top_k}" for _ in range(distillation.top_k > 0)))
+
+    @property
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
         """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
         Raises ConfigError: a pool cannot take requests as long as it would get."""
@@ -373,8 +387,10 @@ class Recipe:
             "judge": (1 + self.reward.judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
         }
         found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
+        top = {"teacher": self.algorithm.distillation.top_k}
         return {
-            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher")) for key, pool in found.items()
+            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher", max_logprobs=top.get(key, 0)))
+            for key, pool in found.items()
         }
 
     @property

@@ -152,6 +152,9 @@ class VllmEngineConfig:
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
+    max_logprobs: PositiveInt = 20
+    """Tokens per place whose log-probabilities a request may ask for. A teacher's is raised to
+    algorithm.distillation.top_k."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's AsyncEngineArgs, by their names in Python, such as kv_cache_dtype or
     enable_expert_parallel."""

@@ -204,7 +204,15 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
             continue
         if key == "judge":
             load_tokenizer(pool.model, key)
-        require_runs(replicas, facts if facts.is_local else hub_facts(pool.model), section=f"{key}.")
+        facts = facts if facts.is_local else hub_facts(pool.model)
+        require_runs(replicas, facts, section=f"{key}.")
+        top_k = recipe.algorithm.distillation.top_k
+        require(
+            key != "teacher" or facts.vocab_size is None or top_k <= facts.vocab_size,
+            asked=f"algorithm.distillation.top_k={top_k} with {key}.path={path}",
+            found=f"it has {facts.vocab_size} tokens",
+            do="lower top_k: 32 to 128 is usual",
+        )
         require(
             key != "teacher"
             or vocabulary(path, revision=pool.revision, trust_remote_code=pool.trust_remote_code)

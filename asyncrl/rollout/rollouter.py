@@ -417,10 +417,10 @@ class Rollouter:
                 made = await self._trajectory(task, running.sessions[i])
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
                 trajectory = made.untrained() if skipped else made
-            # one that a checkpoint brought may be of a time without a teacher
-            if (teacher := self._pools.get("teacher")) is not None and "teacher_logprobs" not in trajectory.extra:
+            if (teacher := self._pools.get("teacher")) is not None:
+                top_k = self._recipe.algorithm.distillation.top_k
                 with self._working():
-                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}")
+                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}", top_k=top_k)
             done[i] = trajectory
             return trajectory
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ NO_VERSION = -1
 _IDLE_WAIT_S = 1.0
 _EMPTY_IDS = np.zeros(0, np.int32)
 _EMPTY_LOGPROBS = np.zeros(0, np.float32)
+_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -251,10 +253,11 @@ class DecodeLoop:
                 break
             taken.append(self._scoring.popleft())
         starts = [request.sampling.score_from or 1 for request in taken]
-        scored = self._runner.score([request.prompt_ids for request in taken], starts)
-        for request, start, logprobs in zip(taken, starts, scored, strict=True):
+        tops = [request.sampling.score_top for request in taken]
+        scored = self._runner.score([request.prompt_ids for request in taken], starts, tops)
+        for request, start, (logprobs, extra) in zip(taken, starts, scored, strict=True):
             self._require_finite(logprobs)
-            self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop")
+            self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop", extra)
 
     def _admit(self) -> _Wave | None:
         """Takes requests from the queue, in order, as many as fit into the free slots and one prefill pass.
@@ -330,10 +333,17 @@ class DecodeLoop:
         for row in self._slots.buffered_rows().tolist():
             self._emit(self._slots.request_ids[row], *self._slots.take(row), None)
 
-    def _emit(self, request_id: str, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason | None) -> None:
+    def _emit(
+        self,
+        request_id: str,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        reason: FinishReason | None,
+        extra: Mapping[str, np.ndarray] = _NOTHING,
+    ) -> None:
         version = self.counters.version
         stamp = NO_VERSION if version is None else version
-        self._chunks.append(TokenChunk(request_id, ids, logprobs, stamp, reason))
+        self._chunks.append(TokenChunk(request_id, ids, logprobs, stamp, reason, extra=extra))
 
     def _flush_report(self) -> None:
         if self._chunks or self._tickets:

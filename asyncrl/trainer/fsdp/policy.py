@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.trainer.fsdp.model import packed_forward
-from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import logprobs_beside, token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 
 
@@ -23,11 +23,17 @@ class Policy(nn.Module):
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
         """Log-probability and entropy of each predicted token, [n] float32 each; see `token_logprobs`. With `routing`
-        also what the routers of a mixture did with all tokens of the row; see `routing_sums`."""
+        also what the routers of a mixture did with all tokens of the row; see `routing_sums`. Where other tokens are
+        asked for, last their log-probabilities, [n, k] float32."""
         hidden, router_logits = packed_forward(self.causal_lm, tokens, routing=routing)
         head: Any = self.causal_lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        found = token_logprobs(hidden, head.weight, bias, tokens.targets, temperature=temperature)
-        if not routing:
-            return found
-        return *found, *routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok)
+        of_targets = hidden, head.weight, bias, tokens.targets
+        others: tuple[torch.Tensor, ...] = ()
+        if tokens.others is None:
+            found = token_logprobs(*of_targets, temperature=temperature)
+        else:
+            *found, of_others = logprobs_beside(*of_targets, tokens.others, temperature=temperature)
+            others = (of_others,)
+        sums = routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok) if routing else ()
+        return *found, *sums, *others

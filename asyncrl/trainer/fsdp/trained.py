@@ -70,4 +70,7 @@ class Reference:
 
 def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:
     """`routing`: with what the routers of a mixture did."""
-    return TokenOutputs(*policy(tokens, tokens.temperature, routing=routing))
+    found, others = policy(tokens, tokens.temperature, routing=routing), None
+    if tokens.others is not None:
+        *found, others = found
+    return TokenOutputs(*found, others=others)

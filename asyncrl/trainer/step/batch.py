@@ -14,6 +14,7 @@ from asyncrl.algorithms.loss import LossInputs
 from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.trainer.step.shared_row import SharedRow
 from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
+from asyncrl.types.trajectories import TOKEN_ARRAYS
 
 Trajectories = Mapping[TrajectoryKey, Trajectory]
 
@@ -122,6 +123,8 @@ class PackedTokens:
         temperature: divisor of the logits.
         balance: [L, E] float32, what each sum `given` of the routers (`TokenOutputs`) adds to the loss; None without a
             load-balancing loss.
+        others: [n, k] int64, further tokens whose log-probabilities are asked for at the places of the targets; those
+            beyond the model's vocabulary have probability 0.
     """
 
     input_ids: torch.Tensor
@@ -131,13 +134,14 @@ class PackedTokens:
     targets: torch.Tensor
     temperature: float
     balance: torch.Tensor | None = None
+    others: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, share of the objective, number
     of its sequence in the micro-batch, lag in optimizer steps, and whether it counts; `extra` has the arrays of
-    `Trajectory.extra` that were asked for.
+    `Trajectory.extra` that were asked for, [n, ...] each, float32 or int64.
 
     A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
     forward and backward pass, and with it the same collectives. `num_tokens` counts the tokens of the sequences.
@@ -166,6 +170,7 @@ class PackedBatch:
             lags=self.lags,
             entropy=entropy,
             teacher_logprobs=self.extra.get("teacher_logprobs"),
+            teacher_top_logprobs=self.extra.get("top_logprobs"),
         )
 
 
@@ -203,10 +208,7 @@ def pack(
     if lacking := [(name, s) for s, t in zip(microbatch, chosen, strict=True) for name in extra if name not in t.extra]:
         name, sequence = lacking[0]
         raise ValueError(f"trajectory {sequence.index} of group {sequence.ordinal} has no {name}")
-    further = {
-        name: np.concatenate([t.extra[name][p] for t, p in zip(chosen, picks, strict=True)]) if not empty else [0.0]
-        for name in extra
-    }
+    further = {name: _gathered(name, chosen, picks) for name in extra}
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
     targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
@@ -222,6 +224,7 @@ def pack(
             predictors=place(predictors, torch.int64),
             targets=place(targets, torch.int64),
             temperature=temperature,
+            others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -230,8 +233,25 @@ def pack(
         lags=place(step - np.concatenate(versions), torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
         num_tokens=int(row.lengths.sum()) if microbatch else 0,
-        extra={name: place(np.asarray(array), torch.float32) for name, array in further.items()},
+        extra={
+            name: place(array, torch.float32 if np.issubdtype(array.dtype, np.floating) else torch.int64)
+            for name, array in further.items()
+        },
     )
+
+
+def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarray]) -> np.ndarray:
+    """[n, ...]: the picked rows of the array of each trajectory; one row of zeros where none is picked.
+
+    Raises ValueError: rows differ in shape.
+    """
+    declared = TOKEN_ARRAYS[name]
+    if not any(map(len, picks)):
+        return np.zeros((1,) * (1 + len(declared.dims)), declared.dtype)
+    rows = [t.extra[name][p] for t, p in zip(chosen, picks, strict=True) if len(p)]
+    if len(shapes := {array.shape[1:] for array in rows}) > 1:
+        raise ValueError(f"{name} of the trajectories of a micro-batch have rows of the shapes {sorted(shapes)}")
+    return np.concatenate(rows)
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:

@@ -58,7 +58,7 @@ class TrainingStep:
             temperature=spec.temperature or 1.0,
             # each token of a row counts once for the balance of routers: shared prompts would count less
             share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0,
-            extra=("teacher_logprobs",) if spec.algorithm.distillation.coefficient else (),
+            extra=spec.algorithm.distillation.token_arrays,
         )
         self._preparer = Preparer(
             spec.algorithm,
@@ -203,6 +203,7 @@ class TrainingStep:
             batch.inputs(logprobs, old, output.entropy),
             advantages=batch.advantages if prepared.advantages is None else prepared.advantages,
             reference_logprobs=prepared.reference_logprobs,
+            top_logprobs=output.others,
             fitted=prepared.fitted,
         )
 
