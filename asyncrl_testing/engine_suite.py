@@ -148,7 +148,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
         assert len(whole.ids) == len(prompt) + len(response) - 1
 
     async def test_the_likeliest_tokens_of_a_place_come_with_its_score(self, engine: InferenceEngine) -> None:
-        """Greedy: the token that the engine samples is the likeliest, and has there the log-probability of its score."""
+        """Greedy: the token that the engine samples is the likeliest, and has the log-probability of its score."""
         if not self.scores:
             pytest.skip("the engine does not score")
         free = await complete(engine, temperature=0.0, max_tokens=12)
