@@ -375,7 +375,8 @@ class Recipe:
         """The arrays of `Trajectory.extra` that training needs, and how many entries their rows have where the recipe
         says it: what a checkpoint's groups must have."""
         distillation = self.algorithm.distillation
-        return (*distillation.token_arrays, *(f"top_k={distillation.top_k}" for _ in range(distillation.top_k > 0)))
+        rows = (f"top_k={distillation.top_k}",) if distillation.top_k else ()
+        return (*distillation.token_arrays, *rows, *("experts",) * (self.trainer.router_replay == "rollout"))
 
     @property
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:

@@ -32,7 +32,7 @@ from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
+from asyncrl.inference.engines import require_package, require_recording, require_runs, require_sleep, require_transport
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
@@ -148,6 +148,8 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         require_transport(recipe.rollout.engine, recipe.weights.transport)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
+        if recipe.trainer.router_replay == "rollout":
+            require_recording(recipe.rollout.engine, facts)
     require_runs(recipe.rollout, facts)
 
 

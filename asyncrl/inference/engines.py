@@ -13,6 +13,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import ModelFacts
+from asyncrl.weights.experts import MODEL_TYPES
 
 SCRATCH = "{scratch}"
 """Stands in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
@@ -50,6 +51,8 @@ class EngineSpec:
     """Environment variables that a replica's processes need before the engine is imported."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
+    records_experts: bool = False
+    """It records what the routers of a mixture choose (`SamplingParams.experts`)."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
@@ -60,6 +63,7 @@ ENGINES: dict[str, EngineSpec] = {
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         sleeps_on_cpu=True,
+        records_experts=True,
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
@@ -126,6 +130,24 @@ def require_sleep(engine: str) -> None:
         asked=f"placement=colocated with rollout.engine={engine} on a CPU",
         found=f"engine {engine} gives memory back on GPUs only: on a CPU it would keep weights and KV cache",
         do=f"set rollout.engine={able}, or placement=separate, or run it on GPUs",
+    )
+
+
+def require_recording(engine: str, facts: ModelFacts) -> None:
+    """Raises ConfigError: the engine does not record what the routers of the model choose, or the model has none
+    that are known here."""
+    able = " or ".join(name for name, spec in ENGINES.items() if spec.records_experts)
+    require(
+        ENGINES[engine].records_experts,
+        asked=f"trainer.router_replay=rollout with rollout.engine={engine}",
+        found=f"engine {engine} does not report the experts that it chose for each token",
+        do=f"set rollout.engine={able}, or trainer.router_replay=off",
+    )
+    require(
+        facts.model_type is None or facts.model_type in MODEL_TYPES,
+        asked=f"trainer.router_replay=rollout with {facts.name}",
+        found="it has no routers that are known here",
+        do=f"set trainer.router_replay=off, or train a mixture of experts ({', '.join(MODEL_TYPES)})",
     )
 
 

@@ -29,7 +29,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
-from asyncrl.errors import LedgerError, ProcessDied
+from asyncrl.errors import LedgerError, ProcessDied, explain
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards import RewardResult
 from asyncrl.rewards.group import added
@@ -144,6 +144,7 @@ class Rollouter:
             top_k=rollout.sampling.top_k,
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
+            experts=recipe.trainer.router_replay == "rollout",
         )
         chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
         self._renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
@@ -415,6 +416,7 @@ class Rollouter:
             if trajectory is None:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
+                self._require_experts(made)
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
                 trajectory = made.untrained() if skipped else made
             if (teacher := self._pools.get("teacher")) is not None:
@@ -432,6 +434,12 @@ class Rollouter:
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
+
+    def _require_experts(self, trajectory: Trajectory) -> None:
+        """Raises ValueError: the experts of its tokens are to be replayed, and it has none."""
+        if self._sampling.experts and len(trajectory.response_ids) and "experts" not in trajectory.extra:
+            asked, do = "trainer.router_replay=rollout", "let the environment keep `extra` of the generations"
+            raise ValueError(explain(asked, "a trajectory without the experts of its tokens", do))
 
     async def _score(self, response: str, row: PromptRow) -> RewardResult:
         """The reward of one response, with what the judge adds. Raises what either raises."""

@@ -25,6 +25,9 @@ class SamplingParams:
     `json_schema` (a JSON schema as text) guides the response: only tokens that keep it valid are sampled. Engines
     without guided decoding refuse it.
 
+    `experts`: the chunks also have the experts that the routers of a mixture chose, as `experts` of their `extra`.
+    Engines that do not record them, and models without routers, refuse it.
+
     `score_from`: nothing is sampled. The answer is one chunk with the tokens of the prompt from this place on, and
     their log-probabilities under the model, at temperature 1 and without filters, whatever the other fields say. Engine
     sglang refuses it. `score_top`, with it: the chunk also has this many likeliest tokens of each place, as `top_ids`
@@ -40,10 +43,11 @@ class SamplingParams:
     json_schema: str | None = None
     score_from: int | None = None
     score_top: int = 0
+    experts: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema, self.score_from)
-        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest, self.score_top)
+        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest, self.score_top, self.experts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,11 +27,13 @@ class TokenArray:
     Attributes:
         dims: names of the dimensions after the first, the same in all rows of a run.
         least: of the entries of an integer array.
+        absent: the entries of a token that has none, such as one that an environment wrote; None: every token has some.
     """
 
     dtype: type[np.generic]
     dims: tuple[str, ...] = ()
     least: int | None = None
+    absent: int | None = None
 
 
 TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
@@ -39,6 +41,7 @@ TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
         "teacher_logprobs": TokenArray(np.float32),
         "top_ids": TokenArray(np.int32, ("k",), least=0),
         "top_logprobs": TokenArray(np.float32, ("k",)),
+        "experts": TokenArray(np.int16, ("layers", "k"), least=-1, absent=-1),
     }
 )
 """The arrays that `extra` of a chunk, a generation or a trajectory may hold, one row per response token.
@@ -46,6 +49,8 @@ TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
 teacher_logprobs: log-probability of the token under the teacher of `algorithm.distillation`, at temperature 1.
 top_ids, top_logprobs: at the token's place the k likeliest tokens under a model that scores, likeliest first, and their
     log-probabilities at temperature 1; in a trajectory that model is the teacher.
+experts: what the routers of a mixture chose for the token before it, whose hidden state predicted it: k experts in each
+    layer that has them, in the order of the layers; -1 where nothing was recorded.
 """
 
 

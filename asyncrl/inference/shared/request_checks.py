@@ -23,6 +23,7 @@ def misfit(
     guided: bool = False,
     scores: bool = False,
     max_top: int | None = None,
+    records: bool = False,
 ) -> tuple[str, str] | None:
     """The fault of a request, and what to do about it; None when it can be served.
 
@@ -31,18 +32,14 @@ def misfit(
         guided: the engine has guided decoding.
         scores: the engine scores given tokens.
         max_top: largest `score_top`; None: the vocabulary.
+        records: the engine records the experts of the model, which is a mixture.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
         found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
         return found, "send a one-dimensional array of at least one token id"
-    if sampling.json_schema is not None and not guided:
-        return (
-            "json_schema, and this engine has no guided decoding",
-            "use vllm with rollout.vllm.structured_outputs=true",
-        )
-    if sampling.json_schema is not None and request.first_position:
-        return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
+    if lacking := _lacking(request, guided=guided, records=records):
+        return lacking
     if sampling.score_from is not None or sampling.score_top:
         return _misfit_of_scores(request, max_model_len, vocab_size, max_top) if scores else _NO_SCORES
     if sampling.max_tokens < 1:
@@ -62,6 +59,21 @@ def misfit(
     if not MIN_TOP_P <= sampling.top_p <= 1 or not 0 <= sampling.top_k <= MAX_TOP_K:
         found = f"top_p={sampling.top_p}, top_k={sampling.top_k}"
         return found, f"top_p from {MIN_TOP_P} to 1, top_k from 0 (off) to {MAX_TOP_K}"
+    return None
+
+
+def _lacking(request: GenerationRequest, *, guided: bool, records: bool) -> tuple[str, str] | None:
+    """As `misfit`, of what only some engines can."""
+    sampling = request.sampling
+    if sampling.json_schema is not None and not guided:
+        return (
+            "json_schema, and this engine has no guided decoding",
+            "use vllm with rollout.vllm.structured_outputs=true",
+        )
+    if sampling.json_schema is not None and request.first_position:
+        return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
+    if sampling.experts and not records:
+        return "experts, and this engine records none of this model", "use torch with a mixture of experts"
     return None
 
 

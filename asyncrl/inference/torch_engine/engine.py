@@ -218,6 +218,7 @@ class TorchEngine:
             max_model_len=self._settings.context_tokens,
             vocab_size=self._runner.vocab_size,
             scores=True,
+            records=self._runner.recorder.row is not None,
         )
         if request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

@@ -79,7 +79,7 @@ class DecodeLoop:
         self._runner = runner
         self._commands = commands
         self._report = report
-        self._slots = SlotTable(num_slots, chunk_tokens)
+        self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
         self._waiting: deque[GenerationRequest] = deque()
         self._scoring: deque[GenerationRequest] = deque()
         """Requests whose tokens are given (`score_from`); they take no slot."""
@@ -296,14 +296,18 @@ class DecodeLoop:
 
     def _step(self) -> None:
         slots = self._slots
-        logits = self._runner.decode(slots.tokens, slots.lengths)
+        experts = None
+        if slots.records:
+            logits, experts = self._runner.decode_and_record(slots.tokens, slots.lengths)
+        else:
+            logits = self._runner.decode(slots.tokens, slots.lengths)
         drawn, drawn_logprobs = sample(logits, slots.sampling())
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         self._require_finite(logprobs)
         self.counters.generated_tokens += slots.n
-        due = slots.advance(tokens, logprobs)
+        due = slots.advance(tokens, logprobs, experts)
         for row in due.full.tolist():
-            self._emit(slots.request_ids[row], *slots.take(row), None)
+            self._emit_row(row, None)
         if len(due.stopped) or len(due.exhausted):
             self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
 
@@ -324,14 +328,18 @@ class DecodeLoop:
     def _finish_each(self, ends: list[tuple[np.ndarray, FinishReason]]) -> None:
         for rows, reason in ends:
             for row in rows.tolist():
-                self._emit(self._slots.request_ids[row], *self._slots.take(row), reason)
+                self._emit_row(row, reason)
         self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
 
     def _emit_buffered(self) -> None:
         """Emits all buffered tokens. A chunk has one version, and a paused engine must hold nothing that a client could
         lose."""
         for row in self._slots.buffered_rows().tolist():
-            self._emit(self._slots.request_ids[row], *self._slots.take(row), None)
+            self._emit_row(row, None)
+
+    def _emit_row(self, row: int, reason: FinishReason | None) -> None:
+        extra = self._slots.extra(row)
+        self._emit(self._slots.request_ids[row], *self._slots.take(row), reason, extra)
 
     def _emit(
         self,

@@ -15,6 +15,7 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
+from asyncrl.inference.torch_engine.recorded_experts import ExpertRecorder
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
@@ -90,6 +91,12 @@ class ModelRunner:
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
         self._released: dict[str, ReleasedMemory] = {}
+        self.recorder = ExpertRecorder(model)
+
+    def decode_and_record(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """As `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
+        self.recorder.begin()
+        return self.decode(tokens, lengths), self.recorder.end()
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.

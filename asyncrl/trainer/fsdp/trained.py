@@ -64,8 +64,10 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[TokenOutputs]:
+        # a reference chooses its own experts, and is asked for the sampled tokens only
+        own = [replace(tokens, experts=None, others=None) for tokens in batches]
         with self._opened() as reference:
-            return [policy_outputs(reference, tokens) for tokens in batches]
+            return [policy_outputs(reference, tokens) for tokens in own]
 
 
 def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:

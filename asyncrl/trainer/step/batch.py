@@ -125,6 +125,8 @@ class PackedTokens:
             load-balancing loss.
         others: [n, k] int64, further tokens whose log-probabilities are asked for at the places of the targets; those
             beyond the model's vocabulary have probability 0.
+        experts: [N, layers, k] int64, the experts that the routers of a mixture take for each token, -1 where they
+            choose themselves; None: everywhere.
     """
 
     input_ids: torch.Tensor
@@ -135,6 +137,7 @@ class PackedTokens:
     temperature: float
     balance: torch.Tensor | None = None
     others: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +187,7 @@ def pack(
     temperature: float = 1.0,
     share_prompts: bool = False,
     extra: Sequence[str] = (),
+    replays: bool = False,
 ) -> PackedBatch:
     """Packs in the order of `microbatch`.
 
@@ -191,7 +195,9 @@ def pack(
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
         share_prompts: trajectories of a group with the same prompt share its tokens in the row.
-        extra: names of the arrays of `Trajectory.extra` that every trajectory has.
+        extra: names of the arrays of `Trajectory.extra` that every trajectory with a response has.
+        replays: the routers take the experts that `Trajectory.extra` has. Without `share_prompts`: the last token of a
+            prompt has experts of its own for each response.
 
     Raises:
         ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
@@ -205,9 +211,11 @@ def pack(
     sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
     advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
-    if lacking := [(name, s) for s, t in zip(microbatch, chosen, strict=True) for name in extra if name not in t.extra]:
-        name, sequence = lacking[0]
-        raise ValueError(f"trajectory {sequence.index} of group {sequence.ordinal} has no {name}")
+    needed = (*extra, "experts") if replays else extra
+    for s, t in zip(microbatch, chosen, strict=True):
+        for name in needed:
+            if len(t.response_ids) and name not in t.extra:
+                raise ValueError(f"trajectory {s.index} of group {s.ordinal} has no {name}")
     further = {name: _gathered(name, chosen, picks) for name in extra}
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
@@ -225,6 +233,7 @@ def pack(
             targets=place(targets, torch.int64),
             temperature=temperature,
             others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
+            experts=place(experts, torch.int64) if (experts := _experts(row, chosen, replays)) is not None else None,
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -238,6 +247,18 @@ def pack(
             for name, array in further.items()
         },
     )
+
+
+def _experts(row: SharedRow, chosen: Sequence[Trajectory], replays: bool) -> np.ndarray | None:
+    """[N, layers, k] int16: for each token of the row the recorded experts; None where none is recorded."""
+    whole = [np.arange(len(t.response_ids)) for t in chosen]
+    recorded = _gathered("experts", chosen, whole) if replays and any(map(len, whole)) else None
+    if recorded is None:
+        return None
+    assert row.rows is None, "tokens of a shared prompt have experts of several responses"
+    found = np.full((len(row.input_ids), *recorded.shape[1:]), TOKEN_ARRAYS["experts"].absent, recorded.dtype)
+    found[row.predictions(whole)[0]] = recorded
+    return found
 
 
 def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarray]) -> np.ndarray:

@@ -51,13 +51,16 @@ class TrainingStep:
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
         self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
+        replays = spec.trainer.router_replay == "rollout"
         self._pack = partial(
             pack,
             predict="trained",
             device=device,
             temperature=spec.temperature or 1.0,
-            # each token of a row counts once for the balance of routers: shared prompts would count less
-            share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0,
+            # each token of a row counts once for the balance of routers: shared prompts would count less; and the last
+            # token of a prompt has recorded experts for each response
+            share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0 and not replays,
+            replays=replays,
             extra=spec.algorithm.distillation.token_arrays,
         )
         self._preparer = Preparer(
