@@ -1,10 +1,10 @@
 """Router replay: in training, a token goes through the experts that the engine chose for it when it sampled.
 
-Engine and trainer round differently, and the trainer's weights may be newer: where two experts are nearly as likely, the
-two choose different ones, and the log-probability of the token jumps. With the recorded experts the same function is
-trained that has sampled. Their weights are those of the trainer's router, softmax over all experts, gathered at the
-recorded ones and normalised over them where the model does so: the router's gradient flows through them. Which experts a
-token takes has no gradient in either case.
+Engine and trainer round differently, and the trainer's weights may be newer: where two experts are nearly as likely,
+the two choose different ones, and the log-probability of the token jumps. With the recorded experts the same function
+is trained that has sampled. Their weights are those of the trainer's router, softmax over all experts, gathered at the
+recorded ones and normalised over them where the model does so: the router's gradient flows through them. Which experts
+a token takes has no gradient in either case.
 
 Source: Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers (arXiv:2510.11370), whose R3 also
 replays the experts of prompts; here those are the trainer's own.

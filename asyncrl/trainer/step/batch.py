@@ -187,7 +187,6 @@ def pack(
     temperature: float = 1.0,
     share_prompts: bool = False,
     extra: Sequence[str] = (),
-    replays: bool = False,
 ) -> PackedBatch:
     """Packs in the order of `microbatch`.
 
@@ -195,9 +194,8 @@ def pack(
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
         share_prompts: trajectories of a group with the same prompt share its tokens in the row.
-        extra: names of the arrays of `Trajectory.extra` that every trajectory with a response has.
-        replays: the routers take the experts that `Trajectory.extra` has. Without `share_prompts`: the last token of a
-            prompt has experts of its own for each response.
+        extra: names of the arrays of `Trajectory.extra` that every trajectory with a response has. With "experts" the
+            routers take those; prompts must not be shared: the last token of one has others for each response.
 
     Raises:
         ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
@@ -211,12 +209,11 @@ def pack(
     sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
     advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
-    needed = (*extra, "experts") if replays else extra
     for s, t in zip(microbatch, chosen, strict=True):
-        for name in needed:
-            if len(t.response_ids) and name not in t.extra:
-                raise ValueError(f"trajectory {s.index} of group {s.ordinal} has no {name}")
-    further = {name: _gathered(name, chosen, picks) for name in extra}
+        if len(t.response_ids) and (lacking := [name for name in extra if name not in t.extra]):
+            raise ValueError(f"trajectory {s.index} of group {s.ordinal} has no {lacking[0]}")
+    further = {name: _gathered(name, chosen, picks) for name in extra if name != "experts"}
+    experts = _experts(row, chosen) if "experts" in extra else None
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
     targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
@@ -233,7 +230,7 @@ def pack(
             targets=place(targets, torch.int64),
             temperature=temperature,
             others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
-            experts=place(experts, torch.int64) if (experts := _experts(row, chosen, replays)) is not None else None,
+            experts=None if experts is None else place(experts, torch.int64),
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -249,12 +246,12 @@ def pack(
     )
 
 
-def _experts(row: SharedRow, chosen: Sequence[Trajectory], replays: bool) -> np.ndarray | None:
-    """[N, layers, k] int16: for each token of the row the recorded experts; None where none is recorded."""
+def _experts(row: SharedRow, chosen: Sequence[Trajectory]) -> np.ndarray | None:
+    """[N, layers, k] int16: for each token of the row the recorded experts; None without a response."""
     whole = [np.arange(len(t.response_ids)) for t in chosen]
-    recorded = _gathered("experts", chosen, whole) if replays and any(map(len, whole)) else None
-    if recorded is None:
+    if not any(map(len, whole)):
         return None
+    recorded = _gathered("experts", chosen, whole)
     assert row.rows is None, "tokens of a shared prompt have experts of several responses"
     found = np.full((len(row.input_ids), *recorded.shape[1:]), TOKEN_ARRAYS["experts"].absent, recorded.dtype)
     found[row.predictions(whole)[0]] = recorded
