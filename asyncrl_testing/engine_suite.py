@@ -176,6 +176,23 @@ class EngineConformance(SamplingConformance, PauseConformance):
         with pytest.raises(GenerationError, match="score"):
             await complete(engine, prompt=(5, 6, 7, 8), score_top=1)
 
+    records = False
+    """The engine records the experts of the suite's model."""
+
+    async def test_every_token_has_its_experts_where_the_engine_records_them(self, engine: InferenceEngine) -> None:
+        if not self.records:
+            with pytest.raises(GenerationError, match="records none"):
+                await complete(engine, experts=True)
+            return
+        asked, other = [Client(engine, make_request(experts=on, max_tokens=30)) for on in (True, False)]
+        await asked.done()
+        await other.done()
+        for chunk in asked.chunks:
+            if len(chunk.token_ids):
+                assert (len(chunk.extra["experts"]), chunk.extra["experts"].dtype) == (len(chunk.token_ids), np.int16)
+                assert (chunk.extra["experts"] >= 0).all()
+        assert all(not chunk.extra for chunk in other.chunks)
+
     @pytest.mark.parametrize("start", [0, 4, 9])
     async def test_nothing_to_score_is_refused(self, engine: InferenceEngine, start: int) -> None:
         with pytest.raises(GenerationError, match="score_from"):

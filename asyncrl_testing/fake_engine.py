@@ -34,6 +34,12 @@ def fake_scores(ids: np.ndarray) -> np.ndarray:
     return -((ids % 10 + 1) / 10).astype(np.float32)
 
 
+def fake_experts(ids: np.ndarray) -> np.ndarray:
+    """[n, 2, 2] int16: the experts that a `FakeEngine` records for these tokens: they depend on the token alone."""
+    first = (ids % 8).astype(np.int16)
+    return np.stack([np.stack([first, first + 1], 1), np.stack([first + 2, first + 3], 1)], 1)
+
+
 async def _load_nothing(_manifest: Manifest, _source: TransferSource, _timeout_s: float) -> Digest | None:
     return None
 
@@ -257,7 +263,8 @@ class FakeEngine:
         stream.ids.clear()
         logprobs = np.where(ids % 2 == 0, -0.5, -0.25).astype(np.float32)
         version = -1 if self._version is None else self._version
-        stream.out.put_nowait(TokenChunk(stream.request.request_id, ids, logprobs, version, reason))
+        extra = {"experts": fake_experts(ids)} if stream.request.sampling.experts and len(ids) else {}
+        stream.out.put_nowait(TokenChunk(stream.request.request_id, ids, logprobs, version, reason, extra=extra))
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         for stream in (*self._running.values(), *self._waiting):
@@ -291,6 +298,7 @@ class FakeEngine:
             vocab_size=_VOCAB_SIZE,
             guided=script.guided,
             scores=True,
+            records=True,
         )
         if self._refusals:
             self._refusals -= 1

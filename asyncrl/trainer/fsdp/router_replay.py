@@ -6,8 +6,8 @@ is trained that has sampled. Their weights are those of the trainer's router, so
 recorded ones and normalised over them where the model does so: the router's gradient flows through them. Which experts
 a token takes has no gradient in either case.
 
-Source: Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers (arXiv:2510.11370), whose R3 also
-replays the experts of prompts; here those are the trainer's own.
+Source: Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers (arXiv:2510.11370), whose R3
+also replays the experts of prompts; here those are the trainer's own.
 """
 
 from __future__ import annotations
