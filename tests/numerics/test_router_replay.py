@@ -1,4 +1,4 @@
-"""Router replay: what the engine records is what its model chose, and what is trained goes through just these experts."""
+"""Router replay: the engine records what its model chose, and what is trained goes through just these experts."""
 
 from dataclasses import replace
 
@@ -106,6 +106,12 @@ def double(norm_topk_prob):
     return model.double().requires_grad_(True)
 
 
+def perturb(router, seed, spread):
+    """Moves the weights of a router in training."""
+    weight = router.weight.to_local()  # one rank: all of it
+    weight.add_(spread * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
+
+
 def plan_of(lease, budget=4096):
     (plan,) = plan_step(lease.manifest, lease.advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget))
     return plan
@@ -160,7 +166,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
         model = backend._policy.causal_lm
         with torch.no_grad():
             for router in routers_of(model):
-                router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(5)))
+                perturb(router, 5, 1.0)
         for layer in model.base_model.layers:
             layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
         plan = plan_of(lease)
@@ -294,8 +300,7 @@ async def test_replay_brings_perturbed_routers_closer_to_what_was_sampled(path):
         backend = build(path, kind)
         with torch.no_grad():
             for place, router in enumerate(routers_of(backend._policy.causal_lm)):
-                noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(place))
-                router.weight.add_(0.2 * router.weight.std() * noise)
+                perturb(router, place, 0.05)
         found = backend.logprobs(plan, by_key)
         gaps[kind] = float(np.mean(np.concatenate([np.abs(found[k].numpy() - t.logprobs) for k, t in by_key.items()])))
     assert gaps["rollout"] < 0.7 * gaps["off"]

@@ -402,3 +402,11 @@ def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert cli.main([f"recipes/{name}.yaml", "--dry-run"]) == 0
     assert "the recipe is valid" in capsys.readouterr().out
+
+
+def test_experts_are_replayed_by_the_backend_that_can():
+    assert load_recipe(QUICKSTART, ["trainer.router_replay=rollout"]).kept_arrays == ("experts",)
+    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
+        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.compile=true"])
+    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.backend=megatron"):
+        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])

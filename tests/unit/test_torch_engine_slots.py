@@ -34,7 +34,7 @@ class Expected:
 class SlotTableMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 6), chunk_tokens=st.integers(1, 5))
     def set_up(self, num_slots, chunk_tokens):
-        self.table = SlotTable(num_slots, chunk_tokens)
+        self.table = SlotTable(num_slots, chunk_tokens, (1, 2))
         self.chunk_tokens = chunk_tokens
         self.expected = {}
         self.cache = [""] * num_slots  # stands for the keys and values, which follow `Moves`
@@ -49,8 +49,13 @@ class SlotTableMachine(RuleBasedStateMachine):
 
     def take(self, request_id):
         row = int(self.table.rows_of([request_id])[0])
+        extra = self.table.extra(row)
         ids, logprobs = self.table.take(row)
         expected = self.expected[request_id]
+        if expected.request.sampling.experts and len(ids):
+            assert extra["experts"].tolist() == [[[i, i + 1]] for i in ids.tolist()]
+        else:
+            assert extra == {}
         assert ids.tolist() == expected.tokens[expected.taken :]
         np.testing.assert_array_equal(logprobs, -np.array(ids, np.float32) / 8)
         expected.taken = len(expected.tokens)
@@ -68,7 +73,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.count += 1
         sampling = SamplingParams(
             temperature=self.count / 8, top_p=1 / self.count, top_k=self.count, max_tokens=max_tokens,
-            stop_token_ids=tuple(stop),
+            stop_token_ids=tuple(stop), experts=bool(seed % 2),
         )  # fmt: skip
         request = GenerationRequest(name, np.array(prompt, np.int32), sampling, seed=seed, first_position=first)
         self.cache[self.table.add(request)] = name
@@ -79,7 +84,9 @@ class SlotTableMachine(RuleBasedStateMachine):
     def step(self, data):
         table = self.table
         tokens = np.array(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=table.n, max_size=table.n)))
-        due = table.advance(tokens, (-tokens / 8).astype(np.float32))
+        assert table.records == any(self.expected[i].request.sampling.experts for i in table.request_ids)
+        experts = np.stack([tokens, tokens + 1], 1)[:, None].astype(np.int16) if table.records else None
+        due = table.advance(tokens, (-tokens / 8).astype(np.float32), experts)
         for request_id, token in zip(table.request_ids, tokens.tolist(), strict=True):
             self.expected[request_id].tokens.append(token)
         named = {k: {table.request_ids[r] for r in getattr(due, k)} for k in ("stopped", "exhausted", "full")}
