@@ -298,7 +298,7 @@ class FakeEngine:
             vocab_size=_VOCAB_SIZE,
             guided=script.guided,
             scores=True,
-            records=True,
+            records=("experts",),
         )
         if self._refusals:
             self._refusals -= 1

@@ -228,7 +228,7 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
             )
     if lacking := [name for name in asked.arrays if name not in saved.arrays]:
         found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"
-        do = "leave algorithm.distillation and trainer.router_replay as they were, or start a new run"
+        do = "leave algorithm.distillation, trainer.router_replay and rollout.sampling as they were, or start a new run"
         raise ConfigError(explain(f"resume {checkpoint}", found, do))
 
 

@@ -224,6 +224,12 @@ class Recipe:
             found="the teacher's log-probabilities are those at temperature 1 without filters",
             do="leave temperature, top_p and top_k of rollout.sampling out",
         )
+        require(
+            not sampling.keep_sets or self.trainer.backend == "fsdp",
+            asked=f"rollout.sampling.keep_sets=true with trainer.backend={self.trainer.backend}",
+            found="only backend fsdp computes probabilities among the tokens that were kept",
+            do="set trainer.backend=fsdp, or keep_sets=false",
+        )
         top_k = self.algorithm.distillation.top_k
         require(
             top_k == 0 or self.trainer.backend == "fsdp",
@@ -376,7 +382,10 @@ class Recipe:
         says it: what a checkpoint's groups must have."""
         distillation = self.algorithm.distillation
         rows = (f"top_k={distillation.top_k}",) if distillation.top_k else ()
-        return (*distillation.token_arrays, *rows, *("experts",) * (self.trainer.router_replay == "rollout"))
+        experts = ("experts",) if self.trainer.router_replay == "rollout" else ()
+        sampling = self.rollout.sampling
+        kept = ("kept_ids", f"kept_ids of {sampling.top_k}") if sampling.keep_sets else ()
+        return (*distillation.token_arrays, *rows, *experts, *kept)
 
     @property
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:

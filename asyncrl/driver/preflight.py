@@ -32,7 +32,14 @@ from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.inference.engines import require_package, require_recording, require_runs, require_sleep, require_transport
+from asyncrl.inference.engines import (
+    require_package,
+    require_recording,
+    require_routers,
+    require_runs,
+    require_sleep,
+    require_transport,
+)
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
@@ -83,7 +90,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     renderer = None
     if facts.is_local or not use_hub:
         _check_processes(recipe, facts, trains=trains)
-    if recipe.rollout.sampling.top_p < 1 or recipe.rollout.sampling.top_k > 0:
+    sampling = recipe.rollout.sampling
+    if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.keep_sets:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
@@ -149,7 +157,10 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
         if recipe.trainer.router_replay == "rollout":
-            require_recording(recipe.rollout.engine, facts)
+            require_recording(recipe.rollout.engine, "experts", "trainer.router_replay=rollout")
+            require_routers(facts)
+        if recipe.rollout.sampling.keep_sets:
+            require_recording(recipe.rollout.engine, "kept_ids", "rollout.sampling.keep_sets=true")
     require_runs(recipe.rollout, facts)
 
 

@@ -51,8 +51,8 @@ class EngineSpec:
     """Environment variables that a replica's processes need before the engine is imported."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
-    records_experts: bool = False
-    """It records what the routers of a mixture choose (`SamplingParams.experts`)."""
+    records: tuple[str, ...] = ()
+    """Arrays of `TOKEN_ARRAYS` that it records while it samples."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
@@ -63,7 +63,7 @@ ENGINES: dict[str, EngineSpec] = {
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         sleeps_on_cpu=True,
-        records_experts=True,
+        records=("experts", "kept_ids"),
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
@@ -133,16 +133,20 @@ def require_sleep(engine: str) -> None:
     )
 
 
-def require_recording(engine: str, facts: ModelFacts) -> None:
-    """Raises ConfigError: the engine does not record what the routers of the model choose, or the model has none
-    that are known here."""
-    able = " or ".join(name for name, spec in ENGINES.items() if spec.records_experts)
+def require_recording(engine: str, array: str, asked: str) -> None:
+    """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: what in the recipe needs
+    it."""
+    able = " or ".join(name for name, spec in ENGINES.items() if array in spec.records)
     require(
-        ENGINES[engine].records_experts,
-        asked=f"trainer.router_replay=rollout with rollout.engine={engine}",
-        found=f"engine {engine} does not report the experts that it chose for each token",
-        do=f"set rollout.engine={able}, or trainer.router_replay=off",
+        array in ENGINES[engine].records,
+        asked=f"{asked} with rollout.engine={engine}",
+        found=f"engine {engine} does not report {array} with its tokens",
+        do=f"set rollout.engine={able}, or leave {asked.partition('=')[0]} out",
     )
+
+
+def require_routers(facts: ModelFacts) -> None:
+    """Raises ConfigError: the model has no routers whose experts could be recorded."""
     require(
         facts.model_type is None or facts.model_type in MODEL_TYPES,
         asked=f"trainer.router_replay=rollout with {facts.name}",

@@ -145,6 +145,7 @@ class Rollouter:
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
             experts=recipe.trainer.router_replay == "rollout",
+            kept=rollout.sampling.keep_sets,
         )
         chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
         self._renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
@@ -416,7 +417,7 @@ class Rollouter:
             if trajectory is None:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
-                self._require_experts(made)
+                self._require_recorded(made)
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
                 trajectory = made.untrained() if skipped else made
             if (teacher := self._pools.get("teacher")) is not None:
@@ -435,11 +436,13 @@ class Rollouter:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
 
-    def _require_experts(self, trajectory: Trajectory) -> None:
-        """Raises ValueError: the experts of its tokens are to be replayed, and it has none."""
-        if self._sampling.experts and len(trajectory.response_ids) and "experts" not in trajectory.extra:
-            asked, do = "trainer.router_replay=rollout", "let the environment keep `extra` of the generations"
-            raise ValueError(explain(asked, "a trajectory without the experts of its tokens", do))
+    def _require_recorded(self, trajectory: Trajectory) -> None:
+        """Raises ValueError: an array that the engine records is to be trained with, and it has none."""
+        needed = {"experts": self._sampling.experts, "kept_ids": self._sampling.kept}
+        lacking = [name for name, is_needed in needed.items() if is_needed and name not in trajectory.extra]
+        if lacking and len(trajectory.response_ids):
+            do = "let the environment keep `extra` of its generations"
+            raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
 
     async def _score(self, response: str, row: PromptRow) -> RewardResult:
         """The reward of one response, with what the judge adds. Raises what either raises."""

@@ -28,6 +28,9 @@ class SamplingParams:
     `experts`: the chunks also have the experts that the routers of a mixture chose, as `experts` of their `extra`.
     Engines that do not record them, and models without routers, refuse it.
 
+    `kept`: the chunks also have the tokens that the filters kept, as `kept_ids` of their `extra`. It needs `top_k`,
+    which bounds them, and a temperature above 0.
+
     `score_from`: nothing is sampled. The answer is one chunk with the tokens of the prompt from this place on, and
     their log-probabilities under the model, at temperature 1 and without filters, whatever the other fields say. Engine
     sglang refuses it. `score_top`, with it: the chunk also has this many likeliest tokens of each place, as `top_ids`
@@ -44,10 +47,19 @@ class SamplingParams:
     score_from: int | None = None
     score_top: int = 0
     experts: bool = False
+    kept: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema, self.score_from)
-        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest, self.score_top, self.experts)
+        return SamplingParams, (
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            *rest,
+            self.score_top,
+            self.experts,
+            self.kept,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

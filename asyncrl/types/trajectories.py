@@ -42,6 +42,7 @@ TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
         "top_ids": TokenArray(np.int32, ("k",), least=0),
         "top_logprobs": TokenArray(np.float32, ("k",)),
         "experts": TokenArray(np.int16, ("layers", "k"), least=-1, absent=-1),
+        "kept_ids": TokenArray(np.int32, ("k",), least=-1, absent=-1),
     }
 )
 """The arrays that `extra` of a chunk, a generation or a trajectory may hold, one row per response token.
@@ -51,6 +52,7 @@ top_ids, top_logprobs: at the token's place the k likeliest tokens under a model
     log-probabilities at temperature 1; in a trajectory that model is the teacher.
 experts: what the routers of a mixture chose for the token before it, whose hidden state predicted it: k experts in each
     layer that has them, in the order of the layers; -1 where nothing was recorded.
+kept_ids: the tokens that top-k and top-p kept where the token was sampled, itself among them, likeliest first; then -1.
 """
 
 

@@ -14,7 +14,7 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engine import SleepingEngine
-from asyncrl.inference.engines import ENGINES, build_engine, require_recording, require_runs
+from asyncrl.inference.engines import ENGINES, build_engine, require_recording, require_routers, require_runs
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
@@ -198,12 +198,13 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
         assert isinstance(engine, SleepingEngine)
 
 
-def test_experts_are_replayed_from_an_engine_that_records_them_of_a_model_that_has_some():
-    mixture, dense = (ModelFacts.of_config("m", CONFIGS[name]) for name in ("qwen3_moe", "qwen3"))
-    require_recording("torch", mixture)
-    require_recording("torch", ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
-    for engine in ("vllm", "sglang"):
-        with pytest.raises(ConfigError, match=rf"engine {engine} does not report(?s:.*)rollout\.engine=torch"):
-            require_recording(engine, mixture)
+def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_routers():
+    for array, asked in (("experts", "trainer.router_replay=rollout"), ("kept_ids", "rollout.sampling.keep_sets=true")):
+        require_recording("torch", array, asked)
+        for engine in ("vllm", "sglang"):
+            with pytest.raises(ConfigError, match=rf"engine {engine} does not report {array}(?s:.*)engine=torch"):
+                require_recording(engine, array, asked)
+    require_routers(ModelFacts.of_config("m", CONFIGS["qwen3_moe"]))
+    require_routers(ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
     with pytest.raises(ConfigError, match=r"it has no routers(?s:.*)router_replay=off"):
-        require_recording("torch", dense)
+        require_routers(ModelFacts.of_config("m", CONFIGS["qwen3"]))

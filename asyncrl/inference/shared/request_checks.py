@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from asyncrl.types import GenerationRequest
@@ -23,7 +25,7 @@ def misfit(
     guided: bool = False,
     scores: bool = False,
     max_top: int | None = None,
-    records: bool = False,
+    records: Collection[str] = (),
 ) -> tuple[str, str] | None:
     """The fault of a request, and what to do about it; None when it can be served.
 
@@ -32,13 +34,13 @@ def misfit(
         guided: the engine has guided decoding.
         scores: the engine scores given tokens.
         max_top: largest `score_top`; None: the vocabulary.
-        records: the engine records the experts of the model, which is a mixture.
+        records: arrays of `TOKEN_ARRAYS` that the engine can record of this model.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     if prompt.ndim != 1 or len(prompt) == 0 or not np.issubdtype(prompt.dtype, np.integer):
         found = f"prompt_ids of shape {prompt.shape} and dtype {prompt.dtype}"
         return found, "send a one-dimensional array of at least one token id"
-    if lacking := _lacking(request, guided=guided, records=records):
+    if lacking := _lacking(request, guided, records):
         return lacking
     if sampling.score_from is not None or sampling.score_top:
         return _misfit_of_scores(request, max_model_len, vocab_size, max_top) if scores else _NO_SCORES
@@ -62,7 +64,7 @@ def misfit(
     return None
 
 
-def _lacking(request: GenerationRequest, *, guided: bool, records: bool) -> tuple[str, str] | None:
+def _lacking(request: GenerationRequest, guided: bool, records: Collection[str]) -> tuple[str, str] | None:
     """As `misfit`, of what only some engines can."""
     sampling = request.sampling
     if sampling.json_schema is not None and not guided:
@@ -72,8 +74,13 @@ def _lacking(request: GenerationRequest, *, guided: bool, records: bool) -> tupl
         )
     if sampling.json_schema is not None and request.first_position:
         return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
-    if sampling.experts and not records:
+    if sampling.experts and "experts" not in records:
         return "experts, and this engine records none of this model", "use torch with a mixture of experts"
+    if sampling.kept and "kept_ids" not in records:
+        return "kept, and this engine does not record what filters keep", "use torch"
+    if sampling.kept and (sampling.top_k < 1 or sampling.temperature == 0):
+        found = f"kept with top_k={sampling.top_k} and temperature={sampling.temperature:g}"
+        return found, "give top_k, which bounds the tokens that are kept, and a temperature above 0"
     return None
 
 

@@ -26,7 +26,7 @@ from asyncrl.inference.torch_engine.messages import (
     Wake,
 )
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
-from asyncrl.inference.torch_engine.sampling import sample
+from asyncrl.inference.torch_engine.sampling import sample, sample_with_sets
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
 
@@ -301,11 +301,16 @@ class DecodeLoop:
             logits, experts = self._runner.decode_and_record(slots.tokens, slots.lengths)
         else:
             logits = self._runner.decode(slots.tokens, slots.lengths)
-        drawn, drawn_logprobs = sample(logits, slots.sampling())
+        kept = None
+        if most := slots.most_kept:
+            drawn, drawn_logprobs, sets = sample_with_sets(logits, slots.sampling(), most)
+            kept = sets.cpu().numpy()
+        else:
+            drawn, drawn_logprobs = sample(logits, slots.sampling())
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         self._require_finite(logprobs)
         self.counters.generated_tokens += slots.n
-        due = slots.advance(tokens, logprobs, experts)
+        due = slots.advance(tokens, logprobs, experts, kept)
         for row in due.full.tolist():
             self._emit_row(row, None)
         if len(due.stopped) or len(due.exhausted):

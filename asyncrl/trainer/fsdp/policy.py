@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.trainer.fsdp.model import packed_forward
 from asyncrl.trainer.fsdp.router_replay import RouterReplay
-from asyncrl.trainer.fsdp.token_logprobs import logprobs_beside, token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import among_kept, logprobs_beside, token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 
 
@@ -35,10 +35,13 @@ class Policy(nn.Module):
         bias = getattr(head, "bias", None)
         of_targets = hidden, head.weight, bias, tokens.targets
         others: tuple[torch.Tensor, ...] = ()
-        if tokens.others is None:
-            found = token_logprobs(*of_targets, temperature=temperature)
-        else:
+        if tokens.kept is not None:  # never with other tokens: a teacher sees no filters
+            kept = tokens.kept.clamp(min=0)
+            found = among_kept(*logprobs_beside(*of_targets, kept, temperature=temperature), tokens.kept >= 0)
+        elif tokens.others is not None:
             *found, of_others = logprobs_beside(*of_targets, tokens.others, temperature=temperature)
             others = (of_others,)
+        else:
+            found = token_logprobs(*of_targets, temperature=temperature)
         sums = routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok) if routing else ()
         return *found, *sums, *others

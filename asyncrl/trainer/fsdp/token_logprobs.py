@@ -71,6 +71,24 @@ def logprobs_beside(
     return logprobs, entropy, of_others.masked_fill(others >= rows, IMPOSSIBLE)
 
 
+def among_kept(
+    logprobs: torch.Tensor, entropy: torch.Tensor, of_kept: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [N] float32 of the distribution over the kept tokens alone.
+
+    Args:
+        logprobs, entropy: [N] float32, over the vocabulary.
+        of_kept: [N, K] float32, log-probabilities of the kept tokens over the vocabulary.
+        kept: [N, K] bool, which of them are tokens. Rows without one stay as they are.
+    """
+    has_some = kept.any(-1)
+    within = of_kept.masked_fill(~kept & has_some[:, None], float("-inf"))
+    normalizer = within.logsumexp(-1)
+    share = (within - normalizer[:, None]).masked_fill(~kept, 0.0)
+    own_entropy = -(share.exp() * share).sum(-1)
+    return torch.where(has_some, logprobs - normalizer, logprobs), torch.where(has_some, own_entropy, entropy)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

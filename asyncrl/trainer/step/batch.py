@@ -127,6 +127,8 @@ class PackedTokens:
             beyond the model's vocabulary have probability 0.
         experts: [N, layers, k] int64, the experts that the routers of a mixture take for each token, -1 where they
             choose themselves; None: everywhere.
+        kept: [n, k] int64, the tokens among which the probability of each target is computed, then -1; a row of -1:
+            the whole vocabulary. None: everywhere.
     """
 
     input_ids: torch.Tensor
@@ -138,6 +140,7 @@ class PackedTokens:
     balance: torch.Tensor | None = None
     others: torch.Tensor | None = None
     experts: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +234,7 @@ def pack(
             temperature=temperature,
             others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
             experts=None if experts is None else place(experts, torch.int64),
+            kept=place(kept, torch.int64) if (kept := further.pop("kept_ids", None)) is not None else None,
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -259,13 +263,13 @@ def _experts(row: SharedRow, chosen: Sequence[Trajectory]) -> np.ndarray | None:
 
 
 def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarray]) -> np.ndarray:
-    """[n, ...]: the picked rows of the array of each trajectory; one row of zeros where none is picked.
+    """[n, ...]: the picked rows of the array of each trajectory; one row without content where none is picked.
 
     Raises ValueError: rows differ in shape.
     """
     declared = TOKEN_ARRAYS[name]
     if not any(map(len, picks)):
-        return np.zeros((1,) * (1 + len(declared.dims)), declared.dtype)
+        return np.full((1,) * (1 + len(declared.dims)), declared.absent or 0, declared.dtype)
     rows = [t.extra[name][p] for t, p in zip(chosen, picks, strict=True) if len(p)]
     if len(shapes := {array.shape[1:] for array in rows}) > 1:
         raise ValueError(f"{name} of the trajectories of a micro-batch have rows of the shapes {sorted(shapes)}")

@@ -60,7 +60,7 @@ class TrainingStep:
             # each token of a row counts once for the balance of routers: shared prompts would count less; and the last
             # token of a prompt has recorded experts for each response
             share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0 and not self._replayed,
-            extra=(*spec.algorithm.distillation.token_arrays, *self._replayed),
+            extra=(*spec.algorithm.distillation.token_arrays, *self._replayed, *("kept_ids",) * spec.over_kept),
         )
         self._preparer = Preparer(
             spec.algorithm,
