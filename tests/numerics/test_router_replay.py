@@ -162,7 +162,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
     lease, seen = recorded(random_lease(1)), []
     found = {}
     for kind in ("rollout", "off"):
-        backend = build(path, kind)
+        backend = build(path, kind, share_prompts=False)
         model = backend._policy.causal_lm
         with torch.no_grad():
             for router in routers_of(model):
@@ -184,8 +184,9 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
         seen.clear()
     gap = torch.cat([(found["rollout"][key] - found["off"][key]).abs() for key in found["off"]])
     assert gap.mean() > 0.05
+    has_some = asked[:, 0, 0] >= 0
     own = [(chosen.sort(-1).values != asked[:, place].sort(-1).values) for place, chosen in enumerate(seen)]
-    assert torch.stack(own).double().mean() > 0.3, "the routers themselves would have chosen others"
+    assert torch.stack(own)[:, has_some].double().mean() > 0.3, "the routers themselves would have chosen others"
 
 
 def test_what_predicts_a_token_has_its_experts_and_prompts_have_their_own():
