@@ -119,7 +119,7 @@ def _unpack_chunk(
     request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...], extra: PackedExtra
 ) -> TokenChunk:
     arrays = np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32)
-    return TokenChunk(request_id, *arrays, *rest, unpacked_extra(extra))
+    return TokenChunk(request_id, *arrays, *rest, extra=unpacked_extra(extra))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
