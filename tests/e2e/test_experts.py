@@ -50,7 +50,7 @@ def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, 
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=0, steps=2)
     assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
-    run = start(*SMALL, *fast, *alone, "mode=fully_async", "run.max_steps=6", recipe="quickstart")
+    run = start(*SMALL, *fast, *alone, "mode=fully_async", "run.max_steps=6", recipe="quickstart", name="async")
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)

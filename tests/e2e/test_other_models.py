@@ -41,7 +41,7 @@ def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
     tool = [sys.executable, "tools/make_tiny_model.py", "--role", "teacher", "--out", "runs/tiny-teacher"]
     subprocess.run(tool, cwd=ROOT, check=True, timeout=600)
     keys = ("batch.groups_per_step=16", "eval.every_steps=0", "algorithm.distillation.top_k=32")
-    same = start(*keys, "teacher.path=runs/tiny-qwen3", "run.max_steps=1", recipe="quickstart_distill")
+    same = start(*keys, "teacher.path=runs/tiny-qwen3", "run.max_steps=1", recipe="quickstart_distill", name="same")
     assert same.wait(200) == 0, same.log
     assert abs(same.metrics[0]["train/kl_teacher_top"]) < 1e-4
     run = start(*keys, "run.max_steps=8", recipe="quickstart_distill")
