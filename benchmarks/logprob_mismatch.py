@@ -53,7 +53,7 @@ def records_experts(engine: str, model: str) -> bool:
     from asyncrl.inference.engines import ENGINES
     from asyncrl.weights.experts import MODEL_TYPES
 
-    return ENGINES[engine].records_experts and check_model(model, "--model").model_type in MODEL_TYPES
+    return "experts" in ENGINES[engine].records and check_model(model, "--model").model_type in MODEL_TYPES
 
 
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
