@@ -147,6 +147,52 @@ class EngineConformance(SamplingConformance, PauseConformance):
         whole = await complete(engine, prompt=[*prompt, *response], score_from=1)
         assert len(whole.ids) == len(prompt) + len(response) - 1
 
+    async def test_the_likeliest_tokens_of_a_place_come_with_its_score(self, engine: InferenceEngine) -> None:
+        """Greedy: the token that the engine samples is the likeliest, and has the log-probability of its score."""
+        if not self.scores:
+            pytest.skip("the engine does not score")
+        free = await complete(engine, temperature=0.0, max_tokens=12)
+        prompt, response = free.request.prompt_ids.tolist(), free.ids
+        asked = {"prompt": [*prompt, *response], "score_from": len(prompt)}
+        plain, *given = await asyncio.gather(*(complete(engine, **asked, score_top=k) for k in (0, 1, 5)))
+        assert all(not chunk.extra for chunk in plain.chunks)
+        for client, k in zip(given, (1, 5), strict=True):
+            ids, logprobs = (
+                np.concatenate([c.extra[name] for c in client.chunks if len(c.token_ids)])
+                for name in ("top_ids", "top_logprobs")
+            )
+            assert (ids.shape, ids.dtype, logprobs.shape) == ((12, k), np.int32, (12, k))
+            assert (np.diff(logprobs) <= 0).all(), "likeliest first"
+            assert client.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+            if self.models_text:
+                assert ids[:, 0].tolist() == response
+                assert logprobs[:, 0] == pytest.approx(plain.logprobs, abs=1e-5)
+                assert all(len(set(place)) == k for place in ids.tolist())
+
+    @pytest.mark.parametrize("top", [-1, 2**31])
+    async def test_more_tokens_of_a_place_than_there_are_is_refused(self, engine: InferenceEngine, top: int) -> None:
+        with pytest.raises(GenerationError, match="score"):
+            await complete(engine, prompt=(5, 6, 7, 8), score_from=1, score_top=top)
+        with pytest.raises(GenerationError, match="score"):
+            await complete(engine, prompt=(5, 6, 7, 8), score_top=1)
+
+    records = False
+    """The engine records the experts of the suite's model."""
+
+    async def test_every_token_has_its_experts_where_the_engine_records_them(self, engine: InferenceEngine) -> None:
+        if not self.records:
+            with pytest.raises(GenerationError, match="records none"):
+                await complete(engine, experts=True)
+            return
+        asked, other = [Client(engine, make_request(experts=on, max_tokens=30)) for on in (True, False)]
+        await asked.done()
+        await other.done()
+        for chunk in asked.chunks:
+            if len(chunk.token_ids):
+                assert (len(chunk.extra["experts"]), chunk.extra["experts"].dtype) == (len(chunk.token_ids), np.int16)
+                assert (chunk.extra["experts"] >= 0).all()
+        assert all(not chunk.extra for chunk in other.chunks)
+
     @pytest.mark.parametrize("start", [0, 4, 9])
     async def test_nothing_to_score_is_refused(self, engine: InferenceEngine, start: int) -> None:
         with pytest.raises(GenerationError, match="score_from"):

@@ -29,8 +29,15 @@ def fake_token(version: int, prompt_id: int, index: int) -> int:
 
 
 def fake_scores(ids: np.ndarray) -> np.ndarray:
-    """[n] float32: the log-probabilities that a `FakeEngine` gives these tokens: they depend on the token alone."""
+    """float32, of the shape of `ids`: the log-probabilities that a `FakeEngine` gives these tokens: they depend on the
+    token alone. The likeliest tokens of a place are 0, 1, 2 and so on."""
     return -((ids % 10 + 1) / 10).astype(np.float32)
+
+
+def fake_experts(ids: np.ndarray) -> np.ndarray:
+    """[n, 2, 2] int16: the experts that a `FakeEngine` records for these tokens: they depend on the token alone."""
+    first = (ids % 8).astype(np.int16)
+    return np.stack([np.stack([first, first + 1], 1), np.stack([first + 2, first + 3], 1)], 1)
 
 
 async def _load_nothing(_manifest: Manifest, _source: TransferSource, _timeout_s: float) -> Digest | None:
@@ -96,7 +103,9 @@ class FakeEngine:
         if (start := request.sampling.score_from) is not None:
             ids = request.prompt_ids[start:].astype(np.int32)
             stamp = -1 if self._version is None else self._version
-            yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop")
+            top = np.tile(np.arange(request.sampling.score_top, dtype=np.int32), (len(ids), 1))
+            extra = {"top_ids": top, "top_logprobs": fake_scores(top)} if top.size else {}
+            yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop", extra=extra)
             return
         stream = _Stream(request)
         self._waiting.append(stream)
@@ -254,7 +263,8 @@ class FakeEngine:
         stream.ids.clear()
         logprobs = np.where(ids % 2 == 0, -0.5, -0.25).astype(np.float32)
         version = -1 if self._version is None else self._version
-        stream.out.put_nowait(TokenChunk(stream.request.request_id, ids, logprobs, version, reason))
+        extra = {"experts": fake_experts(ids)} if stream.request.sampling.experts and len(ids) else {}
+        stream.out.put_nowait(TokenChunk(stream.request.request_id, ids, logprobs, version, reason, extra=extra))
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         for stream in (*self._running.values(), *self._waiting):
@@ -288,6 +298,7 @@ class FakeEngine:
             vocab_size=_VOCAB_SIZE,
             guided=script.guided,
             scores=True,
+            records=("experts",),
         )
         if self._refusals:
             self._refusals -= 1

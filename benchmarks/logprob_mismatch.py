@@ -3,10 +3,13 @@
     python benchmarks/logprob_mismatch.py                         # both engines, about 3 minutes on 2 cores
     python benchmarks/logprob_mismatch.py --engines torch --model Qwen/Qwen2.5-0.5B
     python benchmarks/logprob_mismatch.py --engines sglang --out benchmarks/results/logprob_mismatch_sglang.md
+    python benchmarks/logprob_mismatch.py --mixture --engines torch --out benchmarks/results/logprob_mismatch_mixture.md
 
 Every engine loads the model's files and samples responses; the FSDP backend computes the log-probabilities of the same
 tokens from the same files. What differs is the arithmetic: kernels, the order of sums, the dtype. Writes
-benchmarks/results/logprob_mismatch.md. The model is the quickstart's unless one is named.
+benchmarks/results/logprob_mismatch.md. The model is the quickstart's unless one is named; with --mixture it is a random
+mixture of experts with the quickstart's tokenizer, whose tokens the trainer also computes through the experts that the
+embedded engine recorded (`trainer.router_replay=rollout`).
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +34,30 @@ OUT = ROOT / "benchmarks" / "results" / "logprob_mismatch.md"
 DTYPES = ("float32", "bfloat16")
 
 
+def write_mixture(tiny: Path, directory: Path) -> Path:
+    """Saves a mixture of four layers with 32 experts, 4 for each token, for the tokenizer of `tiny`; returns its
+    directory."""
+    from asyncrl_testing.random_model import random_qwen3_moe
+
+    path = directory / "random-mixture"
+    shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "tiny_model.json"))
+    of_tiny = json.loads((tiny / "config.json").read_text())
+    same = {key: of_tiny[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
+    sizes = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "initializer_range": 0.1}
+    random_qwen3_moe(**same, **sizes).save_pretrained(path)
+    return path
+
+
+def records_experts(engine: str, model: str) -> bool:
+    from asyncrl.data.model_files import check_model
+    from asyncrl.inference.engines import ENGINES
+    from asyncrl.weights.experts import MODEL_TYPES
+
+    return "experts" in ENGINES[engine].records and check_model(model, "--model").model_type in MODEL_TYPES
+
+
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
-    """Prints one JSON object a response: prompt, tokens, log-probabilities."""
+    """Prints one JSON object a response: prompt, tokens, log-probabilities, and experts where they are recorded."""
     from asyncrl.config.model import ModelConfig
     from asyncrl.config.rollout import (
         RolloutConfig,
@@ -56,7 +84,9 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     )
     engine = build_engine(rollout, config, load_real_weights=True)
     await engine.start()
-    sampling = SamplingParams(max_tokens=64, stop_token_ids=stop_token_ids(tokenizer, config, ()))
+    records = records_experts(engine_name, model)
+    stops = stop_token_ids(tokenizer, config, ())
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=stops, experts=records)
 
     async def one(number: int) -> None:
         ids = renderer.prompt_ids(rows[number])
@@ -64,14 +94,16 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
         chunks = [chunk async for chunk in engine.generate(request)]
         tokens = [int(t) for c in chunks for t in c.token_ids]
         logprobs = [float(x) for c in chunks for x in c.logprobs]
-        print(json.dumps({"prompt": ids.tolist(), "tokens": tokens, "logprobs": logprobs}), flush=True)
+        experts = [row for c in chunks if records and len(c.token_ids) for row in c.extra["experts"].tolist()]
+        said = {"prompt": ids.tolist(), "tokens": tokens, "logprobs": logprobs, "experts": experts}
+        print(json.dumps(said), flush=True)
 
     await asyncio.gather(*(one(number) for number in range(len(rows))))
     await engine.stop()
 
 
-def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
-    """[T] float64 per response: the trainer's log-probabilities."""
+def trained(model: str, dtype: str, responses: list[dict], *, replays: bool) -> list[np.ndarray]:
+    """[T] float64 per response: the trainer's log-probabilities; `replays`: through the recorded experts."""
     import torch
     import torch.distributed as dist
 
@@ -96,9 +128,11 @@ def trained(model: str, dtype: str, responses: list[dict]) -> list[np.ndarray]:
             np.ones(n, bool),
             (Segment(0, n, 0, 0),),
             0.0,
+            extra={"experts": np.array(r["experts"], np.int16)} if replays else {},
         )
         groups.append(GroupSummary(number, 0, (Lengths(len(r["prompt"]), n, n),), (0.0,), (), 1, 0))
-    trainer = TrainerConfig(fsdp=FsdpConfig(param_dtype=dtype))  # type: ignore[arg-type]
+    fsdp = FsdpConfig(param_dtype=dtype)  # type: ignore[arg-type]
+    trainer = TrainerConfig(fsdp=fsdp, router_replay="rollout" if replays else "off")
     spec = TrainerSpec(model=ModelConfig(path=model), trainer=trainer, algorithm=AlgorithmConfig())
     backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
     rules = PackingRules(num_plans=1, max_tokens_per_microbatch=4096)
@@ -114,6 +148,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "runs" / "tiny-qwen3"))
     parser.add_argument("--count", type=int, default=256, help="responses per engine and dtype")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--mixture", action="store_true", help="a random mixture of experts in place of the model")
     parser.add_argument("--sample", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sample:
@@ -123,6 +158,9 @@ def main() -> None:
     from asyncrl.config.load import environment_defaults
     from asyncrl.inference.engines import ENGINES
 
+    if arguments.mixture:
+        scratch = tempfile.TemporaryDirectory()
+        arguments.model = str(write_mixture(Path(arguments.model), Path(scratch.name)))
     table = []
     for engine in arguments.engines:
         for dtype in DTYPES:
@@ -137,12 +175,15 @@ def main() -> None:
             )
             responses = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"prompt"')]
             reported = np.concatenate([r["logprobs"] for r in responses])
-            for other in DTYPES:
-                own = np.concatenate(trained(arguments.model, other, responses))
+            modes = (False, True) if records_experts(engine, arguments.model) else (False,)
+            for other, replays in itertools.product(DTYPES, modes):
+                own = np.concatenate(trained(arguments.model, other, responses, replays=replays))
                 gap, ratio = np.abs(own - reported), np.exp(own - reported)
+                computed = f"{other}, replayed" if replays else other
                 table.append(
-                    f"| {engine} | {dtype} | {other} | {len(gap)} | {gap.mean():.2e} | {np.quantile(gap, 0.99):.2e} | "
-                    f"{gap.max():.2e} | {np.mean(reported - own):+.1e} | {ratio.min():.4f} - {ratio.max():.4f} |"
+                    f"| {engine} | {dtype} | {computed} | {len(gap)} | {gap.mean():.2e} | "
+                    f"{np.quantile(gap, 0.99):.2e} | {gap.max():.2e} | "
+                    f"{np.mean(reported - own):+.1e} | {ratio.min():.4f} - {ratio.max():.4f} |"
                 )
                 print(table[-1], flush=True)
     lines = [
@@ -152,9 +193,10 @@ def main() -> None:
         + ", ".join(f"{k} {v}" for k, v in package_versions().items())
         + f"; commit {git_commit()}",
         "",
-        f"Written by `python benchmarks/logprob_mismatch.py`: {arguments.count} sampled responses of "
-        f"{Path(arguments.model).name}, the same weights on both sides. Differences per token, in nats; `k1` is",
-        "the mean of engine minus trainer, an estimate of the divergence; the last column the range of the ratio of",
+        f"Written by `python benchmarks/logprob_mismatch.py{' --mixture' * arguments.mixture}`: "
+        f"{arguments.count} sampled responses of {Path(arguments.model).name}, the same weights on both sides.",
+        "Differences per token, in nats; `k1` is the mean of engine minus trainer, an estimate of the divergence; the",
+        "last column is the range of the ratio of",
         "trainer to engine, which corrections such as truncated importance sampling look at.",
         "",
         "| engine | its dtype | trainer's dtype | tokens | mean | p99 | max | k1 | ratio |",

@@ -11,6 +11,20 @@ It differs from the cookbook of the source in that log pi_theta is that of the w
 sampled: in asynchronous training the latter are older, and an advantage of theirs would push towards where the policy
 has been already. Where both agree, as in sync mode with one update a step, the two are the same.
 Source: On-Policy Distillation of Language Models (arXiv:2306.13649); K. Lu et al., "On-Policy Distillation" (2025).
+
+With algorithm.distillation.top_k the divergence is computed instead of estimated, and stands in the loss with a
+gradient through every probability of the policy. With S the teacher's k likeliest tokens of the place, p_S and q_S the
+sums of pi_theta and pi_teacher over them,
+
+    D_t = sum_{v in S} pi_theta(v) log(pi_theta(v) / pi_teacher(v)) + (1 - p_S) log((1 - p_S) / (1 - q_S))
+
+It is the reverse KL of the two distributions over S and one bucket for all other tokens. By the log-sum inequality it
+is at most the KL over the whole vocabulary, and equals it with k = V; it is 0 only where both agree on S and on what is
+left. Without the bucket the sum over S would be no divergence: it falls when the policy moves its mass out of S. The
+text before t is taken as given: as above, no gradient goes through what was sampled, and a token that lags is not
+weighted by its ratio.
+Source: arXiv:2306.13649 sec. 3 (text of the student, reverse KL of each place, no gradient through sampling), there
+over the whole vocabulary; Sparse Logit Sampling (arXiv:2503.16870) on what dropping the mass outside of S does.
 """
 
 from __future__ import annotations
@@ -24,6 +38,30 @@ def reverse_kl(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, mask: tor
     """[tokens] float32: the k1 estimate of KL(policy || teacher) in nats, without gradient; 0 outside the mask. Held in
     [-MAX_LOG_RATIO, MAX_LOG_RATIO]: a token that the teacher all but excludes must not make the update infinite."""
     return masked_log_ratio(logprobs.detach(), teacher_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+LEAST_TAIL = 1e-6
+"""The probability of all tokens outside of the top k counts as at least this: in float32 one minus a sum knows no
+better, and a teacher that leaves nothing must not make the loss infinite."""
+
+
+def top_reverse_kl(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[tokens] float32: the reverse KL to the teacher over its k likeliest tokens and one bucket for the others, in
+    nats, with gradient; 0 outside the mask.
+
+    Args:
+        logprobs: [tokens, k] float32, of the teacher's likeliest tokens under the weights in training.
+        teacher_logprobs: [tokens, k] float32, of the same tokens under the teacher.
+        mask: [tokens] bool. Other rows may hold anything.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    require_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs)
+    own, teacher = masked(logprobs, mask[:, None]), masked(teacher_logprobs, mask[:, None])
+    inside = (own.exp() * (own - teacher)).sum(-1)
+    tail, teacher_tail = ((1 - values.exp().sum(-1)).clamp(min=LEAST_TAIL) for values in (own, teacher))
+    return masked(inside + tail * (tail.log() - teacher_tail.log()), mask)
 
 
 def distilled_advantages(

@@ -15,7 +15,7 @@ AddUp = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """Tokens of one micro-batch, each field [tokens] on the trainer's device.
+    """Tokens of one micro-batch, each field [tokens] on the trainer's device where nothing else is said.
 
     Attributes:
         logprobs: float32, log pi_theta of the token under the weights in training; carries the gradient.
@@ -30,6 +30,9 @@ class LossInputs:
         entropy: float32, of the policy at the token; carries a gradient where an entropy bonus asks for it.
         reference_logprobs: float32, under the reference model; None without one.
         teacher_logprobs: float32, under the teacher of `algorithm.distillation`; None without one.
+        teacher_top_logprobs, top_logprobs: [tokens, k] float32, of the teacher's k likeliest tokens at the token's
+            place, under the teacher and under the weights in training; the latter carry a gradient. None without
+            `algorithm.distillation.top_k`.
         fitted: by the name of a `FittedCorrection` what it has found for the update, [] each.
     """
 
@@ -44,6 +47,8 @@ class LossInputs:
     entropy: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
     fitted: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 

@@ -1,7 +1,8 @@
 """The function that an update minimises: a policy loss, weighted by corrections, with regularisers. Pure functions of
 tensors.
 
-    objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t - entropy_coefficient H_t)
+    objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t + distillation_coefficient D_t
+                           - entropy_coefficient H_t)
 
 w_t is the token's share of the update (`LossInputs.weights`), so that the sum over all ranks and micro-batches is the
 objective of the update, whatever the packing. A token that a correction drops keeps its share: what is left is not
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from asyncrl.algorithms.by_lag import sums_by_lag
-from asyncrl.algorithms.distillation import distilled_advantages, reverse_kl
+from asyncrl.algorithms.distillation import distilled_advantages, reverse_kl, top_reverse_kl
 from asyncrl.algorithms.importance_kl import importance_weighted
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
@@ -44,8 +45,8 @@ class Objective:
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, LossStatistics]:
         """The micro-batch's part of the objective, a scalar float32 with gradient, and what to watch."""
-        teacher = inputs.teacher_logprobs
-        if teacher is not None:
+        teacher, top = inputs.teacher_logprobs, self._top_divergence(inputs)
+        if teacher is not None and top is None:
             advantages = distilled_advantages(
                 inputs.advantages, inputs.logprobs, teacher, inputs.mask, self.config.distillation.coefficient
             )
@@ -61,10 +62,20 @@ class Objective:
             if kl.importance_weighted:
                 estimate = importance_weighted(estimate, inputs.logprobs, inputs.behavior_logprobs, inputs.mask)
             tokens = tokens + kl.coefficient * masked(estimate, inputs.mask)
+        if top is not None:
+            tokens = tokens + self.config.distillation.coefficient * top
         if self.config.entropy_coefficient:
             tokens = tokens - self.config.entropy_coefficient * masked(inputs.entropy, inputs.mask)
         total = (masked(inputs.weights, inputs.mask) * tokens).sum()
-        return total, self._statistics(inputs, [(name, touched) for name, _, touched in factors])
+        statistics = self._statistics(inputs, [(name, touched) for name, _, touched in factors])
+        if top is not None:
+            statistics = replace(statistics, sums=(*statistics.sums, (Metric.KL_TEACHER_TOP, top.detach().sum())))
+        return total, statistics
+
+    def _top_divergence(self, inputs: LossInputs) -> torch.Tensor | None:
+        """[tokens] float32, with gradient: D_t; None where the sampled token estimates it, or nobody teaches."""
+        teacher, own = inputs.teacher_top_logprobs, inputs.top_logprobs
+        return None if teacher is None or own is None else top_reverse_kl(own, teacher, inputs.mask)
 
     def _statistics(self, inputs: LossInputs, touched: list[tuple[str, torch.Tensor]]) -> LossStatistics:
         with torch.no_grad():

@@ -35,7 +35,8 @@ class RunState:
     """The state of the run beside that of the trainer and the queue.
 
     `elapsed_s`: seconds that the run has taken so far, over all restarts. `guard`: the state of the off-policy guard,
-    None where it is off. The other fields must not change on resume: the ledger and the ready groups depend on them.
+    None where it is off. `arrays`: as `Recipe.kept_arrays`; a resumed run may need fewer. The other fields must not
+    change on resume: the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -47,6 +48,7 @@ class RunState:
     shuffle: bool
     prompts_digest: str
     guard: GuardState | None = None
+    arrays: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class RunState:
             recipe.data.shuffle,
             prompts_digest,
             guard,
+            recipe.kept_arrays,
         )
 
 
@@ -239,6 +242,10 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
                     "keep it, or start a new run with another run.dir",
                 )
             )
+    if lacking := [name for name in asked.arrays if name not in saved.arrays]:
+        found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"
+        do = "leave algorithm.distillation, trainer.router_replay and rollout.sampling as they were, or start a new run"
+        raise ConfigError(explain(f"resume {checkpoint}", found, do))
 
 
 def _set_aside(path: Path, why: str) -> Path:

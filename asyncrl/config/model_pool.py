@@ -60,13 +60,14 @@ class ModelPoolConfig:
             do="leave it out; engine=torch shares the GPUs that are left",
         )
 
-    def replicas(self, context_tokens: int, *, key: str, is_least: bool = True) -> RolloutConfig:
+    def replicas(self, context_tokens: int, *, key: str, is_least: bool = True, max_logprobs: int = 0) -> RolloutConfig:
         """The settings of the replicas, as those of the policy's are written.
 
         Args:
             context_tokens: of the engine, where `max_model_len` is not set.
             is_least: a smaller one is refused.
             key: the section of the recipe, for messages.
+            max_logprobs: of engine vllm, at least.
 
         Raises ConfigError: `max_model_len` is set and smaller.
         """
@@ -84,5 +85,5 @@ class ModelPoolConfig:
             min_replicas=1,
             engine=self.engine,
             torch=replace(self.torch, max_model_len=length),
-            vllm=replace(self.vllm, max_model_len=length),
+            vllm=replace(self.vllm, max_model_len=length, max_logprobs=max(self.vllm.max_logprobs, max_logprobs)),
         )

@@ -226,6 +226,19 @@ class Recipe:
             found="the teacher's log-probabilities are those at temperature 1 without filters",
             do="leave temperature, top_p and top_k of rollout.sampling out",
         )
+        require(
+            not sampling.keep_sets or self.trainer.backend == "fsdp",
+            asked=f"rollout.sampling.keep_sets=true with trainer.backend={self.trainer.backend}",
+            found="only backend fsdp computes probabilities among the tokens that were kept",
+            do="set trainer.backend=fsdp, or keep_sets=false",
+        )
+        top_k = self.algorithm.distillation.top_k
+        require(
+            top_k == 0 or self.trainer.backend == "fsdp",
+            asked=f"algorithm.distillation.top_k={top_k} with trainer.backend={self.trainer.backend}",
+            found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
+            do="set trainer.backend=fsdp, or top_k=0: the estimate from the sampled token",
+        )
         self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
 
     def _check_rewards(self) -> None:
@@ -376,6 +389,17 @@ class Recipe:
         return {"sync": 0, "one_step_off": 1, "fully_async": self.staleness.max_lag}[self.mode]
 
     @property
+    def kept_arrays(self) -> tuple[str, ...]:
+        """The arrays of `Trajectory.extra` that training needs, and how many entries their rows have where the recipe
+        says it: what a checkpoint's groups must have."""
+        distillation = self.algorithm.distillation
+        rows = (f"top_k={distillation.top_k}",) if distillation.top_k else ()
+        experts = ("experts",) if self.trainer.router_replay == "rollout" else ()
+        sampling = self.rollout.sampling
+        kept = ("kept_ids", f"kept_ids of {sampling.top_k}") if sampling.keep_sets else ()
+        return (*distillation.token_arrays, *rows, *experts, *kept)
+
+    @property
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
         """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
         Raises ConfigError: a pool cannot take requests as long as it would get."""
@@ -385,8 +409,10 @@ class Recipe:
             "judge": (1 + self.reward.judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
         }
         found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
+        top = {"teacher": self.algorithm.distillation.top_k}
         return {
-            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher")) for key, pool in found.items()
+            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher", max_logprobs=top.get(key, 0)))
+            for key, pool in found.items()
         }
 
     @property

@@ -25,10 +25,13 @@ class SamplingConfig:
     """0 is greedy."""
     top_p: PositiveShare = 1.0
     """Sample from the likeliest tokens that together have this probability; 1 keeps all. The trainer does not filter,
-    so below 1 the ratio compares two different distributions."""
+    so below 1 the ratio compares two different distributions, unless keep_sets is set."""
     top_k: NonNegativeInt = 0
     """Sample from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not
     filter."""
+    keep_sets: bool = False
+    """With top_k: every token comes with those that top_k and top_p kept in its place (4 top_k bytes), and the trainer
+    computes its probability among these. Engine torch, backend fsdp."""
     max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
@@ -46,6 +49,12 @@ class SamplingConfig:
                 do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
             )
         require_temperature("rollout.sampling.temperature", self.temperature)
+        require(
+            not self.keep_sets or (self.top_k > 0 and self.temperature > 0),
+            asked=f"rollout.sampling.keep_sets=true with top_k={self.top_k}, temperature={self.temperature:g}",
+            found="without top_k nothing bounds the set of a token, and a greedy token has none",
+            do="set top_k (64 to 256 keep nearly all that top_p keeps) and a temperature above 0, or keep_sets=false",
+        )
 
 
 DEFAULT_MEMORY_SHARE = 0.85
@@ -159,6 +168,9 @@ class VllmEngineConfig:
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
+    max_logprobs: PositiveInt = 20
+    """Tokens per place whose log-probabilities a request may ask for. A teacher's is raised to
+    algorithm.distillation.top_k."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's AsyncEngineArgs, by their names in Python, such as kv_cache_dtype or
     enable_expert_parallel."""

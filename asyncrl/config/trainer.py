@@ -132,6 +132,10 @@ class TrainerConfig:
     """Final value of a falling learning rate, as a share of lr."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """Mixtures of experts: where the experts of a token come from in training. off: from the trainer's own routers.
+    rollout: those that the engine chose when it sampled, weighted by the trainer's routers; prompts and texts of the
+    environment have the trainer's own. Engine torch, backend fsdp (docs/algorithms.md)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: NonNegative = 0.0
@@ -177,6 +181,13 @@ class TrainerConfig:
             do="set it to the number of ranks of a node, or leave it out",
         )
         require_device("trainer.device", self.device)
+        others = [f"trainer.backend={self.backend}"] * (self.backend != "fsdp") + ["trainer.compile"] * self.compile
+        require(
+            self.router_replay == "off" or not others,
+            asked=f"trainer.router_replay={self.router_replay} with {' and '.join(others)}",
+            found="only backend fsdp puts recorded experts into its routers, in layers that are not compiled",
+            do="set trainer.router_replay=off, or trainer.backend=fsdp without trainer.compile",
+        )
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",

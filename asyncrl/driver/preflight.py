@@ -33,7 +33,14 @@ from asyncrl.driver.cores import local_cores
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.inference.engines import require_package, require_runs, require_sleep, require_transport
+from asyncrl.inference.engines import (
+    require_package,
+    require_recording,
+    require_routers,
+    require_runs,
+    require_sleep,
+    require_transport,
+)
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
@@ -85,7 +92,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     renderer = None
     if facts.is_local or not use_hub:
         _check_processes(recipe, facts, trains=trains)
-    if recipe.rollout.sampling.top_p < 1 or recipe.rollout.sampling.top_k > 0:
+    sampling = recipe.rollout.sampling
+    if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.keep_sets:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
@@ -151,6 +159,11 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
         check_memory_fits(recipe, facts, gpu_bytes(recipe))
+        if recipe.trainer.router_replay == "rollout":
+            require_recording(recipe.rollout.engine, "experts", "trainer.router_replay=rollout")
+            require_routers(facts)
+        if recipe.rollout.sampling.keep_sets:
+            require_recording(recipe.rollout.engine, "kept_ids", "rollout.sampling.keep_sets=true")
     require_runs(recipe.rollout, facts)
 
 
@@ -207,7 +220,15 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
             continue
         if key == "judge":
             load_tokenizer(pool.model, key)
-        require_runs(replicas, facts if facts.is_local else hub_facts(pool.model), section=f"{key}.")
+        facts = facts if facts.is_local else hub_facts(pool.model)
+        require_runs(replicas, facts, section=f"{key}.")
+        top_k = recipe.algorithm.distillation.top_k
+        require(
+            key != "teacher" or facts.vocab_size is None or top_k <= facts.vocab_size,
+            asked=f"algorithm.distillation.top_k={top_k} with {key}.path={path}",
+            found=f"it has {facts.vocab_size} tokens",
+            do="lower top_k: 32 to 128 is usual",
+        )
         require(
             key != "teacher"
             or vocabulary(path, revision=pool.revision, trust_remote_code=pool.trust_remote_code)

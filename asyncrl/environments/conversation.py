@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
 from asyncrl.rewards import RewardResult
 from asyncrl.types import FinishReason, Generation, Segment, Trajectory
+from asyncrl.types.trajectories import TOKEN_ARRAYS
 
 
 class Conversation:
@@ -24,6 +26,8 @@ class Conversation:
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._segments: list[Segment] = []
+        self._extra: list[tuple[int, Mapping[str, np.ndarray] | None]] = []
+        """Number of tokens of each turn, and its further arrays; None: the environment wrote it."""
         self._finish_reason: FinishReason = "stop"
         self.num_response_tokens = 0
 
@@ -37,6 +41,7 @@ class Conversation:
         made = Conversation(self._prompt_ids)
         made.started_s, made.num_turns = self.started_s, self.num_turns
         made._ids, made._logprobs, made._segments = [*self._ids], [*self._logprobs], [*self._segments]
+        made._extra = [*self._extra]
         made._finish_reason, made.num_response_tokens = self._finish_reason, self.num_response_tokens
         return made
 
@@ -44,7 +49,7 @@ class Conversation:
         """A turn of the policy."""
         at = self.num_response_tokens
         self._segments += [Segment(s.start + at, s.stop + at, s.version, s.replica_id) for s in made.segments]
-        self._extend(made.token_ids, made.logprobs)
+        self._extend(made.token_ids, made.logprobs, made.extra)
         self._finish_reason = made.finish_reason
         self.num_turns += 1
 
@@ -76,9 +81,28 @@ class Conversation:
             turns=self.num_turns,
             started_s=self.started_s,
             finished_s=time.time(),
+            extra=self._joined_extra(),
         )
 
-    def _extend(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def _joined_extra(self) -> dict[str, np.ndarray]:
+        """The further arrays that every turn of the policy has, and of which texts of the environment may have none."""
+        made = [extra for count, extra in self._extra if count and extra is not None]
+        names = [name for name in TOKEN_ARRAYS if made and all(name in extra for extra in made)]
+        return {
+            name: np.concatenate([_rows(count, extra, name, made[0][name]) for count, extra in self._extra if count])
+            for name in names
+            if TOKEN_ARRAYS[name].absent is not None or all(extra is not None for _, extra in self._extra)
+        }
+
+    def _extend(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, extra: Mapping[str, np.ndarray] | None = None
+    ) -> None:
         self._ids.append(np.asarray(token_ids, np.int32))
         self._logprobs.append(np.asarray(logprobs, np.float32))
+        self._extra.append((len(token_ids), extra))
         self.num_response_tokens += len(token_ids)
+
+
+def _rows(count: int, extra: Mapping[str, np.ndarray] | None, name: str, like: np.ndarray) -> np.ndarray:
+    """The rows of `count` tokens. `like`: an array whose rows have the same shape."""
+    return np.full((count, *like.shape[1:]), TOKEN_ARRAYS[name].absent, like.dtype) if extra is None else extra[name]

@@ -26,4 +26,5 @@ class SingleTurn:
             finish_reason=generation.finish_reason,
             started_s=started_s,
             finished_s=time.time(),
+            extra=generation.extra,
         )

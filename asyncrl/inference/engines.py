@@ -13,6 +13,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import ModelFacts
+from asyncrl.weights.experts import MODEL_TYPES
 
 SCRATCH = "{scratch}"
 """Stands in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
@@ -53,6 +54,8 @@ class EngineSpec:
     """Environment variables that a replica's processes need before the engine is imported."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
+    records: tuple[str, ...] = ()
+    """Arrays of `TOKEN_ARRAYS` that it records while it samples."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
@@ -63,6 +66,7 @@ ENGINES: dict[str, EngineSpec] = {
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         sleeps_on_cpu=True,
+        records=("experts", "kept_ids"),
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
@@ -139,6 +143,28 @@ def require_sleep(engine: str) -> None:
         asked=f"placement=colocated with rollout.engine={engine} on a CPU",
         found=f"engine {engine} gives memory back on GPUs only: on a CPU it would keep weights and KV cache",
         do=f"set rollout.engine={able}, or placement=separate, or run it on GPUs",
+    )
+
+
+def require_recording(engine: str, array: str, asked: str) -> None:
+    """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: what in the recipe needs
+    it."""
+    able = " or ".join(name for name, spec in ENGINES.items() if array in spec.records)
+    require(
+        array in ENGINES[engine].records,
+        asked=f"{asked} with rollout.engine={engine}",
+        found=f"engine {engine} does not report {array} with its tokens",
+        do=f"set rollout.engine={able}, or leave {asked.partition('=')[0]} out",
+    )
+
+
+def require_routers(facts: ModelFacts) -> None:
+    """Raises ConfigError: the model has no routers whose experts could be recorded."""
+    require(
+        facts.model_type is None or facts.model_type in MODEL_TYPES,
+        asked=f"trainer.router_replay=rollout with {facts.name}",
+        found="it has no routers that are known here",
+        do=f"set trainer.router_replay=off, or train a mixture of experts ({', '.join(MODEL_TYPES)})",
     )
 
 

@@ -76,7 +76,11 @@ class Outbox:
 
 def _continues(last: TokenChunk, chunk: TokenChunk) -> bool:
     whole = last.finish_reason is None and last.error is None and chunk.error is None
-    return whole and last.version == chunk.version
+    return (
+        whole
+        and last.version == chunk.version
+        and (not len(chunk.token_ids) or last.extra.keys() == chunk.extra.keys())
+    )
 
 
 def _merged(run: list[TokenChunk]) -> TokenChunk:
@@ -84,7 +88,11 @@ def _merged(run: list[TokenChunk]) -> TokenChunk:
     if len(run) == 1:
         return last
     ids, logprobs = (np.concatenate([getattr(chunk, name) for chunk in run]) for name in ("token_ids", "logprobs"))
-    return TokenChunk(last.request_id, ids, logprobs, last.version, last.finish_reason, None, last.cached_tokens)
+    # an end without tokens has no arrays
+    extra = {name: np.concatenate([c.extra[name] for c in run if len(c.token_ids)]) for name in run[0].extra}
+    return TokenChunk(
+        last.request_id, ids, logprobs, last.version, last.finish_reason, None, last.cached_tokens, extra=extra
+    )
 
 
 @dataclass(slots=True, eq=False)

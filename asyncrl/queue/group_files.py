@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,10 +22,11 @@ from asyncrl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from asyncrl.types.trajectories import TOKEN_ARRAYS
+from asyncrl.types.trajectories import TOKEN_ARRAYS, check_extra
 
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
-STORED = ARRAYS | dict(TOKEN_ARRAYS)
+_EXTRA = {name: array.dtype for name, array in TOKEN_ARRAYS.items()}
+STORED = ARRAYS | _EXTRA
 CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.float32}
 
 
@@ -43,9 +45,11 @@ class _Described:
     finished_s: float
     extra: tuple[str, ...] = ()
     """Names of the arrays of `Trajectory.extra`."""
+    rows: tuple[tuple[int, ...], ...] = ()
+    """The shape of one row of each of them; () for all where nothing is said."""
 
 
-_SAME = [field.name for field in fields(_Described) if not field.name.startswith("num_") and field.name != "extra"]
+_SAME = [f.name for f in fields(_Described) if not f.name.startswith("num_") and f.name not in ("extra", "rows")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,9 @@ class _DescribedCall:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None
     """None stands for abort in older files."""
+    extra: tuple[str, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+    """As of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class _DescribedPartialGroup:
 
 
 def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
-    """Writes `groups.npz` (each array concatenated over all trajectories, in order) and `groups.json`."""
+    """Writes `groups.npz` (each array flat and concatenated over all trajectories, in order) and `groups.json`."""
     arrays = _Writer(STORED)
     described = [
         _DescribedGroup(g.ordinal, g.attempt, tuple(_describe(t, arrays) for t in g.trajectories)) for g in groups
@@ -98,7 +105,7 @@ def load_groups(directory: Path) -> list[TrajectoryGroup]:
 def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
     """Writes `partials.json`, the arrays of complete trajectories in `partials_done.npz` and those of recorded calls in
     `partials_calls.npz`."""
-    done, calls = _Writer(STORED), _Writer(CALL_ARRAYS)
+    done, calls = _Writer(STORED), _Writer(CALL_ARRAYS | _EXTRA)
 
     def describe(t: PartialTrajectory) -> _DescribedPartial:
         described = tuple(_describe_call(c, calls) for c in t.calls)
@@ -114,7 +121,7 @@ def load_partials(directory: Path) -> list[PartialGroup]:
     """Raises as `load_groups`."""
     described = _read(directory / "partials.json", _DescribedPartialGroup)
     done = _Reader(directory / "partials_done.npz", STORED)
-    calls = _Reader(directory / "partials_calls.npz", CALL_ARRAYS)
+    calls = _Reader(directory / "partials_calls.npz", CALL_ARRAYS | _EXTRA)
 
     def trajectory(t: _DescribedPartial) -> PartialTrajectory:
         return PartialTrajectory(tuple(_call(c, calls) for c in t.calls), _trajectory(t.done, done) if t.done else None)
@@ -138,12 +145,11 @@ class _Writer:
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
 
     def add(self, source: Trajectory | Generation) -> None:
-        extra = source.extra if isinstance(source, Trajectory) else {}
         for name, parts in self._parts.items():
             if name not in TOKEN_ARRAYS:
                 parts.append(getattr(source, name))
-            elif name in extra:
-                parts.append(extra[name])
+            elif name in source.extra:
+                parts.append(source.extra[name].ravel())
 
     def save(self, path: Path) -> None:
         arrays = {
@@ -183,8 +189,21 @@ def _describe(trajectory: Trajectory, arrays: _Writer) -> _Described:
     arrays.add(trajectory)
     lengths = len(trajectory.prompt_ids), len(trajectory.response_ids)
     return _Described(
-        *lengths, **{name: getattr(trajectory, name) for name in _SAME}, extra=tuple(sorted(trajectory.extra))
+        *lengths, **{name: getattr(trajectory, name) for name in _SAME}, **_described_extra(trajectory.extra)
     )
+
+
+def _described_extra(extra: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    names = tuple(sorted(extra))
+    return {"extra": names, "rows": tuple(extra[name].shape[1:] for name in names)}
+
+
+def _extra(entry: _Described | _DescribedCall, count: int, arrays: _Reader) -> dict[str, np.ndarray]:
+    rows = entry.rows or ((),) * len(entry.extra)
+    return {
+        name: arrays.take(name, count * math.prod(row)).reshape(count, *row)
+        for name, row in zip(entry.extra, rows, strict=True)
+    }
 
 
 def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
@@ -193,16 +212,19 @@ def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
             name: arrays.take(name, entry.num_prompt if name == "prompt_ids" else entry.num_response) for name in ARRAYS
         },
         **{name: getattr(entry, name) for name in _SAME},
-        extra={name: arrays.take(name, entry.num_response) for name in entry.extra},
+        extra=_extra(entry, entry.num_response, arrays),
     ).validate()
 
 
 def _describe_call(call: Generation, arrays: _Writer) -> _DescribedCall:
     arrays.add(call)
-    return _DescribedCall(len(call.prompt_ids), len(call.token_ids), call.segments, call.finish_reason)
+    lengths = len(call.prompt_ids), len(call.token_ids)
+    return _DescribedCall(*lengths, call.segments, call.finish_reason, **_described_extra(call.extra))
 
 
 def _call(entry: _DescribedCall, arrays: _Reader) -> Generation:
     counts = {"prompt_ids": entry.num_prompt, "token_ids": entry.num_tokens, "logprobs": entry.num_tokens}
     prompt_ids, token_ids, logprobs = (arrays.take(name, count) for name, count in counts.items())
-    return Generation(prompt_ids, token_ids, logprobs, entry.segments, entry.finish_reason or "abort")
+    extra = _extra(entry, entry.num_tokens, arrays)
+    check_extra(extra, entry.num_tokens)
+    return Generation(prompt_ids, token_ids, logprobs, entry.segments, entry.finish_reason or "abort", extra=extra)

@@ -26,7 +26,7 @@ class Draft:
             added, whoever sampled them.
     """
 
-    __slots__ = ("_cached_tokens", "_ends", "_finder", "_ids", "_logprobs", "attempts", "num_tokens")
+    __slots__ = ("_cached_tokens", "_ends", "_extra", "_finder", "_ids", "_logprobs", "attempts", "num_tokens")
 
     def __init__(
         self,
@@ -40,12 +40,14 @@ class Draft:
         self._logprobs = np.empty(FIRST_CAPACITY, np.float32)
         self._ends: list[tuple[int, int, int]] = []
         """(number of tokens up to its end, version, replica) of each run of tokens from one source."""
+        self._extra: dict[str, list[np.ndarray]] = {}
         self._cached_tokens: int | None = None
         self.num_tokens = 0
         for s in prior.segments if prior is not None else ():
             assert prior is not None
             ids, logprobs = prior.token_ids[s.start : s.stop], prior.logprobs[s.start : s.stop]
-            self.add(TokenChunk("", ids, logprobs, s.version), s.replica_id)
+            extra = {name: array[s.start : s.stop] for name, array in prior.extra.items()}
+            self.add(TokenChunk("", ids, logprobs, s.version, extra=extra), s.replica_id)
 
     def add(self, chunk: TokenChunk, replica_id: int) -> None:
         if chunk.finish_reason is not None and self._cached_tokens is None:
@@ -61,6 +63,8 @@ class Draft:
             self._ids, self._logprobs = _grown(self._ids, begun, room), _grown(self._logprobs, begun, room)
         self._ids[begun:end] = chunk.token_ids[:count]
         self._logprobs[begun:end] = chunk.logprobs[:count]
+        for name, array in chunk.extra.items():
+            self._extra.setdefault(name, []).append(array[:count])
         if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):
             self._ends.pop()
         self._ends.append((end, chunk.version, replica_id))
@@ -80,6 +84,12 @@ class Draft:
     def logprobs(self) -> np.ndarray:
         """[T] float32, a copy."""
         return self._logprobs[: self.num_tokens].copy()
+
+    @property
+    def extra(self) -> dict[str, np.ndarray]:
+        """Further arrays, [T, ...] each, copies; without those that some chunk did not have."""
+        whole = {name: np.concatenate(parts) for name, parts in self._extra.items()}
+        return {name: array for name, array in whole.items() if len(array) == self.num_tokens}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -104,7 +114,7 @@ class Draft:
     def generation(self, prompt_ids: np.ndarray, reason: FinishReason = "abort", interruptions: int = 0) -> Generation:
         """A copy of the response so far to `prompt_ids` ([P] int32). `reason`: abort while the draft continues."""
         made = self.token_ids, self.logprobs, self.segments
-        return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0)
+        return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0, self.extra)
 
 
 def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:

@@ -289,10 +289,21 @@ class GenerationClient:
     async def score(self, token_ids: np.ndarray, score_from: int, *, session_id: str = "") -> np.ndarray:
         """[len - score_from] float32: log-probabilities of `token_ids[score_from:]`, each given the tokens before it,
         at temperature 1. Raises as `generate`."""
-        scored = await self.generate(token_ids, SamplingParams(score_from=score_from), session_id=session_id)
+        return (await self.score_top(token_ids, score_from, 0, session_id=session_id)).logprobs
+
+    async def score_top(self, token_ids: np.ndarray, score_from: int, top: int, *, session_id: str = "") -> Generation:
+        """As `score`, in `logprobs` of the generation; with `top` above 0 also the likeliest tokens of each place, in
+        `top_ids` and `top_logprobs` of its `extra`, [len - score_from, top] each."""
+        asked = SamplingParams(score_from=score_from, score_top=top)
+        scored = await self.generate(token_ids, asked, session_id=session_id)
         if not np.array_equal(scored.token_ids, token_ids[score_from:]):
             raise GenerationError(f"{len(scored.token_ids)} tokens were scored, of {len(token_ids) - score_from}")
-        return scored.logprobs
+        shapes = {scored.extra[name].shape for name in ("top_ids", "top_logprobs") if name in scored.extra}
+        if top and shapes != {(len(scored.token_ids), top)}:
+            raise GenerationError(
+                f"{top} tokens were asked for at each of {len(scored.token_ids)} places, got {shapes}"
+            )
+        return scored
 
     @property
     def in_flight(self) -> int:

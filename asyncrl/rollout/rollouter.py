@@ -29,7 +29,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
-from asyncrl.errors import LedgerError, ProcessDied
+from asyncrl.errors import LedgerError, ProcessDied, explain
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards import RewardResult
 from asyncrl.rewards.group import added
@@ -144,6 +144,8 @@ class Rollouter:
             top_k=rollout.sampling.top_k,
             max_tokens=rollout.sampling.max_response_tokens,
             stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
+            experts=recipe.trainer.router_replay == "rollout",
+            kept=rollout.sampling.keep_sets,
         )
         chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
         tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
@@ -416,12 +418,13 @@ class Rollouter:
             if trajectory is None:
                 task = Task(row, prompt_ids, ticket.ordinal, i)
                 made = await self._trajectory(task, running.sessions[i])
+                self._require_recorded(made)
                 skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
                 trajectory = made.untrained() if skipped else made
-            # one that a checkpoint brought may be of a time without a teacher
-            if (teacher := self._pools.get("teacher")) is not None and "teacher_logprobs" not in trajectory.extra:
+            if (teacher := self._pools.get("teacher")) is not None:
+                top_k = self._recipe.algorithm.distillation.top_k
                 with self._working():
-                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}")
+                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}", top_k=top_k)
             done[i] = trajectory
             return trajectory
 
@@ -433,6 +436,14 @@ class Rollouter:
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
+
+    def _require_recorded(self, trajectory: Trajectory) -> None:
+        """Raises ValueError: an array that the engine records is to be trained with, and it has none."""
+        needed = {"experts": self._sampling.experts, "kept_ids": self._sampling.kept}
+        lacking = [name for name, is_needed in needed.items() if is_needed and name not in trajectory.extra]
+        if lacking and len(trajectory.response_ids):
+            do = "let the environment keep `extra` of its generations"
+            raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
 
     async def _score(self, response: str, row: PromptRow) -> RewardResult:
         """The reward of one response, with what the judge adds. Raises what either raises."""

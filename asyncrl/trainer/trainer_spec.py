@@ -16,7 +16,7 @@ class TrainerSpec:
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
     falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank on a CPU.
     `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
-    of the device between the steps.
+    of the device between the steps. `over_kept`: probabilities are among the tokens that sampling kept.
     """
 
     model: ModelConfig
@@ -28,6 +28,7 @@ class TrainerSpec:
     num_threads: int = 1
     sends_snapshots: bool = False
     shares_device: bool = False
+    over_kept: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -41,4 +42,5 @@ class TrainerSpec:
             num_threads=num_threads,
             sends_snapshots=recipe.overlaps_publish,
             shares_device=recipe.is_colocated,
+            over_kept=recipe.rollout.sampling.keep_sets,
         )

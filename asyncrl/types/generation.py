@@ -5,12 +5,13 @@ Shape letters: P prompt tokens, T response tokens, n tokens of one chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.types.trajectories import FinishReason, Segment, packed
+from asyncrl.types.trajectories import FinishReason, PackedExtra, Segment, packed, packed_extra, unpacked_extra
 
 PauseMode = Literal["abort", "keep", "drain"]
 
@@ -24,9 +25,16 @@ class SamplingParams:
     `json_schema` (a JSON schema as text) guides the response: only tokens that keep it valid are sampled. Engines
     without guided decoding refuse it.
 
+    `experts`: the chunks also have the experts that the routers of a mixture chose, as `experts` of their `extra`.
+    Engines that do not record them, and models without routers, refuse it.
+
+    `kept`: the chunks also have the tokens that the filters kept, as `kept_ids` of their `extra`. It needs `top_k`,
+    which bounds them, and a temperature above 0.
+
     `score_from`: nothing is sampled. The answer is one chunk with the tokens of the prompt from this place on, and
     their log-probabilities under the model, at temperature 1 and without filters, whatever the other fields say. Engine
-    sglang refuses it.
+    sglang refuses it. `score_top`, with it: the chunk also has this many likeliest tokens of each place, as `top_ids`
+    and `top_logprobs` of its `extra`.
     """
 
     temperature: float = 1.0
@@ -37,10 +45,21 @@ class SamplingParams:
     min_tokens: int = 0
     json_schema: str | None = None
     score_from: int | None = None
+    score_top: int = 0
+    experts: bool = False
+    kept: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema, self.score_from)
-        return SamplingParams, (self.temperature, self.top_p, self.top_k, *rest)
+        return SamplingParams, (
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            *rest,
+            self.score_top,
+            self.experts,
+            self.kept,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +95,8 @@ class TokenChunk:
     `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
     the request continues; the final chunk may be empty. `error` is set instead of tokens when the request was refused.
     `bad_request`: every replica would refuse it (`errors.BadRequest`). `cached_tokens`, on the chunk that has a
-    finish_reason: tokens of the prompt that were found in the KV cache.
+    finish_reason: tokens of the prompt that were found in the KV cache. `extra`: further arrays by name, [n, ...] each,
+    see `TOKEN_ARRAYS`.
     """
 
     request_id: str
@@ -87,15 +107,19 @@ class TokenChunk:
     error: str | None = None
     cached_tokens: int = 0
     bad_request: bool = False
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = packed(self.token_ids, np.int32), packed(self.logprobs, np.float32)
         rest = (self.version, self.finish_reason, self.error, self.cached_tokens, self.bad_request)
-        return _unpack_chunk, (self.request_id, *arrays, rest)
+        return _unpack_chunk, (self.request_id, *arrays, rest, packed_extra(self.extra))
 
 
-def _unpack_chunk(request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...]) -> TokenChunk:
-    return TokenChunk(request_id, np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), *rest)
+def _unpack_chunk(
+    request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...], extra: PackedExtra
+) -> TokenChunk:
+    arrays = np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32)
+    return TokenChunk(request_id, *arrays, *rest, extra=unpacked_extra(extra))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +135,9 @@ class Generation:
             has ended.
         interruptions: times that it was aborted by a publish or lost its replica, and was resumed.
         cached_tokens: of the prompt, those that the first replica to finish an attempt found in its KV cache.
+        extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`; only those that all chunks had.
 
-    A checkpoint keeps neither of the last two.
+    A checkpoint keeps neither `interruptions` nor `cached_tokens`.
     """
 
     prompt_ids: np.ndarray
@@ -122,6 +147,7 @@ class Generation:
     finish_reason: FinishReason
     interruptions: int = 0
     cached_tokens: int = 0
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,7 @@ class Metric(StrEnum):
     ENTROPY = "train/entropy", "nats", NONE, "mean entropy of the policy at the trained tokens"
     KL_REFERENCE = "train/kl_reference", "nats", NONE, "mean divergence of the policy from the reference model (k3), per trained token"
     KL_TEACHER = "train/kl_teacher", "nats", LOWER, "mean of policy minus teacher log-probability (k1 of the reverse KL) at the trained tokens, with algorithm.distillation"
+    KL_TEACHER_TOP = "train/kl_teacher_top", "nats", LOWER, "mean reverse KL to the teacher over its top_k likeliest tokens and all others as one, with algorithm.distillation.top_k"
     ROUTER_BALANCE = "train/router_balance", "experts", LOWER, "load-balancing loss of a mixture's routers; experts per token where the load is even"
     ADVANTAGE_MEAN = "train/advantage_mean", "reward", NONE, "mean token advantage before whitening, with advantage gae or reinforce_plus_plus"
     TOUCHED = "train/touched_fraction/", "share", NONE, "with a correction's name: trained tokens that it weighed down or dropped"
@@ -208,7 +209,7 @@ class Metric(StrEnum):
 
 _SOMETIMES = (
     *(Metric.REWARD_ZERO_SIGNAL, Metric.REPREFILLED, Metric.KL_REFERENCE, Metric.ADVANTAGE_MEAN),
-    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS, Metric.KL_TEACHER, Metric.PREEMPTIONS),
+    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS, Metric.KL_TEACHER, Metric.KL_TEACHER_TOP, Metric.PREEMPTIONS),
 )
 REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
 FAMILIES = tuple(metric for metric in Metric if metric.is_family)

@@ -19,10 +19,40 @@ SegmentKind = Literal["policy", "environment"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
-TOKEN_ARRAYS: Mapping[str, type[np.generic]] = MappingProxyType({"teacher_logprobs": np.float32})
-"""The arrays that `Trajectory.extra` may hold, and their dtypes; each has one finite entry per response token.
+
+@dataclass(frozen=True, slots=True)
+class TokenArray:
+    """An array with one row of finite entries per token.
+
+    Attributes:
+        dims: names of the dimensions after the first, the same in all rows of a run.
+        least: of the entries of an integer array.
+        absent: the entries of a token that has none, such as one that an environment wrote; None: every token has some.
+    """
+
+    dtype: type[np.generic]
+    dims: tuple[str, ...] = ()
+    least: int | None = None
+    absent: int | None = None
+
+
+TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
+    {
+        "teacher_logprobs": TokenArray(np.float32),
+        "top_ids": TokenArray(np.int32, ("k",), least=0),
+        "top_logprobs": TokenArray(np.float32, ("k",)),
+        "experts": TokenArray(np.int16, ("layers", "k"), least=-1, absent=-1),
+        "kept_ids": TokenArray(np.int32, ("k",), least=-1, absent=-1),
+    }
+)
+"""The arrays that `extra` of a chunk, a generation or a trajectory may hold, one row per response token.
 
 teacher_logprobs: log-probability of the token under the teacher of `algorithm.distillation`, at temperature 1.
+top_ids, top_logprobs: at the token's place the k likeliest tokens under a model that scores, likeliest first, and their
+    log-probabilities at temperature 1; in a trajectory that model is the teacher.
+experts: what the routers of a mixture chose for the token before it, whose hidden state predicted it: k experts in each
+    layer that has them, in the order of the layers; -1 where nothing was recorded.
+kept_ids: the tokens that top-k and top-p kept where the token was sampled, itself among them, likeliest first; then -1.
 """
 
 
@@ -56,7 +86,7 @@ class Trajectory:
         loss_mask: [T] bool, True where the policy wrote the token and it may be trained.
         segments: tile `[0, T)` in order; empty only when T is 0.
         reward: total reward; `reward_parts` its named components.
-        extra: further arrays by name, [T] each, see `TOKEN_ARRAYS`.
+        extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`.
         started_s, finished_s: wall-clock seconds since the epoch.
 
     Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
@@ -85,8 +115,7 @@ class Trajectory:
             packed(self.loss_mask, np.bool_),
         )
         rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
-        extra = tuple((name, packed(array, TOKEN_ARRAYS[name])) for name, array in self.extra.items())
-        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s), extra)
+        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s), packed_extra(self.extra))
 
     def normalized(self) -> Trajectory:
         """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
@@ -105,7 +134,7 @@ class Trajectory:
                 segments=tuple(self.segments),
                 reward=float(self.reward),
                 reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
-                extra={name: np.asarray(array, TOKEN_ARRAYS[name]) for name, array in self.extra.items()},
+                extra={name: np.asarray(array, TOKEN_ARRAYS[name].dtype) for name, array in self.extra.items()},
             )
         except (TypeError, AttributeError) as e:
             raise ValueError(f"malformed trajectory: {e}") from e
@@ -117,9 +146,7 @@ class Trajectory:
             raise ValueError("prompt_ids is empty: a trajectory needs at least one prompt token")
         if len(self.logprobs) != n or len(self.loss_mask) != n:
             raise ValueError(f"response_ids {n}, logprobs {len(self.logprobs)}, loss_mask {len(self.loss_mask)} differ")
-        for name, array in self.extra.items():
-            if len(array) != n or not np.isfinite(array).all():
-                raise ValueError(f"extra[{name!r}] has {len(array)} entries for {n} tokens, or one is not finite")
+        check_extra(self.extra, n)
         at = 0
         for segment in self.segments:
             if segment.start != at or segment.stop <= segment.start:
@@ -158,8 +185,33 @@ def packed(array: np.ndarray, dtype: type[np.generic]) -> bytes:
     return array.astype(dtype, copy=False).tobytes()
 
 
+PackedExtra = tuple[tuple[str, tuple[int, ...], bytes], ...]
+"""(name, shape, entries) of each array of an `extra`."""
+
+
+def packed_extra(extra: Mapping[str, np.ndarray]) -> PackedExtra:
+    return tuple((name, array.shape, packed(array, TOKEN_ARRAYS[name].dtype)) for name, array in extra.items())
+
+
+def unpacked_extra(extra: PackedExtra) -> dict[str, np.ndarray]:
+    return {name: np.frombuffer(entries, TOKEN_ARRAYS[name].dtype).reshape(shape) for name, shape, entries in extra}
+
+
+def check_extra(extra: Mapping[str, np.ndarray], num_tokens: int) -> None:
+    """Raises ValueError, naming the array: it does not have `num_tokens` rows, or its rows are not as declared."""
+    for name, array in extra.items():
+        declared = TOKEN_ARRAYS[name]
+        if array.ndim != 1 + len(declared.dims) or len(array) != num_tokens:
+            expected = ", ".join((str(num_tokens), *declared.dims))
+            raise ValueError(
+                f"extra[{name!r}] has shape {list(array.shape)}, and {num_tokens} tokens need [{expected}]"
+            )
+        if not np.isfinite(array).all() or (declared.least is not None and (array < declared.least).any()):
+            raise ValueError(f"extra[{name!r}] has an entry that is not finite, or below {declared.least}")
+
+
 def _unpack_trajectory(
-    arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...], extra: tuple[tuple[str, bytes], ...] = ()
+    arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...], extra: PackedExtra = ()
 ) -> Trajectory:
     prompt_ids, response_ids, logprobs, loss_mask = arrays
     return Trajectory(
@@ -168,7 +220,7 @@ def _unpack_trajectory(
         np.frombuffer(logprobs, np.float32),
         np.frombuffer(loss_mask, np.bool_),
         *rest,
-        extra={name: np.frombuffer(array, TOKEN_ARRAYS[name]) for name, array in extra},
+        extra=unpacked_extra(extra),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,15 @@ MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def routers_of(model: Any) -> list[Any]:
+    """The routers of a Hugging Face mixture of `MODEL_TYPES`, in the order of its layers; none of another model. A
+    router returns logits [tokens, E], the weights of the chosen experts [tokens, k] and these experts [tokens, k]
+    int64."""
+    if model.config.model_type not in MODEL_TYPES:
+        return []
+    return [layer.mlp.gate for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
 
 
 def unfused(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -60,6 +60,22 @@ async def test_the_teacher_scores_every_token_of_a_trajectory(tmp_path, tokenize
         assert not np.array_equal(trajectory.extra["teacher_logprobs"], trajectory.logprobs)
 
 
+async def test_the_teachers_likeliest_tokens_come_with_its_scores(tmp_path, tokenizer):
+    keys = (*TEACHER, "algorithm.distillation.top_k=3")
+    rig, queue = of_pool("teacher", tokenizer, *keys)(tmp_path), Queue()
+    queue.give(Ticket(3, 0, 4))
+    teacher = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
+        await queue.ends(1)
+    await teacher.stop()
+    [group] = queue.put_groups.values()
+    for trajectory in group.trajectories:
+        assert trajectory.extra["teacher_logprobs"].tolist() == fake_scores(trajectory.response_ids).tolist()
+        assert trajectory.extra["top_ids"].tolist() == [[0, 1, 2]] * 42
+        assert trajectory.extra["top_logprobs"].tolist() == [fake_scores(np.arange(3)).tolist()] * 42
+
+
 async def test_a_pool_that_does_not_come_fails_the_attempt_and_a_later_one_serves_the_next(tmp_path, tokenizer):
     rig, queue = of_pool("teacher", tokenizer, *TEACHER)(tmp_path), Queue()
     first, second = Ticket(3, 0, 4), Ticket(4, 0, 4)

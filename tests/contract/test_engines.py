@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 class TestFakeEngine(EngineConformance):
     models_text = False
+    records = True
 
     @pytest.fixture
     def make_engine(self):

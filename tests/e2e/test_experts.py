@@ -41,6 +41,31 @@ def test_every_version_samples_as_it_is_trained(mixture, start, engine):
     assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * 4, abs=1e-5)
 
 
+def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, start):
+    """With publishes under way: every token is trained through the experts of its own version. In sync the ratio is 1
+    as without replay; beyond it the run is sound, and its audit has every token."""
+    fast = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "trainer.router_replay=rollout"
+    alone = f"model.path={mixture}", "rollout.num_replicas=1"
+    run = start(*SMALL, *fast, *alone, "mode=sync", "run.max_steps=2", recipe="quickstart")
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=0, steps=2)
+    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
+    run = start(*SMALL, *fast, *alone, "mode=fully_async", "run.max_steps=6", recipe="quickstart", name="async")
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=2, steps=6)
+    assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
+
+
+def test_filtered_sampling_is_trained_among_the_tokens_that_were_kept(start):
+    """In sync the ratio is 1 for every token that top_k and top_p let through; without the sets it would be below."""
+    filters = "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.8"
+    alone = "mode=sync", "rollout.num_replicas=1", "run.max_steps=2", "reward.function=tests.e2e.faulty:odd_length"
+    run = start(*SMALL, *filters, *alone, "rollout.sampling.keep_sets=true", recipe="quickstart")
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=0, steps=2)
+    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
 )

@@ -35,6 +35,24 @@ def test_a_policy_learns_from_another_model(start, role):
         assert last["reward/mean"] == pytest.approx(last["reward/part/judge"]), "nothing else teaches"
 
 
+def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
+    """With the policy's first weights as the teacher the divergence over the top k is 0 at first; with another one it
+    falls."""
+    tool = [sys.executable, "tools/make_tiny_model.py", "--role", "teacher", "--out", "runs/tiny-teacher"]
+    subprocess.run(tool, cwd=ROOT, check=True, timeout=600)
+    keys = ("batch.groups_per_step=16", "eval.every_steps=0", "algorithm.distillation.top_k=32")
+    same = start(*keys, "teacher.path=runs/tiny-qwen3", "run.max_steps=1", recipe="quickstart_distill", name="same")
+    assert same.wait(200) == 0, same.log
+    assert abs(same.metrics[0]["train/kl_teacher_top"]) < 1e-4
+    run = start(*keys, "run.max_steps=8", recipe="quickstart_distill")
+    assert run.wait(300) == 0, run.log
+    assert_audited(run, max_lag=2, steps=8)
+    first, last = run.metrics[0], run.metrics[-1]
+    assert first["train/kl_teacher_top"] > 0.01
+    assert last["train/kl_teacher_top"] < 0.7 * first["train/kl_teacher_top"]
+    assert last["train/kl_teacher"] < first["train/kl_teacher"]
+
+
 def test_a_policy_and_its_teacher_agree_before_the_first_step_and_both_are_replaced(start):
     """The teacher has the policy's first weights: what its pool says of a token is what the trainer computes."""
     keys = (*SMALL, *ALERT, "batch.groups_per_step=8", "batch.group_size=2", "teacher.path=runs/tiny-qwen3")

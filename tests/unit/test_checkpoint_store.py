@@ -60,6 +60,16 @@ def test_what_the_ledger_depends_on_cannot_change_on_resume(tmp_path):
         check_resumable(load_recipe(QUICKSTART, []), "other rows", path)
 
 
+def test_ready_groups_that_lack_what_the_recipe_trains_with_are_refused(tmp_path):
+    teacher = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
+    top = [*teacher, "algorithm.distillation.top_k=8"]
+    path = save(CheckpointStore(tmp_path, keep=2), 3, load_recipe(QUICKSTART, top))
+    for keys in (top, teacher, []):
+        check_resumable(load_recipe(QUICKSTART, keys), "digest", path)
+    with pytest.raises(ConfigError, match="without top_k=9"):
+        check_resumable(load_recipe(QUICKSTART, [*teacher, "algorithm.distillation.top_k=9"]), "digest", path)
+
+
 STATE = json.loads(render_state(RunState(3, 1.5, 4, 2, 1, 0, True, "digest")))
 
 

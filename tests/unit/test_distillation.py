@@ -22,9 +22,12 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
 
 
-def taught(made, start=0):
-    logprobs = -np.arange(start, start + len(made.response_ids), dtype=np.float32) / 8
-    return replace(made, extra={"teacher_logprobs": logprobs})
+def taught(made, start=0, top=0):
+    n = len(made.response_ids)
+    logprobs = -np.arange(start, start + n, dtype=np.float32) / 8
+    likeliest = np.arange(start, start + n * top, dtype=np.int32).reshape(n, top)
+    beside = {"top_ids": likeliest, "top_logprobs": -likeliest.astype(np.float32) - 1} if top else {}
+    return replace(made, extra={"teacher_logprobs": logprobs, **beside})
 
 
 def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
@@ -46,11 +49,22 @@ def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
         ([*DISTILLS, "teacher.torch.max_model_len=100"], "may have 161 tokens"),
         ([*DISTILLS, "teacher.num_replicas=0"], "num_replicas"),
         (["algorithm.advantage=teacher_only"], "nothing would be learned"),
+        (["algorithm.distillation.top_k=8"], "there is no divergence to compute"),
+        ([*DISTILLS, "algorithm.distillation.top_k=-1"], "top_k"),
+        ([*DISTILLS, "algorithm.distillation.top_k=8", "trainer.backend=megatron"], "only backend fsdp"),
     ],
 )
 def test_what_cannot_distill_is_refused(overrides, found):
     with pytest.raises(ConfigError, match=found):
         load_recipe(QUICKSTART, overrides)
+
+
+def test_a_teacher_in_vllm_gives_as_many_tokens_as_are_asked_for():
+    keys = [*DISTILLS, "teacher.engine=vllm", "algorithm.distillation.top_k=64"]
+    assert load_recipe(QUICKSTART, keys).pools["teacher"][1].vllm.max_logprobs == 64
+    assert load_recipe(QUICKSTART, keys[:-1]).pools["teacher"][1].vllm.max_logprobs == 20
+    assert load_recipe(QUICKSTART, keys).kept_arrays == ("teacher_logprobs", "top_ids", "top_logprobs", "top_k=64")
+    assert load_recipe(QUICKSTART, []).kept_arrays == ()
 
 
 def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
@@ -60,14 +74,15 @@ def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
 
 def test_further_arrays_travel_with_their_trajectory(tmp_path):
     plain, with_teacher = group(0), group(1)
-    members = tuple(taught(t, i) for i, t in enumerate(with_teacher.trajectories))
+    members = tuple(taught(t, i, top=3) for i, t in enumerate(with_teacher.trajectories))
     groups = [plain, replace(with_teacher, trajectories=members), group(2)]
     save_groups(tmp_path, groups)
     for kept in (load_groups(tmp_path), pickle.loads(pickle.dumps(groups))):
-        assert [len(t.extra) for g in kept for t in g.trajectories] == [0, 0, 1, 1, 0, 0]
+        assert [len(t.extra) for g in kept for t in g.trajectories] == [0, 0, 3, 3, 0, 0]
         for found, given in zip(kept[1].trajectories, members, strict=True):
-            array = found.validate().extra["teacher_logprobs"]
-            assert (array.dtype, array.tolist()) == (np.float32, given.extra["teacher_logprobs"].tolist())
+            for name, array in given.extra.items():
+                assert found.validate().extra[name].dtype == array.dtype
+                assert found.extra[name].tolist() == array.tolist()
     older = replace(groups[1], trajectories=tuple(replace(t, segments=t.segments) for t in members))
     assert all(t.extra for t in mask_older(older, 1).trajectories)
 
@@ -78,6 +93,10 @@ def test_further_arrays_travel_with_their_trajectory(tmp_path):
         {"teacher_logprobs": np.zeros(3, np.float32)},
         {"teacher_logprobs": np.array([0, -1, -np.inf, 0], np.float32)},
         {"teacher_logits": np.zeros(4, np.float32)},
+        {"top_ids": np.zeros(4, np.int32)},
+        {"top_ids": np.zeros((3, 2), np.int32)},
+        {"top_ids": np.full((4, 2), -1, np.int32)},
+        {"top_logprobs": np.full((4, 2), -np.inf, np.float32)},
     ],
 )
 def test_an_array_that_is_not_of_the_tokens_is_refused(extra):
@@ -100,6 +119,26 @@ def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
     inputs = batch.inputs(batch.behavior_logprobs, batch.behavior_logprobs, batch.behavior_logprobs)
     assert inputs.teacher_logprobs is batch.extra["teacher_logprobs"]
     assert pack((), {}, **options).extra["teacher_logprobs"].tolist() == [0]
+    assert (batch.tokens.others, inputs.teacher_top_logprobs) == (None, None)
     found[0, 1] = trajectory(response=2, seed=2)
     with pytest.raises(ValueError, match="trajectory 1 of group 0 has no teacher_logprobs"):
+        pack(plan, found, **options)
+
+
+def test_a_micro_batch_asks_for_the_teachers_likeliest_tokens_at_the_trained_ones():
+    made = [taught(trajectory(response=n, seed=n), 10 * n, top=2) for n in (3, 0, 2)]
+    made[0] = replace(made[0], loss_mask=np.array([True, False, True]))
+    plan = tuple(
+        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens)) for i, t in enumerate(made)
+    )
+    found = {(0, i): t for i, t in enumerate(made)}
+    options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("top_ids", "top_logprobs")}
+    batch = pack(plan, found, **options)
+    assert batch.tokens.others.tolist() == [[30, 31], [34, 35], [20, 21], [22, 23]]
+    assert batch.tokens.others.dtype == torch.int64
+    inputs = batch.inputs(batch.behavior_logprobs, batch.behavior_logprobs, batch.behavior_logprobs)
+    assert inputs.teacher_top_logprobs.tolist() == [[-31, -32], [-35, -36], [-21, -22], [-23, -24]]
+    assert pack((), {}, **options).tokens.others.shape == (1, 1), "a placeholder"
+    found[0, 2] = taught(made[2], 0, top=3)
+    with pytest.raises(ValueError, match="rows of the shapes"):
         pack(plan, found, **options)

@@ -15,7 +15,14 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engine import SleepingEngine
-from asyncrl.inference.engines import ENGINES, STANDALONE, build_engine, require_runs
+from asyncrl.inference.engines import (
+    ENGINES,
+    STANDALONE,
+    build_engine,
+    require_recording,
+    require_routers,
+    require_runs,
+)
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
@@ -199,3 +206,15 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
         assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
         engine = build_engine(rollout, ModelConfig(path="m"), load_real_weights=False)
         assert isinstance(engine, SleepingEngine) != spec.elsewhere
+
+
+def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_routers():
+    for array, asked in (("experts", "trainer.router_replay=rollout"), ("kept_ids", "rollout.sampling.keep_sets=true")):
+        require_recording("torch", array, asked)
+        for engine in ("vllm", "sglang"):
+            with pytest.raises(ConfigError, match=rf"engine {engine} does not report {array}(?s:.*)engine=torch"):
+                require_recording(engine, array, asked)
+    require_routers(ModelFacts.of_config("m", CONFIGS["qwen3_moe"]))
+    require_routers(ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
+    with pytest.raises(ConfigError, match=r"it has no routers(?s:.*)router_replay=off"):
+        require_routers(ModelFacts.of_config("m", CONFIGS["qwen3"]))

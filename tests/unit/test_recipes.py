@@ -431,3 +431,24 @@ def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert cli.main([f"recipes/{name}.yaml", "--dry-run"]) == 0
     assert "the recipe is valid" in capsys.readouterr().out
+
+
+def test_experts_are_replayed_by_the_backend_that_can():
+    assert load_recipe(QUICKSTART, ["trainer.router_replay=rollout"]).kept_arrays == ("experts",)
+    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
+        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.compile=true"])
+    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.backend=megatron"):
+        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])
+
+
+def test_sets_are_kept_where_they_are_bounded():
+    keeps = ["rollout.sampling.keep_sets=true", "rollout.sampling.top_p=0.9"]
+    recipe = load_recipe(QUICKSTART, [*keeps, "rollout.sampling.top_k=64"])
+    assert recipe.kept_arrays == ("kept_ids", "kept_ids of 64")
+    for wrong, found in (
+        ((), "nothing bounds the set"),
+        (("rollout.sampling.top_k=8", "rollout.sampling.temperature=0"), "a greedy token has none"),
+        (("rollout.sampling.top_k=8", "trainer.backend=megatron"), "only backend fsdp"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            load_recipe(QUICKSTART, [*keeps, *wrong])

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import pickle
 import subprocess
 import sys
 import time
@@ -36,7 +37,8 @@ def streams(draw):
         reason = draw(st.sampled_from(["stop", "length", "abort"])) if kind == "final" else None
         error = "refused" if kind == "error" else None
         cached = 7 if kind == "final" else 0
-        chunks.append(TokenChunk(request, ids, -ids.astype(np.float32), version, reason, error, cached))
+        extra = {"top_ids": np.stack([ids, ids + 1], 1)} if count else {}
+        chunks.append(TokenChunk(request, ids, -ids.astype(np.float32), version, reason, error, cached, extra=extra))
         if kind != "tokens":
             open_requests.remove(request)
     return chunks, draw(st.sets(st.integers(0, len(chunks))))
@@ -45,7 +47,12 @@ def streams(draw):
 def tokens_of(chunks, request):
     """Every token of a request with its log-probability and version, and how it ended."""
     own = [chunk for chunk in chunks if chunk.request_id == request]
-    tokens = [(int(i), float(p), c.version) for c in own for i, p in zip(c.token_ids, c.logprobs, strict=True)]
+    rows = [(c, c.extra["top_ids"]) for c in own if len(c.token_ids)]
+    tokens = [
+        (int(i), float(p), c.version, top.tolist())
+        for c, found in rows
+        for i, p, top in zip(c.token_ids, c.logprobs, found, strict=True)
+    ]
     ends = [(c.finish_reason, c.error, c.cached_tokens, c.version) for c in own if c.finish_reason or c.error]
     return tokens, ends
 
@@ -79,12 +86,28 @@ def test_a_draft_is_its_chunks_one_behind_the_other(stream, replica):
         sources += [source] * len(chunk.token_ids)
         assert draft.token_ids.tolist() == ids
         assert draft.logprobs.tolist() == [-float(i) for i in ids]
+        assert {name: array.tolist() for name, array in draft.extra.items()} == (
+            {"top_ids": [[i, i + 1] for i in ids]} if ids else {}
+        )
         of_segments = [(s.version, s.replica_id) for s in draft.segments for _ in range(s.start, s.stop)]
         assert of_segments == sources
         assert all(a.stop == b.start for a, b in zip(draft.segments, draft.segments[1:], strict=False))
     kept = draft.token_ids
     draft.add(TokenChunk("r", np.array([1] * 100, np.int32), np.zeros(100, np.float32), 99), 0)
     assert kept.tolist() == ids, "a copy"
+
+
+def test_an_array_that_a_chunk_lacks_is_not_of_the_response():
+    """A response of two engines, one of which did not record, does not pretend that all of it was recorded."""
+    draft, ids = Draft(), np.array([4, 5], np.int32)
+    draft.add(TokenChunk("r", ids, np.zeros(2, np.float32), 0, extra={"top_ids": ids[:, None]}), 0)
+    whole = draft.generation(np.array([1], np.int32))
+    assert whole.extra["top_ids"].tolist() == [[4], [5]]
+    again = Draft(pickle.loads(pickle.dumps(whole)))
+    again.add(pickle.loads(pickle.dumps(TokenChunk("r", ids, np.zeros(2, np.float32), 1, extra=whole.extra))), 1)
+    assert again.extra["top_ids"].tolist() == [[4], [5], [4], [5]]
+    draft.add(TokenChunk("r", ids, np.zeros(2, np.float32), 1), 0)
+    assert draft.generation(np.array([1], np.int32)).extra == {}
 
 
 def test_a_token_in_flight_takes_at_most_sixteen_bytes():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.inference.torch_engine.sampling import SamplingRows, sample, stream_key, uniforms
+from asyncrl.inference.torch_engine.sampling import SamplingRows, sample, sample_with_sets, stream_key, uniforms
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import GenerationRequest, SamplingParams
 
@@ -175,3 +175,18 @@ def test_rows_that_may_stop_pay_nothing_for_min_tokens():
     table.add(guarded(9, 0, (5,)))
     table.add(guarded(9, 9, ()))
     assert table.sampling().barred is None
+
+
+def test_the_sets_are_what_the_filters_kept():
+    """Beside rows of other filters, and wider than the vocabulary."""
+    logits = torch.log(torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3))
+    settings_of = rows(3, top_p=[0.6, 1.0, 1.0], top_k=[3, 2, 6], draws=[0.9, 0.1, 0.5])
+    ids, logprobs, kept = sample_with_sets(logits, settings_of, 6)
+    plain_ids, plain_logprobs = sample(logits, settings_of)
+    assert ids.tolist() == plain_ids.tolist()
+    assert logprobs.tolist() == plain_logprobs.tolist()
+    assert kept.tolist() == [[0, 2, -1, -1, -1, -1], [0, 2, -1, -1, -1, -1], [0, 2, 3, 1, -1, -1]]
+    for row, token in enumerate(ids.tolist()):
+        among = [i for i in kept[row].tolist() if i >= 0]
+        own = logits[row, among].log_softmax(-1)[among.index(token)]
+        assert logprobs[row].item() == pytest.approx(own.item(), abs=1e-6)

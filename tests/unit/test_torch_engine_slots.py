@@ -34,7 +34,7 @@ class Expected:
 class SlotTableMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 6), chunk_tokens=st.integers(1, 5))
     def set_up(self, num_slots, chunk_tokens):
-        self.table = SlotTable(num_slots, chunk_tokens)
+        self.table = SlotTable(num_slots, chunk_tokens, (1, 2))
         self.chunk_tokens = chunk_tokens
         self.expected = {}
         self.cache = [""] * num_slots  # stands for the keys and values, which follow `Moves`
@@ -49,8 +49,16 @@ class SlotTableMachine(RuleBasedStateMachine):
 
     def take(self, request_id):
         row = int(self.table.rows_of([request_id])[0])
+        extra = self.table.extra(row)
         ids, logprobs = self.table.take(row)
         expected = self.expected[request_id]
+        sampling = expected.request.sampling
+        asked = {name for name in ("experts", "kept") if getattr(sampling, name) and len(ids)}
+        assert {name.removesuffix("_ids") for name in extra} == asked
+        if "experts" in asked:
+            assert extra["experts"].tolist() == [[[i, i + 1]] for i in ids.tolist()]
+        if "kept" in asked:
+            assert extra["kept_ids"].tolist() == [[i + n for n in range(sampling.top_k)] for i in ids.tolist()]
         assert ids.tolist() == expected.tokens[expected.taken :]
         np.testing.assert_array_equal(logprobs, -np.array(ids, np.float32) / 8)
         expected.taken = len(expected.tokens)
@@ -68,7 +76,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.count += 1
         sampling = SamplingParams(
             temperature=self.count / 8, top_p=1 / self.count, top_k=self.count, max_tokens=max_tokens,
-            stop_token_ids=tuple(stop),
+            stop_token_ids=tuple(stop), experts=bool(seed % 2), kept=bool(seed % 3),
         )  # fmt: skip
         request = GenerationRequest(name, np.array(prompt, np.int32), sampling, seed=seed, first_position=first)
         self.cache[self.table.add(request)] = name
@@ -79,7 +87,14 @@ class SlotTableMachine(RuleBasedStateMachine):
     def step(self, data):
         table = self.table
         tokens = np.array(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=table.n, max_size=table.n)))
-        due = table.advance(tokens, (-tokens / 8).astype(np.float32))
+        assert table.records == any(self.expected[i].request.sampling.experts for i in table.request_ids)
+        experts = np.stack([tokens, tokens + 1], 1)[:, None].astype(np.int16) if table.records else None
+        asking = [
+            e.request.sampling.top_k for e in map(self.expected.get, table.request_ids) if e.request.sampling.kept
+        ]
+        assert table.most_kept == max(asking, default=0)
+        kept = tokens[:, None] + np.arange(table.most_kept) if table.most_kept else None
+        due = table.advance(tokens, (-tokens / 8).astype(np.float32), experts, kept)
         for request_id, token in zip(table.request_ids, tokens.tolist(), strict=True):
             self.expected[request_id].tokens.append(token)
         named = {k: {table.request_ids[r] for r in getattr(due, k)} for k in ("stopped", "exhausted", "full")}

@@ -82,6 +82,20 @@ def test_a_delta_that_is_late_keeps_the_version_that_sampled_it():
     np.testing.assert_allclose(chunks[1].logprobs, [-0.8, -0.9])
 
 
+def test_the_likeliest_tokens_are_cut_from_what_vllm_names():
+    """vLLM names the token that stands there as well, after the others where it is not among them."""
+    stream = VllmStream(make_request(prompt=(5, 6, 7, 8), score_from=2, score_top=2))
+    entries = [None, {}, {3: -0.1, 9: -0.5, 7: -4.0}, {8: -0.2, 1: -0.3}]
+    named = [e and {token: SimpleNamespace(logprob=x) for token, x in e.items()} for e in entries]
+    completion = SimpleNamespace(token_ids=[1], logprobs=[], finish_reason="length", weight_versions=None)
+    output = SimpleNamespace(outputs=[completion], prompt_logprobs=named, finished=True, num_cached_tokens=0)
+    (chunk,) = stream.take(output, 3)
+    assert (chunk.token_ids.tolist(), chunk.finish_reason) == ([7, 8], "stop")
+    np.testing.assert_allclose(chunk.logprobs, [-4.0, -0.2])
+    assert chunk.extra["top_ids"].tolist() == [[3, 9], [8, 1]]
+    np.testing.assert_allclose(chunk.extra["top_logprobs"], [[-0.1, -0.5], [-0.2, -0.3]])
+
+
 def test_an_end_without_tokens_is_an_empty_chunk_of_the_version_of_the_day():
     stream = entered([("1", 0)])
     stream.take(delta([5]), 1)
@@ -243,6 +257,7 @@ def test_what_vllm_is_started_with():
     assert (arguments()["load_format"], arguments(real=True)["load_format"]) == ("dummy", "auto")
     assert arguments(VllmEngineConfig(tensor_parallel_size=2))["distributed_executor_backend"] == "mp"
     assert arguments()["logprobs_mode"] == "processed_logprobs"
+    assert arguments(VllmEngineConfig(max_logprobs=64))["max_logprobs"] == 64
     assert arguments()["gpu_memory_utilization"] == 0.85
     assert arguments(VllmEngineConfig(gpu_share=0.5))["gpu_memory_utilization"] == pytest.approx(0.425)
 

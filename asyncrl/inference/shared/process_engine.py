@@ -42,6 +42,8 @@ class ProcessEngine(ABC, Generic[S]):
     """The engine has guided decoding."""
     _scores: ClassVar[bool] = False
     """The engine scores given tokens (`SamplingParams.score_from`)."""
+    _max_top: int | None = None
+    """Largest `SamplingParams.score_top`; None: the vocabulary."""
 
     def __init__(self, model: ModelConfig, *, max_running: int, context_tokens: int, load_real_weights: bool) -> None:
         """`load_real_weights`: start as version 0; otherwise with version None."""
@@ -399,6 +401,7 @@ class ProcessEngine(ABC, Generic[S]):
             vocab_size=vocab_size,
             guided=self._guided,
             scores=self._scores,
+            max_top=self._max_top,
         )
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

@@ -80,6 +80,7 @@ class RequestStream:
             last.version,
             reason,  # type: ignore[arg-type]
             cached_tokens=cached_tokens,
+            extra=last.extra,
         )
         return [*chunks, final]
 

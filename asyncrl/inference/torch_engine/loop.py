@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from asyncrl.inference.torch_engine.messages import (
     Wake,
 )
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
-from asyncrl.inference.torch_engine.sampling import sample
+from asyncrl.inference.torch_engine.sampling import sample, sample_with_sets
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
 
@@ -34,6 +35,7 @@ NO_VERSION = -1
 _IDLE_WAIT_S = 1.0
 _EMPTY_IDS = np.zeros(0, np.int32)
 _EMPTY_LOGPROBS = np.zeros(0, np.float32)
+_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class DecodeLoop:
         self._runner = runner
         self._commands = commands
         self._report = report
-        self._slots = SlotTable(num_slots, chunk_tokens)
+        self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
         self._waiting: deque[GenerationRequest] = deque()
         self._scoring: deque[GenerationRequest] = deque()
         """Requests whose tokens are given (`score_from`); they take no slot."""
@@ -251,10 +253,11 @@ class DecodeLoop:
                 break
             taken.append(self._scoring.popleft())
         starts = [request.sampling.score_from or 1 for request in taken]
-        scored = self._runner.score([request.prompt_ids for request in taken], starts)
-        for request, start, logprobs in zip(taken, starts, scored, strict=True):
+        tops = [request.sampling.score_top for request in taken]
+        scored = self._runner.score([request.prompt_ids for request in taken], starts, tops)
+        for request, start, (logprobs, extra) in zip(taken, starts, scored, strict=True):
             self._require_finite(logprobs)
-            self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop")
+            self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop", extra)
 
     def _admit(self) -> _Wave | None:
         """Takes requests from the queue, in order, as many as fit into the free slots and one prefill pass.
@@ -293,14 +296,23 @@ class DecodeLoop:
 
     def _step(self) -> None:
         slots = self._slots
-        logits = self._runner.decode(slots.tokens, slots.lengths)
-        drawn, drawn_logprobs = sample(logits, slots.sampling())
+        experts = None
+        if slots.records:
+            logits, experts = self._runner.decode_and_record(slots.tokens, slots.lengths)
+        else:
+            logits = self._runner.decode(slots.tokens, slots.lengths)
+        kept = None
+        if most := slots.most_kept:
+            drawn, drawn_logprobs, sets = sample_with_sets(logits, slots.sampling(), most)
+            kept = sets.cpu().numpy()
+        else:
+            drawn, drawn_logprobs = sample(logits, slots.sampling())
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         self._require_finite(logprobs)
         self.counters.generated_tokens += slots.n
-        due = slots.advance(tokens, logprobs)
+        due = slots.advance(tokens, logprobs, experts, kept)
         for row in due.full.tolist():
-            self._emit(slots.request_ids[row], *slots.take(row), None)
+            self._emit_row(row, None)
         if len(due.stopped) or len(due.exhausted):
             self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
 
@@ -321,19 +333,30 @@ class DecodeLoop:
     def _finish_each(self, ends: list[tuple[np.ndarray, FinishReason]]) -> None:
         for rows, reason in ends:
             for row in rows.tolist():
-                self._emit(self._slots.request_ids[row], *self._slots.take(row), reason)
+                self._emit_row(row, reason)
         self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
 
     def _emit_buffered(self) -> None:
         """Emits all buffered tokens. A chunk has one version, and a paused engine must hold nothing that a client could
         lose."""
         for row in self._slots.buffered_rows().tolist():
-            self._emit(self._slots.request_ids[row], *self._slots.take(row), None)
+            self._emit_row(row, None)
 
-    def _emit(self, request_id: str, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason | None) -> None:
+    def _emit_row(self, row: int, reason: FinishReason | None) -> None:
+        extra = self._slots.extra(row)
+        self._emit(self._slots.request_ids[row], *self._slots.take(row), reason, extra)
+
+    def _emit(
+        self,
+        request_id: str,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        reason: FinishReason | None,
+        extra: Mapping[str, np.ndarray] = _NOTHING,
+    ) -> None:
         version = self.counters.version
         stamp = NO_VERSION if version is None else version
-        self._chunks.append(TokenChunk(request_id, ids, logprobs, stamp, reason))
+        self._chunks.append(TokenChunk(request_id, ids, logprobs, stamp, reason, extra=extra))
 
     def _flush_report(self) -> None:
         if self._chunks or self._tickets:

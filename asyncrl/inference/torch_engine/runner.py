@@ -15,6 +15,7 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
+from asyncrl.inference.torch_engine.recorded_experts import ExpertRecorder
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
@@ -90,6 +91,12 @@ class ModelRunner:
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
         self._released: dict[str, ReleasedMemory] = {}
+        self.recorder = ExpertRecorder(model)
+
+    def decode_and_record(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """As `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
+        self.recorder.begin()
+        return self.decode(tokens, lengths), self.recorder.end()
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.
@@ -113,16 +120,19 @@ class ModelRunner:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
         self._feed(prefill, self.model.base_model)
 
-    def score(self, sequences: list[np.ndarray], starts: list[int]) -> list[np.ndarray]:
+    def score(
+        self, sequences: list[np.ndarray], starts: list[int], tops: list[int]
+    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """The log-probabilities [len - start] float32 of the tokens of each sequence from its start on, at
-        temperature 1.
+        temperature 1; and where its top is above 0 the likeliest tokens of each place, see `SamplingParams.score_top`.
 
         Args:
             sequences: token ids [len] int32 of each, at least two.
             starts: 1 <= start < len.
+            tops: at most the size of the vocabulary.
         """
         prefill = Prefill([sequence[:-1] for sequence in sequences])
-        found: list[list[np.ndarray]] = [[] for _ in sequences]
+        found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in sequences]
         while not prefill.finished:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
             stop = min(begun + self._chunk_of(prefill), prefill.width)
@@ -136,8 +146,8 @@ class ModelRunner:
                 if low < high:
                     targets = torch.from_numpy(sequence[low + 1 : high + 1].astype(np.int64)).to(self._device)
                     logprobs = torch.log_softmax(logits[row, low - first : high - first].float(), dim=-1)
-                    found[row].append(logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy())
-        return [np.concatenate(parts) for parts in found]
+                    found[row].append((logprobs.gather(1, targets[:, None])[:, 0], *logprobs.topk(tops[row])))
+        return [_scored(parts) for parts in found]
 
     def _chunk_of(self, prefill: Prefill) -> int:
         """Tokens of each prompt that one pass computes."""
@@ -200,3 +210,11 @@ class ModelRunner:
     def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
         """[m, kv_len] additive: the token at `positions[i]` ([m] int64) sees itself and what lies before it."""
         return torch.where(self._positions[:kv_len] <= positions[:, None], self._visible, self._hidden)
+
+
+def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """From (log-probabilities, those of the likeliest tokens, these tokens) of each part of a sequence."""
+    logprobs, top_logprobs, top_ids = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
+    if not top_ids.shape[1]:
+        return logprobs, {}
+    return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}

@@ -55,6 +55,17 @@ class SamplingRows:
     barred: np.ndarray | None = None
 
 
+def sample_with_sets(
+    logits: torch.Tensor, rows: SamplingRows, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `sample`, and the `most` likeliest tokens that filters have kept, [N, most] int64, likeliest first; -1 where
+    they kept fewer."""
+    logprobs = _logprobs(logits, rows)
+    found = logprobs.topk(min(most, logprobs.shape[1]))
+    kept = found.indices.masked_fill(found.values == float("-inf"), -1)
+    return *_drawn(logprobs, rows), torch.nn.functional.pad(kept, (0, most - kept.shape[1]), value=-1)
+
+
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row.
 
@@ -66,6 +77,11 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torc
         token ids [N] int64 and their log-probabilities [N] float32: without the barred tokens, after temperature,
         top-k and top-p (in this order, top-p on what top-k left); for greedy rows at temperature 1 without filters.
     """
+    return _drawn(_logprobs(logits, rows), rows)
+
+
+def _logprobs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """[N, V] float32, of what may be drawn; minus infinity for the other tokens."""
     greedy = rows.temperature == 0
     scale = np.where(greedy, np.float32(1), rows.temperature)
     filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1))
@@ -75,13 +91,17 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torc
         logits = logits / torch.from_numpy(scale).to(logits.device)[:, None]
     if filtered.any():
         logits = logits.masked_fill(~_kept(logits, rows, filtered), float("-inf"))
-    logprobs = torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _drawn(logprobs: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    greedy = rows.temperature == 0
     if greedy.all():
         tokens = logprobs.argmax(dim=-1)
     else:
-        tokens = _inverse_cdf(logprobs, torch.from_numpy(rows.uniforms).to(logits.device))
+        tokens = _inverse_cdf(logprobs, torch.from_numpy(rows.uniforms).to(logprobs.device))
         if greedy.any():
-            tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(dim=-1), tokens)
+            tokens = torch.where(torch.from_numpy(greedy).to(logprobs.device), logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 

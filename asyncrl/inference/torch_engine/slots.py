@@ -38,7 +38,8 @@ class SlotTable:
     """Rows of running requests. A row's length is the number of tokens whose keys and values are cached; its token is
     the next input."""
 
-    def __init__(self, num_slots: int, chunk_tokens: int) -> None:
+    def __init__(self, num_slots: int, chunk_tokens: int, experts: tuple[int, int] | None = None) -> None:
+        """`experts`: shape of what is recorded of a token for the rows that ask for it; None where nothing can be."""
         self.num_slots = num_slots
         self.n = 0
         self.request_ids: list[str] = []
@@ -57,6 +58,11 @@ class SlotTable:
         self._buffered = np.zeros(num_slots, np.int64)
         self._ids = np.zeros((num_slots, chunk_tokens), np.int32)
         self._logprobs = np.zeros((num_slots, chunk_tokens), np.float32)
+        self._experts = np.zeros((num_slots, chunk_tokens, *(experts or (0, 0))), np.int16)
+        self._recorded = np.zeros(num_slots, np.bool_)
+        self._kept = np.zeros((num_slots, chunk_tokens, 0), np.int32)
+        self._keeps = np.zeros(num_slots, np.int64)
+        """Tokens of each place that a row wants to know of, of those that its filters kept."""
         self._rows = np.arange(num_slots)
 
     @property
@@ -68,6 +74,16 @@ class SlotTable:
     def lengths(self) -> np.ndarray:
         """[n] int64, a copy: the position of that token, equal to the number of tokens cached before it."""
         return self._length[: self.n].copy()
+
+    @property
+    def records(self) -> bool:
+        """True when a row asks for the experts of its tokens."""
+        return bool(self._recorded[: self.n].any())
+
+    @property
+    def most_kept(self) -> int:
+        """Tokens of a place that some row wants to know of; 0: none does."""
+        return int(self._keeps[: self.n].max(initial=0))
 
     def sampling(self) -> SamplingRows:
         n = self.n
@@ -96,15 +112,34 @@ class SlotTable:
         self._stop[row] = _NO_TOKEN
         self._stop[row, : len(stop)] = stop
         self._buffered[row] = 0
+        self._recorded[row] = sampling.experts
+        self._keeps[row] = sampling.top_k if sampling.kept else 0
+        if self._keeps[row] > self._kept.shape[2]:
+            self._kept = np.pad(self._kept, ((0, 0), (0, 0), (0, int(self._keeps[row]) - self._kept.shape[2])))
         self.request_ids.append(request.request_id)
         self._row_of[request.request_id] = row
         self.n += 1
         return row
 
-    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> Advance:
-        """Appends one sampled token per row ([n] int64, [n] float32); returns the rows that need attention."""
+    def advance(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        experts: np.ndarray | None = None,
+        kept: np.ndarray | None = None,
+    ) -> Advance:
+        """Appends one sampled token per row ([n] int64, [n] float32); returns the rows that need attention.
+
+        Args:
+            experts: [n, L, k] int16, recorded where a row asks for it.
+            kept: [n, most_kept] int32, the same.
+        """
         n = self.n
         buffered = self._buffered[:n]
+        if experts is not None:
+            self._experts[self._rows[:n], buffered] = experts
+        if kept is not None:
+            self._kept[self._rows[:n], buffered, : kept.shape[1]] = kept
         self._ids[self._rows[:n], buffered] = tokens
         self._logprobs[self._rows[:n], buffered] = logprobs
         self._token[:n] = tokens
@@ -116,6 +151,15 @@ class SlotTable:
         exhausted = (self._left[:n] == 0) & ~stopped
         full = (buffered == self._ids.shape[1]) & ~stopped & ~exhausted
         return Advance(np.flatnonzero(stopped), np.flatnonzero(exhausted), np.flatnonzero(full))
+
+    def extra(self, row: int) -> dict[str, np.ndarray]:
+        """Further arrays of the tokens in the row's buffer, as of a `TokenChunk`. Call it before `take`."""
+        k, kept, found = self._buffered[row], self._keeps[row], {}
+        if k and self._recorded[row]:
+            found["experts"] = self._experts[row, :k].copy()
+        if k and kept:
+            found["kept_ids"] = self._kept[row, :k, :kept].copy()
+        return found
 
     def take(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Empties the row's buffer; returns its token ids [k] int32 and log-probabilities [k] float32."""
@@ -159,5 +203,6 @@ class SlotTable:
     def _columns(self) -> tuple[np.ndarray, ...]:
         return (
             self._length, self._token, self._left, self._stoppable, self._position, self._key, self._temperature,
-            self._top_p, self._top_k, self._stop, self._buffered, self._ids, self._logprobs,
+            self._top_p, self._top_k, self._stop, self._buffered, self._ids, self._logprobs, self._experts,
+            self._recorded, self._kept, self._keeps,
         )  # fmt: skip

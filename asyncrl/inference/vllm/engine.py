@@ -46,6 +46,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         )
         self._settings = settings
         self._guided = settings.structured_outputs
+        self._max_top = settings.max_logprobs
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None

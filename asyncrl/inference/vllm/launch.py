@@ -59,6 +59,7 @@ def engine_arguments(
         "skip_tokenizer_init": not settings.structured_outputs,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": settings.max_logprobs,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         **settings.engine_args,

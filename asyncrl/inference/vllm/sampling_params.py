@@ -20,7 +20,7 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
 
     sampling = request.sampling
     if request.sampling.score_from is not None:
-        scored = {"max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+        scored = {"max_tokens": 1, "prompt_logprobs": sampling.score_top, "ignore_eos": True, "detokenize": False}
         return SamplingParams(temperature=0, output_kind=RequestOutputKind.DELTA, **scored)
     guide = None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)
     return SamplingParams(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ class VllmStream(RequestStream):
         super().__init__(request)
         self._collector: Any = None
         self._starts: Sequence[tuple[str, int]] | None = None
-        self._logprobs: np.ndarray | None = None
-        """Of tokens that are only scored."""
+        self._scores: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+        """Log-probabilities of tokens that are only scored, and the likeliest tokens of their places."""
 
     @property
     def internal_id(self) -> str | None:
@@ -71,11 +71,23 @@ class VllmStream(RequestStream):
         aborted before it had them, and resumes elsewhere."""
         ids = self.request.prompt_ids[start:].astype(np.int32)
         if output.prompt_logprobs and len(output.prompt_logprobs) == len(self.request.prompt_ids):
-            entries = zip(ids, output.prompt_logprobs[start:], strict=True)
-            self._logprobs = np.array([entry[int(token)].logprob for token, entry in entries], np.float32)
+            entries = output.prompt_logprobs[start:]
+            logprobs = [entry[int(token)].logprob for token, entry in zip(ids, entries, strict=True)]
+            top = self.request.sampling.score_top
+            self._scores = np.array(logprobs, np.float32), _likeliest(entries, top) if top else {}
         if not output.finished:
             return []
-        if self._logprobs is None:
+        if self._scores is None:
             return self.finished([], version, "abort", 0)
-        stamp = NO_VERSION if version is None else version
-        return self.finished([TokenChunk(self.request.request_id, ids, self._logprobs, stamp)], version, "stop", 0)
+        stamp, (logprobs, extra) = NO_VERSION if version is None else version, self._scores
+        chunk = TokenChunk(self.request.request_id, ids, logprobs, stamp, extra=extra)
+        return self.finished([chunk], version, "stop", 0)
+
+
+def _likeliest(entries: Sequence[Mapping[int, Any]], top: int) -> dict[str, np.ndarray]:
+    """The `top` likeliest of the tokens that vLLM names at each place; it also names the token that stands there."""
+    found = [sorted(((e.logprob, token) for token, e in entry.items()), reverse=True)[:top] for entry in entries]
+    return {
+        "top_ids": np.array([[token for _, token in place] for place in found], np.int32),
+        "top_logprobs": np.array([[logprob for logprob, _ in place] for place in found], np.float32),
+    }

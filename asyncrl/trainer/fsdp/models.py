@@ -91,7 +91,7 @@ class Models:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        policy = Policy(model)
+        policy = Policy(model, replays=spec.trainer.router_replay == "rollout")
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
 

@@ -3,7 +3,7 @@
 The output layer and the softmax run over chunks of rows, in the forward pass and again in the backward pass, which
 recomputes the chunk's logits from the saved log-sum-exp. Peak extra memory is a few chunks; the price is one more
 product with the output matrix.
-Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary, K further tokens of a place.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from asyncrl.trainer.fsdp.memory import LOGITS_PER_CHUNK
+
+IMPOSSIBLE = -1e4
+"""Log-probability of a token that is not in the vocabulary: its probability is 0 in float32, and it is finite."""
 
 
 def token_logprobs(
@@ -35,8 +38,55 @@ def token_logprobs(
         Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable. What nothing reads costs
         nothing in the backward pass.
     """
-    chunk = max(1, logits_per_chunk // weight.shape[0])
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, 1.0 / temperature, chunk)  # pyright: ignore[reportReturnType]
+    none = targets.new_zeros(len(targets), 0)
+    found = logprobs_beside(
+        hidden, weight, bias, targets, none, temperature=temperature, logits_per_chunk=logits_per_chunk
+    )
+    return found[0], found[1]
+
+
+def logprobs_beside(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    others: torch.Tensor,
+    *,
+    temperature: float,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `token_logprobs`, and the log-probabilities of further tokens at the same places, from the same logits.
+
+    Args:
+        others: [N, K] int64, at least 0. Those from V on are of a larger vocabulary, and have probability 0 here.
+
+    Returns:
+        As `token_logprobs`, then [N, K] float32, differentiable; `IMPOSSIBLE` for tokens from V on.
+    """
+    rows = weight.shape[0]
+    chunk = max(1, logits_per_chunk // rows)
+    logprobs, entropy, of_others = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        hidden, weight, bias, targets, others.clamp(max=rows - 1), 1.0 / temperature, chunk
+    )
+    return logprobs, entropy, of_others.masked_fill(others >= rows, IMPOSSIBLE)
+
+
+def among_kept(
+    logprobs: torch.Tensor, entropy: torch.Tensor, of_kept: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [N] float32 of the distribution over the kept tokens alone.
+
+    Args:
+        logprobs, entropy: [N] float32, over the vocabulary.
+        of_kept: [N, K] float32, log-probabilities of the kept tokens over the vocabulary.
+        kept: [N, K] bool, which of them are tokens. Rows without one stay as they are.
+    """
+    has_some = kept.any(-1)
+    within = of_kept.masked_fill(~kept & has_some[:, None], float("-inf"))
+    normalizer = within.logsumexp(-1)
+    share = (within - normalizer[:, None]).masked_fill(~kept, 0.0)
+    own_entropy = -(share.exp() * share).sum(-1)
+    return torch.where(has_some, logprobs - normalizer, logprobs), torch.where(has_some, own_entropy, entropy)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -47,12 +97,14 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
+        others_NK: torch.Tensor,
         scale: float,
         chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logprobs_N, normalizers_N, entropies_N = (
             torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
         )
+        logprobs_NK = torch.empty(others_NK.shape, dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
             logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, scale)
@@ -60,18 +112,20 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizers_N[rows] = normalizer_C
             logp_CV = logits_CV.sub_(normalizer_C[:, None])
             logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
+            logprobs_NK[rows] = logp_CV.gather(-1, others_NK[rows])
             entropies_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(-1)
             del logits_CV, logp_CV  # or the next chunk would be computed beside it
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, normalizers_N, entropies_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N)
         ctx.scale, ctx.chunk = scale, chunk
         ctx.set_materialize_grads(False)
-        return logprobs_N, entropies_N
+        return logprobs_N, entropies_N, logprobs_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        grad_N, grad_entropy_N = grads
-        hidden_ND, weight_VD, bias_V, targets_N, normalizers_N, entropies_N = ctx.saved_tensors
+        grad_N, grad_entropy_N, grad_NK = grads
+        hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N = ctx.saved_tensors
         grad_N = torch.zeros_like(normalizers_N) if grad_N is None else grad_N
+        whole_N = grad_N if grad_NK is None else grad_N + grad_NK.sum(-1)
         grad_hidden_ND = torch.empty_like(hidden_ND)
         # float32 sums: bfloat16 would lose the small contributions of late chunks
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither where the output layer is frozen
@@ -80,15 +134,17 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets_N), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale)
-            scaled_C1 = grad_N[rows, None] * ctx.scale
-            # d logprob / d logit = onehot(target) - softmax
+            scaled_C1 = whole_N[rows, None] * ctx.scale
+            # d logprob / d logit = onehot(token) - softmax
             logp_CV = logits_CV.sub_(normalizers_N[rows, None])
             if grad_entropy_N is None:
                 grad_CV = logp_CV.exp_().mul_(-scaled_C1)
             else:  # d entropy / d logit = - p (log p + entropy)
                 weight_CV = (logp_CV + entropies_N[rows, None]).mul_(grad_entropy_N[rows, None] * ctx.scale)
                 grad_CV = weight_CV.add_(scaled_C1).mul_(logp_CV.exp_()).neg_()
-            grad_CV.scatter_add_(-1, targets_N[rows, None], scaled_C1)
+            grad_CV.scatter_add_(-1, targets_N[rows, None], grad_N[rows, None] * ctx.scale)
+            if grad_NK is not None:
+                grad_CV.scatter_add_(-1, others_NK[rows], grad_NK[rows] * ctx.scale)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VD.dtype)
@@ -98,7 +154,7 @@ class _TokenLogprobs(torch.autograd.Function):
             del logits_CV, logp_CV, grad_CV
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None
 
 
 def _logits(

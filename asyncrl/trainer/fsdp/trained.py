@@ -87,10 +87,15 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[TokenOutputs]:
+        # a reference chooses its own experts, and is asked for the sampled tokens only
+        own = [replace(tokens, experts=None, others=None) for tokens in batches]
         with self._opened() as reference:
-            return [policy_outputs(reference, tokens) for tokens in batches]
+            return [policy_outputs(reference, tokens) for tokens in own]
 
 
 def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:
     """`routing`: with what the routers of a mixture did."""
-    return TokenOutputs(*policy(tokens, tokens.temperature, routing=routing))
+    found, others = policy(tokens, tokens.temperature, routing=routing), None
+    if tokens.others is not None:
+        *found, others = found
+    return TokenOutputs(*found, others=others)

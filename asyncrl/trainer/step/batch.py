@@ -14,6 +14,7 @@ from asyncrl.algorithms.loss import LossInputs
 from asyncrl.trainer.length_classes import length_classes, spared_work
 from asyncrl.trainer.step.shared_row import SharedRow
 from asyncrl.types import Microbatch, Trajectory, TrajectoryKey
+from asyncrl.types.trajectories import TOKEN_ARRAYS
 
 Trajectories = Mapping[TrajectoryKey, Trajectory]
 
@@ -122,6 +123,12 @@ class PackedTokens:
         temperature: divisor of the logits.
         balance: [L, E] float32, what each sum `given` of the routers (`TokenOutputs`) adds to the loss; None without a
             load-balancing loss.
+        others: [n, k] int64, further tokens whose log-probabilities are asked for at the places of the targets; those
+            beyond the model's vocabulary have probability 0.
+        experts: [N, layers, k] int64, the experts that the routers of a mixture take for each token, -1 where they
+            choose themselves; None: everywhere.
+        kept: [n, k] int64, the tokens among which the probability of each target is computed, then -1; a row of -1:
+            the whole vocabulary. None: everywhere.
     """
 
     input_ids: torch.Tensor
@@ -131,13 +138,16 @@ class PackedTokens:
     targets: torch.Tensor
     temperature: float
     balance: torch.Tensor | None = None
+    others: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, share of the objective, number
     of its sequence in the micro-batch, lag in optimizer steps, and whether it counts; `extra` has the arrays of
-    `Trajectory.extra` that were asked for.
+    `Trajectory.extra` that were asked for, [n, ...] each, float32 or int64.
 
     A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
     forward and backward pass, and with it the same collectives. `num_tokens` counts the tokens of the sequences.
@@ -166,6 +176,7 @@ class PackedBatch:
             lags=self.lags,
             entropy=entropy,
             teacher_logprobs=self.extra.get("teacher_logprobs"),
+            teacher_top_logprobs=self.extra.get("top_logprobs"),
         )
 
 
@@ -186,7 +197,8 @@ def pack(
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
         share_prompts: trajectories of a group with the same prompt share its tokens in the row.
-        extra: names of the arrays of `Trajectory.extra` that every trajectory has.
+        extra: names of the arrays of `Trajectory.extra` that every trajectory with a response has. With "experts" the
+            routers take those; prompts must not be shared: the last token of one has others for each response.
 
     Raises:
         ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
@@ -200,13 +212,11 @@ def pack(
     sequences = np.repeat(np.arange(len(counts)), counts) if not empty else np.zeros(1, np.int64)
     advantages = np.array([s.advantage for s in microbatch])[sequences] if not empty else np.zeros(1)
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
-    if lacking := [(name, s) for s, t in zip(microbatch, chosen, strict=True) for name in extra if name not in t.extra]:
-        name, sequence = lacking[0]
-        raise ValueError(f"trajectory {sequence.index} of group {sequence.ordinal} has no {name}")
-    further = {
-        name: np.concatenate([t.extra[name][p] for t, p in zip(chosen, picks, strict=True)]) if not empty else [0.0]
-        for name in extra
-    }
+    for s, t in zip(microbatch, chosen, strict=True):
+        if len(t.response_ids) and (lacking := [name for name in extra if name not in t.extra]):
+            raise ValueError(f"trajectory {s.index} of group {s.ordinal} has no {lacking[0]}")
+    further = {name: _gathered(name, chosen, picks) for name in extra if name != "experts"}
+    experts = _experts(row, chosen) if "experts" in extra else None
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
     targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
@@ -222,6 +232,9 @@ def pack(
             predictors=place(predictors, torch.int64),
             targets=place(targets, torch.int64),
             temperature=temperature,
+            others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
+            experts=None if experts is None else place(experts, torch.int64),
+            kept=place(kept, torch.int64) if (kept := further.pop("kept_ids", None)) is not None else None,
         ),
         behavior_logprobs=place(behavior, torch.float32),
         advantages=place(advantages, torch.float32),
@@ -230,8 +243,37 @@ def pack(
         lags=place(step - np.concatenate(versions), torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
         num_tokens=int(row.lengths.sum()) if microbatch else 0,
-        extra={name: place(np.asarray(array), torch.float32) for name, array in further.items()},
+        extra={
+            name: place(array, torch.float32 if np.issubdtype(array.dtype, np.floating) else torch.int64)
+            for name, array in further.items()
+        },
     )
+
+
+def _experts(row: SharedRow, chosen: Sequence[Trajectory]) -> np.ndarray | None:
+    """[N, layers, k] int16: for each token of the row the recorded experts; None without a response."""
+    whole = [np.arange(len(t.response_ids)) for t in chosen]
+    if not any(map(len, whole)):
+        return None
+    recorded = _gathered("experts", chosen, whole)
+    assert row.rows is None, "tokens of a shared prompt have experts of several responses"
+    found = np.full((len(row.input_ids), *recorded.shape[1:]), TOKEN_ARRAYS["experts"].absent, recorded.dtype)
+    found[row.predictions(whole)[0]] = recorded
+    return found
+
+
+def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarray]) -> np.ndarray:
+    """[n, ...]: the picked rows of the array of each trajectory; one row without content where none is picked.
+
+    Raises ValueError: rows differ in shape.
+    """
+    declared = TOKEN_ARRAYS[name]
+    if not any(map(len, picks)):
+        return np.full((1,) * (1 + len(declared.dims)), declared.absent or 0, declared.dtype)
+    rows = [t.extra[name][p] for t, p in zip(chosen, picks, strict=True) if len(p)]
+    if len(shapes := {array.shape[1:] for array in rows}) > 1:
+        raise ValueError(f"{name} of the trajectories of a micro-batch have rows of the shapes {sorted(shapes)}")
+    return np.concatenate(rows)
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:

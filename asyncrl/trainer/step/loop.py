@@ -51,14 +51,16 @@ class TrainingStep:
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
         self._objective, self._correction_bounds = build_objective(spec.algorithm), 1.0
+        self._replayed = ("experts",) if spec.trainer.router_replay == "rollout" else ()
         self._pack = partial(
             pack,
             predict="trained",
             device=device,
             temperature=spec.temperature or 1.0,
-            # each token of a row counts once for the balance of routers: shared prompts would count less
-            share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0,
-            extra=("teacher_logprobs",) if spec.algorithm.distillation.coefficient else (),
+            # each token of a row counts once for the balance of routers: shared prompts would count less; and the last
+            # token of a prompt has recorded experts for each response
+            share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0 and not self._replayed,
+            extra=(*spec.algorithm.distillation.token_arrays, *self._replayed, *("kept_ids",) * spec.over_kept),
         )
         self._preparer = Preparer(
             spec.algorithm,
@@ -113,7 +115,8 @@ class TrainingStep:
         """[T] float32 on the CPU for each sequence of the plan, at temperature 1; see `TrainBackend`."""
         self._train(False)
         batches = [
-            self._pack(m, trajectories, predict="response", temperature=1.0, extra=()) for m in plan.microbatches
+            self._pack(m, trajectories, predict="response", temperature=1.0, extra=self._replayed)
+            for m in plan.microbatches
         ]
         found: dict[TrajectoryKey, torch.Tensor] = {}
         outputs = self._models.policy.evaluate([batch.tokens for batch in batches])
@@ -203,6 +206,7 @@ class TrainingStep:
             batch.inputs(logprobs, old, output.entropy),
             advantages=batch.advantages if prepared.advantages is None else prepared.advantages,
             reference_logprobs=prepared.reference_logprobs,
+            top_logprobs=output.others,
             fitted=prepared.fitted,
         )
 

@@ -24,12 +24,14 @@ class TokenOutputs:
         entropy: [n] float32, nats; a gradient flows through it where the loss asks for one.
         chosen, given: [L, E] float32 each, sums over the decisions of a mixture's routers for all tokens of the row;
             see `routing_sums`. None without a load-balancing loss.
+        others: [n, k] float32, log-probabilities of `PackedTokens.others`; None where none are asked for.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     chosen: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    others: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
