@@ -81,7 +81,10 @@ class Verifier:
 
     def damage(self, directory: Path) -> str | None:
         """As `verify`."""
-        found = _marks(directory)
+        try:
+            found = _marks(directory)
+        except OSError:  # something in it is going, or cannot be looked at
+            return verify(directory)
         if directory in self._intact and self._intact[directory] == found:
             return None
         wrong = verify(directory)

@@ -35,8 +35,8 @@ class RunState:
     """The state of the run beside that of the trainer and the queue.
 
     `elapsed_s`: seconds that the run has taken so far, over all restarts. `guard`: the state of the off-policy guard,
-    None where it is off. `arrays`: as `Recipe.kept_arrays`; a resumed run may need fewer. The other fields must not
-    change on resume: the ledger and the ready groups depend on them.
+    None where it is off. `arrays`: as `Recipe.kept_arrays`, None before there was this field; a resumed run may need
+    fewer. The other fields must not change on resume: the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -48,7 +48,7 @@ class RunState:
     shuffle: bool
     prompts_digest: str
     guard: GuardState | None = None
-    arrays: tuple[str, ...] = ()
+    arrays: tuple[str, ...] | None = None
 
     @classmethod
     def of(
@@ -242,7 +242,8 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
                     "keep it, or start a new run with another run.dir",
                 )
             )
-    if lacking := [name for name in asked.arrays if name not in saved.arrays]:
+    held = ("teacher_logprobs",) if saved.arrays is None else saved.arrays  # the only one before there was the field
+    if lacking := [name for name in asked.arrays or () if name not in held]:
         found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"
         do = "leave algorithm.distillation, trainer.router_replay and rollout.sampling as they were, or start a new run"
         raise ConfigError(explain(f"resume {checkpoint}", found, do))

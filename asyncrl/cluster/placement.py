@@ -72,7 +72,9 @@ class Demand:
             gpu_share=SHARE_IN_TURNS if turns else rollout.settings.gpu_share,
             may_share=not takes_whole,
             one_node=weights.transport == "ipc" or (weights.transport == "disk" and not weights.disk_directory),
-            ranks_together=trainer.layout.tensor * trainer.layout.context,
+            ranks_together=trainer.layout.tensor * trainer.layout.context
+            if trainer.backend == "megatron"
+            else trainer.fsdp.shard_ranks or 1,
         )
 
     @property

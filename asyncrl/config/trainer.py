@@ -14,7 +14,8 @@ from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, S
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of forward and backward; the sharded master weights and the optimizer stay float32."""
+    """Compute dtype of forward and backward. What is trained, and its optimizer, stay float32; frozen weights (a
+    reference, the base of adapters) are kept in it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced."""
     shard_ranks: PositiveInt | None = None

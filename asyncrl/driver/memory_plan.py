@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 
-from asyncrl.cluster.address import joined_address
+from asyncrl.cluster.address import joined_address, visible_gpus
 from asyncrl.cluster.placement import Demand
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
+from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors
@@ -23,6 +24,7 @@ RESERVED_BYTES = 3 * GIB
 """What CUDA, NCCL and an allocator's gaps take of a GPU beside a rank's tensors."""
 ENGINE_BYTES = 2 * GIB
 """What an engine's passes take beside weights and cache."""
+_OTHER_GPU = "; or ray.gpu_memory_gib, if the GPUs have more"
 MOST_RANKS, MOST_SPLIT = 64, 64
 """Times as many ranks, and ranks of a replica, that are tried."""
 
@@ -34,10 +36,12 @@ def gpu_bytes(recipe: Recipe) -> int | None:
     program = shutil.which("nvidia-smi")
     if program is None or joined_address(recipe.ray.address) is not None:
         return None
-    words = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    words = [program, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:  # not torch: importing it would delay the start by seconds
         told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=SMI_TIMEOUT_S).stdout
-        return min((int(line) << 20 for line in told.splitlines()), default=None)
+        gpus = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
+        chosen = visible_gpus()
+        return min((int(size) << 20 for *names, size in gpus if chosen is None or {*names} & chosen), default=None)
     except (OSError, ValueError, subprocess.SubprocessError):  # a plan goes on without it
         return None
 
@@ -52,6 +56,7 @@ def ranks_memory(recipe: Recipe, facts: ModelFacts, trainer: TrainerConfig | Non
         tensors,
         critic=algorithm.needs_critic,
         reference=algorithm.needs_reference,
+        own_reference=algorithm.kl.path not in (None, recipe.model.path),
         tokens=recipe.max_tokens_per_microbatch,
         experts_per_token=facts.sizes.experts_per_token or 1,
     )
@@ -66,7 +71,10 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
     demand = Demand.of(recipe)
     if demand.rank_gpus:
         _check_ranks(recipe, facts, gpu, demand)
-    if demand.replica_gpus and recipe.rollout.engine != "torch":
+    smaller = {"kv_cache_dtype", "quantization", "cpu_offload_gb"} & dict(
+        getattr(recipe.rollout.settings, "engine_args", {})
+    ).keys()
+    if demand.replica_gpus and recipe.rollout.engine != "torch" and not smaller:
         _check_replica(recipe, facts, tensors, gpu)
 
 
@@ -83,11 +91,17 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     if present is None or present <= room:
         return
     fitting: dict[int, str] = {}
+    trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
     for words, trainer in _layouts(recipe.trainer):
-        if trainer.num_ranks not in fitting and (peak := needed(trainer) or 0) <= room:
+        if (
+            trajectories % trainer.layout.num_plans == 0
+            and trainer.num_ranks not in fitting
+            and (peak := needed(trainer) or 0) <= room
+        ):
             fitting[trainer.num_ranks] = f"{words} ({peak / GIB:.0f} GiB)"
     nearest = list(fitting.values())[:2]
     do = f"set {', or '.join(nearest)}" if nearest else "train a smaller model, or adapters (trainer.lora.rank)"
+    do += _OTHER_GPU
     raise ConfigError(
         explain(
             f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with micro-batches of "
@@ -103,18 +117,32 @@ def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
     """Other layouts, nearest first, with the words that set them: less memory, then more ranks."""
     fsdp, times = trainer.fsdp, 1
     while times <= MOST_RANKS:
+        ranks = trainer.num_ranks * times
         for recomputes in sorted({fsdp.activation_checkpointing, True}):
             for offloads in sorted({fsdp.offload_optimizer, True}):
-                words = {
-                    "trainer.num_ranks": (trainer.num_ranks * times, times > 1),
-                    "trainer.fsdp.activation_checkpointing": ("true", recomputes != fsdp.activation_checkpointing),
-                    "trainer.fsdp.offload_optimizer": ("true", offloads != fsdp.offload_optimizer),
-                }
-                set_here = " ".join(f"{key}={value}" for key, (value, changed) in words.items() if changed)
-                other = replace(fsdp, activation_checkpointing=recomputes, offload_optimizer=offloads)
-                if set_here:
-                    yield set_here, replace(trainer, num_ranks=trainer.num_ranks * times, fsdp=other)
+                other = replace(
+                    fsdp,
+                    activation_checkpointing=recomputes,
+                    offload_optimizer=offloads,
+                    reduce_every_microbatch=True,
+                    shard_ranks=fsdp.shard_ranks if times == 1 else None,  # more copies would hold no less each
+                )
+                words = {"trainer.num_ranks": ranks} if times > 1 else {}
+                words |= {f"trainer.fsdp.{key}": _word(getattr(other, key)) for key in _changed(fsdp, other)}
+                if words:
+                    yield (
+                        " ".join(f"{key}={value}" for key, value in words.items()),
+                        replace(trainer, num_ranks=ranks, fsdp=other),
+                    )
         times *= 2
+
+
+def _changed(one: FsdpConfig, other: FsdpConfig) -> list[str]:
+    return [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape], gpu: int) -> None:
@@ -124,7 +152,8 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     weights = width * sum(map(prod, tensors.values()))
     key_width = sum(shape[0] for name, shape in tensors.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     cache = width * key_width * rollout.max_model_len
-    room = gpu * getattr(settings, "memory_share", 0.85)
+    share = getattr(settings, "memory_share", None)
+    room = gpu * (DEFAULT_MEMORY_SHARE if share is None else share)
     workers = settings.num_workers
 
     def needed(split: int) -> float:
@@ -137,6 +166,7 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     fitting = next((split for split in tried if needed(split) <= room and (split <= heads or split % heads == 0)), None)
     key = f"rollout.{rollout.engine}.tensor_parallel_size"
     do = f"set {key}={fitting}" if fitting else "shorten rollout.sampling.max_response_tokens, or use a smaller model"
+    do += _OTHER_GPU
     raise ConfigError(
         explain(
             f"a replica of {facts.name} with {key}={workers}",

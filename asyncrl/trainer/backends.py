@@ -106,18 +106,20 @@ def memory_of(
     *,
     critic: bool,
     reference: bool,
+    own_reference: bool = False,
     tokens: int | None = None,
     experts_per_token: int = 1,
 ) -> list[RankMemory] | None:
     """What each kind of rank holds; None where the backend has no estimate.
 
     Args:
+        own_reference: the reference is another model than the one in training.
         tensors: of the policy, which a critic and a reference resemble.
         tokens: of the largest micro-batch, where what its passes hold is asked for too.
     """
     if (estimate := BACKENDS[trainer.backend].memory) is None:
         return None
-    models = {"critic": critic, "reference": reference}
+    models = {"critic": critic, "reference": reference, "own_reference": own_reference}
     return resolve_name(estimate)(trainer, tensors, **models, tokens=tokens, experts_per_token=experts_per_token)
 
 

@@ -264,8 +264,9 @@ class TrainerWorker:
             StorageError: a rank could not write, or this one cannot read what it wrote.
         """
         self._use_thread()
+        written = self._backend.save(directory)
         try:
-            return {name: FileDigest.of(directory / name) for name in self._backend.save(directory)}
+            return {name: FileDigest.of(directory / name) for name in written}
         except OSError as error:
             raise unwritable(directory, error) from error
 

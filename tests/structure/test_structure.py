@@ -397,3 +397,11 @@ def test_tested_md_names_tests_that_exist():
         f"{file}::{name}" for file, name in named if not (ROOT / file).exists() or name not in (ROOT / file).read_text()
     ]
     assert not gone
+
+
+def test_no_link_is_part_of_the_repository():
+    """A link to a place on somebody's machine breaks every other checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not [line for line in listed.splitlines() if line.startswith("120000")]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA
 from asyncrl.trainer.fsdp.model import choose_attention
@@ -25,12 +26,18 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 logger = logging.getLogger(__name__)
 
 
-def _mesh(device: torch.device, world_size: int, shard_ranks: int | None) -> DeviceMesh:
+def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConfig) -> DeviceMesh:
     """[ranks], or [copies, ranks of a copy]: consecutive ranks, which are on one node, hold a copy. Collective."""
-    if shard_ranks in (None, world_size):
+    shards = trainer.fsdp.shard_ranks
+    if shards in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
-    shape = (world_size // shard_ranks, shard_ranks)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
+    numbers = torch.arange(world_size).view(-1, shards)
+    timeout = timedelta(seconds=trainer.collective_timeout_s)  # groups that a mesh makes itself have torch's own
+    own = []
+    for groups in (numbers.T.tolist(), numbers.tolist()):
+        made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in groups]
+        own += [group for ranks, group in made if rank in ranks]
+    return DeviceMesh.from_group(own, device.type, numbers, mesh_dim_names=("copies", "shards"))
 
 
 class FsdpBackend:
@@ -41,7 +48,7 @@ class FsdpBackend:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._rank, self._device = spec, rank, device
         torch.manual_seed(spec.seed)  # random initial weights (adapters) are the same on any number of ranks
-        self._models = Models(spec, _mesh(device, world_size, spec.trainer.fsdp.shard_ranks))
+        self._models = Models(spec, _mesh(device, rank, world_size, spec.trainer))
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy = self._models.policy
         fsdp = spec.trainer.fsdp

@@ -28,6 +28,7 @@ def rank_memory(
     *,
     critic: bool = False,
     reference: bool = False,
+    own_reference: bool = False,
     tokens: int | None = None,
     experts_per_token: int = 1,
 ) -> list[RankMemory]:
@@ -35,13 +36,15 @@ def rank_memory(
 
     Args:
         tensors: of the policy; a critic and a reference have the same sizes.
+        own_reference: the reference is not the base of the adapters, if there are any.
         tokens: of the largest micro-batch; None: what its passes hold is left out.
     """
     policy = sum(map(prod, tensors.values()))
     adapters = sum(_adapter(name, shape, trainer.lora) for name, shape in tensors.items()) if trainer.lora.rank else 0
     value = policy - prod(tensors.get(OUTPUT, (0,))) + tensors[NORM][0] + 1 if critic else 0
     trained = (adapters or policy) + value
-    frozen = policy if adapters or reference else 0  # the base of adapters is the reference, too
+    frozen = policy if adapters else 0  # the base, which is the reference too
+    frozen += policy if reference and (own_reference or not adapters) else 0
     ranks, fsdp = trainer.shard_ranks, trainer.fsdp
     weights = (_FLOAT32 * trained + _BYTES[fsdp.param_dtype] * frozen) // ranks
     gradients = _FLOAT32 * trained // (ranks if fsdp.reduce_every_microbatch else 1)
@@ -52,7 +55,7 @@ def rank_memory(
         held = weights + gradients
         peak = held + passes + optimizer
         if fsdp.offload_parameters:
-            peak = passes
+            peak = passes + (0 if fsdp.reduce_every_microbatch else gradients)  # unreduced ones are on the device
         elif fsdp.offload_optimizer:
             peak = held + max(passes, optimizer)
     where = " (in host memory)" * fsdp.offload_parameters

@@ -22,9 +22,9 @@ from asyncrl.trainer.step.model import LossFunction, Output, Part, TokenOutputs
 class Trained(Generic[Output]):
     """The `Model` of a module and its optimizer.
 
-    Gradients are reduced after every micro-batch, not only after the last one: what accumulates is then the rank's
-    shard, where unreduced gradients would take the memory of a whole model on every rank. What several copies of the
-    model have is averaged after the last one: a shard is all that it takes.
+    Gradients are reduced after every micro-batch, unless `FsdpConfig.reduce_every_microbatch` is false: what
+    accumulates is then the rank's shard, where unreduced gradients take the memory of a whole model on every rank. What
+    several copies of the model have is averaged after the last one: a shard is all that it takes.
     """
 
     def __init__(

@@ -49,10 +49,10 @@ def rank_memory(
     *,
     critic: bool = False,
     reference: bool = False,
-    **passes: int | None,
+    **others: int | None,
 ) -> list[RankMemory]:
     """One entry for each pipeline stage. `tensors`: of the policy; a critic and a reference have the same sizes.
-    `passes`: what they hold is not estimated."""
+    `others`: what passes hold is not estimated."""
     megatron = trainer.megatron
     stages, width = megatron.pipeline_parallel, _DTYPE_BYTES[megatron.param_dtype]
     state = _MOMENT_BYTES + (_MASTER_BYTES if width < _MASTER_BYTES else 0)  # float32 weights are their own masters
