@@ -1,13 +1,14 @@
 """Several copies of a model, each sharded over some of the ranks; gradients reduced once an update; frozen weights in
 the dtype of the passes. Four ranks (gloo) against one."""
 
+import datetime
 from dataclasses import asdict
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.trainer import FsdpConfig, LoraConfig
+from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build
@@ -38,6 +39,11 @@ def rank_main(root, rank, world_size, path):
     found = {}
     for name, fsdp in LAYOUTS.items():
         backend = build(path, rank, world_size, fsdp)
+        if fsdp.shard_ranks not in (None, world_size):
+            groups = [backend._models._mesh.get_group(name) for name in ("copies", "shards")]
+            waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+            wanted = datetime.timedelta(seconds=TrainerConfig().collective_timeout_s)
+            assert waits == [wanted, wanted], "not torch's own"
         held = sum(p.to_local().numel() for p in backend._policy.causal_lm.parameters())
         found[name] = {
             "held": held,

@@ -153,6 +153,14 @@ def test_a_resume_reads_an_intact_checkpoint_once(tmp_path, monkeypatch):
     assert read == ["step_4"] * 2
 
 
+def test_what_cannot_be_looked_at_is_no_reason_to_stop(tmp_path):
+    run = RunDirectory(tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=2)
+    intact = save(store, 2)
+    (intact / "trainer" / "gone").symlink_to(tmp_path / "nowhere")
+    assert run.resolve_resume("auto", 2, "command") == intact
+
+
 def test_a_file_that_was_written_elsewhere_or_cut_short_makes_no_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     whole = save(store, 2)

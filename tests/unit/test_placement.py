@@ -231,3 +231,13 @@ def test_a_replica_takes_no_more_of_a_shared_gpu_than_its_share(section, memory)
             recipe(*shared, f"{key}.gpu_share={share}")
     with pytest.raises(ConfigError, match=rf"{key}\.gpu_share must be"):
         recipe(*shared, f"{key}.gpu_share=0")
+
+
+def test_ranks_of_a_copy_of_the_model_share_a_node():
+    words = ["trainer.num_ranks=12", "trainer.fsdp.shard_ranks=4", "trainer.device=cuda", "rollout.num_replicas=4"]
+    recipe = load_recipe(
+        QUICKSTART, [*words, "rollout.torch.device=cuda", "batch.groups_per_step=12", "weights.transport=collective"]
+    )
+    ranks = [bundle.num_ranks for bundle in place_run(recipe, [8, 8]).bundles if bundle.num_ranks]
+    assert sum(ranks) == 12
+    assert all(number % 4 == 0 for number in ranks)

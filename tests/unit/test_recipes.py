@@ -10,6 +10,7 @@ import pytest
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.driver.memory_plan import gpu_bytes
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules
 from asyncrl.trainer.planner import StepPlanner
@@ -416,6 +417,35 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(
     error = " ".join(capsys.readouterr().err.split())
     for part in (asked, found, *do):
         assert part in error
+
+
+def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["rollout.engine=sglang", "rollout.sglang.tensor_parallel_size=4", "--dry-run"]
+    assert cli.main(["recipes/dapo_qwen.yaml", *words]) == 0
+
+
+def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-small, 8192'\necho '1, GPU-large, 81920'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    recipe = load_recipe(QUICKSTART, [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_bytes(recipe) == 8 * GIB
+    for named in ("1", "GPU-large"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert gpu_bytes(recipe) == 80 * GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_bytes(recipe) is None
+
+
+def test_more_ranks_are_advised_without_more_copies(hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4", "--dry-run"]
+    assert cli.main(["recipes/dapo_qwen.yaml", *words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "trainer.num_ranks=32 trainer.fsdp.shard_ranks=null (" in error
 
 
 def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, capsys, monkeypatch):
