@@ -97,6 +97,12 @@ def require_takes_publishes(
         found=f"a start of a replica ends after ray.start_timeout_s={start_timeout_s:g}, whatever it waits for",
         do=f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other",
     )
+    require(
+        lora_rank == 0,
+        asked=f"rollout.engine=remote with trainer.lora.rank={lora_rank}",
+        found="adapters are merged into the weights that a server was started with, and nobody compares these",
+        do="set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)",
+    )
     if remote.weights != "reload":
         return
     asked = "rollout.remote.weights=reload"
@@ -107,10 +113,10 @@ def require_takes_publishes(
         do="set weights.transport=disk, and weights.disk_directory to a directory that the servers see too",
     )
     require(
-        weights.encoding == "full" and lora_rank == 0,
-        asked=f"{asked} with weights.encoding={weights.encoding} and trainer.lora.rank={lora_rank}",
-        found="the server's own loader reads whole weights, no differences and no adapters",
-        do="set weights.encoding=full and trainer.lora.rank=0, or rollout.remote.weights=extension",
+        weights.encoding == "full",
+        asked=f"{asked} with weights.encoding={weights.encoding}",
+        found="the server's own loader reads whole weights, no differences",
+        do="set weights.encoding=full, or rollout.remote.weights=extension",
     )
 
 

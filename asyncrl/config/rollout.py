@@ -423,7 +423,7 @@ class RolloutConfig:
         if self.engine != "remote":
             return self
         remote = replace(self.remote, urls=[self.remote.urls[replica_id]])
-        return replace(self, remote=remote, num_replicas=1, min_replicas=None)
+        return replace(self, remote=remote, num_replicas=1, min_replicas=None, max_replicas=None)
 
     @property
     def guided_decoding(self) -> bool:

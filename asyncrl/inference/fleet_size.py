@@ -145,7 +145,9 @@ class FleetSize:
     def report(self) -> FleetReport:
         states: dict[int, ReplicaState] = {i: row.state for i, row in self._pool.table.rows.items()}
         waiting = {i: self._found.get(i, "") for i in sorted(self._waits)}
-        return FleetReport(self._target, self._limits.least, self._limits.most, states, waiting)
+        limits = self._limits
+        most = limits.least if limits.fixed_by else limits.most
+        return FleetReport(self._target, limits.least, most, states, waiting)
 
     def resize(self, replicas: int, asked_by: Literal["recipe", "command"] = "command") -> FleetReport:
         """Sets the target, which `watch` brings about; returns the fleet as it is. Raises ConfigError: the run cannot
@@ -226,5 +228,5 @@ class FleetSize:
                 logger.info("replica %d waits on for a place: %s", replica_id, error)
             else:
                 break
-        del self._waits[replica_id]
         self._pool.join(replica_id)
+        del self._waits[replica_id]

@@ -104,10 +104,14 @@ class Membership:
             member.version = version
         self.generation += (member.state, member.incarnation, member.version) != before
 
-    def add(self, replica_id: int) -> None:
-        """A replica joins, as starting. Raises ValueError: it is there."""
+    def require_free(self, replica_id: int) -> None:
+        """Raises ValueError: it is there."""
         if replica_id in self.members:
             raise ValueError(f"replica {replica_id} is there, {self.members[replica_id].state}")
+
+    def add(self, replica_id: int) -> None:
+        """A replica joins, as starting. Raises ValueError: it is there."""
+        self.require_free(replica_id)
         self.members[replica_id] = Member(incarnation=self._dropped.get(replica_id, -1) + 1)
         self.generation += 1
 

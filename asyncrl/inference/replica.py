@@ -368,6 +368,8 @@ class Replica:
         except AsyncRLError as e:
             if self._lost_engine:
                 outbox.arrived.set()  # wakes `collect`, which raises: the client resumes the request elsewhere
+            elif self._stopping and not isinstance(e, BadRequest):
+                outbox.add(_final(request, self._engine.health().version))  # an abort, after which clients resume
             else:
                 outbox.add(_final(request, self._engine.health().version, str(e), isinstance(e, BadRequest)))
         except Exception as e:  # task boundary: the client gets it as the request's error

@@ -226,8 +226,10 @@ class ReplicaPool:
         on. Does nothing in a pool that is at its end. Raises ValueError: it is there."""
         if self._stopping or self._failure is not None:
             return
+        self._membership.require_free(replica_id)
+        control = self._spawn(replica_id)  # first: if that fails, nothing has changed
         self._membership.add(replica_id)
-        control = self._controls[replica_id] = self._spawn(replica_id)
+        self._controls[replica_id] = control
         self._on_event(events.ReplicaJoined(replica_id))
         self._spawn_task(self._start(replica_id, control, 0.0), f"start replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")

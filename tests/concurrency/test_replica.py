@@ -249,3 +249,14 @@ async def test_a_wake_whose_caller_gave_up_disturbs_no_later_one():
     await asyncio.gather(sleep.wake_weights(), sleep.end(), sleep.begin(), late)
     await sleep.end()
     await engine.stop()
+
+
+async def test_what_a_replica_that_leaves_was_writing_ends_as_an_abort_that_clients_resume():
+    replica = await start()
+    await replica.submit("client", [request("long")])
+    await generating(replica, 1)
+    polling = asyncio.create_task(replica.collect("client", 5.0))
+    await polling
+    await replica.stop()
+    chunks = await replica.collect("client", 1.0)
+    assert (chunks[-1].finish_reason, chunks[-1].error) == ("abort", None)

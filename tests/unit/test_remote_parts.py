@@ -134,7 +134,7 @@ def recipe(*overrides):
 
 
 def test_each_replica_has_the_server_of_its_number():
-    rollout = recipe(*REMOTE, "weights.transport=collective").rollout
+    rollout = recipe(*REMOTE, "weights.transport=collective", "rollout.max_replicas=2").rollout
     assert [rollout.of_replica(i).remote.urls for i in range(2)] == [["http://a:8000"], ["https://b/vllm"]]
     assert rollout.of_replica(1).max_model_len == rollout.max_model_len
     assert RolloutConfig().of_replica(1) == RolloutConfig()
@@ -156,6 +156,7 @@ def test_replicas_take_no_gpu_of_the_cluster():
         (RELOAD, r"weights=reload with weights\.transport=ipc"),
         ((*RELOAD, "weights.transport=disk", "weights.encoding=delta"), "weights.encoding=delta"),
         ((*RELOAD, "weights.transport=disk", "trainer.lora.rank=4"), "lora.rank=4"),
+        ((*REMOTE, "weights.transport=collective", "trainer.lora.rank=4"), "engine=remote with trainer.lora.rank=4"),
         ((*REMOTE, "ray.start_timeout_s=100"), r"wait_s=240(?s:.)*start_timeout_s=100"),
         ((*REMOTE, "rollout.remote.lost_after_s=0"), "lost_after_s"),
     ],

@@ -882,3 +882,17 @@ async def test_a_pool_at_its_end_takes_nobody_in_and_lets_nobody_go():
     pool.leave(0, "scaled")
     await settled()
     assert (len(rig.made), rig.kinds) == (1, [])
+
+
+async def test_one_that_cannot_be_made_is_no_member():
+    rig = Rig(num=2, is_resized=True)
+    pool = await rig.begin()
+
+    def refuse(replica_id):
+        raise RuntimeError("Ray has lost its connection")
+
+    pool._spawn = refuse
+    with pytest.raises(RuntimeError, match="Ray has lost"):
+        pool.join(2)
+    assert sorted(pool.table.rows) == [0, 1]
+    await pool.stop(1)

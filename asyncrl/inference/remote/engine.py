@@ -331,7 +331,8 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                 return  # it began to load weights before it could answer
             raise
         if self._label == expected:
-            self._labels.version(str(told["weight_version"]))
+            label = told.get("weight_version") if isinstance(told, dict) else told  # a page of a gateway, say
+            self._labels.version(str(label))
 
     def _lose(self, why: str) -> None:
         if self._lost is None:

@@ -103,5 +103,5 @@ def output_of(line: str, labels: Labels) -> Output | None:
         np.array(ids, np.int32),
         np.array([entry["logprob"] for entry in entries], np.float32),
         choice.get("finish_reason"),
-        None if spans is None else tuple((labels.version(span["version"]), span["start"]) for span in spans),
+        None if spans is None else tuple((labels.version(str(span["version"])), span["start"]) for span in spans),
     )
