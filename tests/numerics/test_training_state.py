@@ -278,7 +278,7 @@ def test_a_frozen_output_layer_costs_no_gradient(frozen):
         leaves = {"hidden": hidden, "weight": weight, "bias": bias}
         leaves = {name: x.clone().requires_grad_(name in trained) for name, x in leaves.items()}
         logprobs, entropy = token_logprobs(*leaves.values(), targets, temperature=0.7, logits_per_chunk=3 * 17)
-        found = logprobs.grad_fn.apply(torch.ones(11), None)
+        found = logprobs.grad_fn.apply(torch.ones(11), None, None)
         (logprobs.sum() + entropy.sum()).backward()
         return [x.grad for x in leaves.values()], found[:3]
 
