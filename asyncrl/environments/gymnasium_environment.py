@@ -99,9 +99,8 @@ class _EpisodeProcess:
         try:
             return await self.pool.call(GymnasiumRequest(finished=finished, **request), asked)
         except asyncio.CancelledError:
-            self.finished += (
-                finished  # a call that is cancelled while it waits is never made; hearing twice is harmless
-            )
+            # a call that is cancelled while it waits is never made; to hear of an episode twice is harmless
+            self.finished += finished
             raise
 
 

@@ -53,8 +53,7 @@ def test_a_package_in_a_version_that_does_not_fit_is_refused(monkeypatch, tmp_pa
     recipe = load_recipe(QUICKSTART, ["rollout.environment=tool_use", "rollout.tool_use.mcp={office: {command: [x]}}"])
     with pytest.raises(ConfigError) as refused:
         check_environment(recipe)
-    needed = SpecifierSet(PACKAGES["mcp"][2])
-    assert f"found: mcp {version}, needed {needed}" in str(refused.value).replace("  ", "")
+    assert f"found: mcp {version}, needed {PACKAGES['mcp'][2]}\n" in str(refused.value)
     assert "pip install 'asyncrl[mcp]'" in str(refused.value)
 
 

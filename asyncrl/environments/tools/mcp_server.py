@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _CLOSE_S = 4.0
-"""Longest time for a connection to end. A command has twice that: the SDK asks it to end, sends SIGTERM, then SIGKILL."""
+"""Longest time for a connection to end; twice that for a command, to which the SDK sends SIGTERM, then SIGKILL."""
 _MAX_PAGES = 100
 _LOST_MESSAGES = ("Session terminated", "Server returned an error response", "Unexpected content type")
 """The SDK's own, for answers over HTTP that are not JSON-RPC."""
