@@ -190,9 +190,10 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
                 variables = {_SHARED_VARIABLE: run, **variables}
             process = StdioServerParameters(command=config.command[0], args=config.command[1:], env=variables)
             transport = stdio_client(process, errlog=sys.__stderr__ or sys.stderr)
+        # the SDK ends a session over HTTP by a request without a deadline: also leaving needs one
+        limit = asyncio.timeout(config.start_timeout_s + leave_s)
         try:
-            # the SDK ends a session over HTTP by a request without a deadline: also leaving needs one
-            async with asyncio.timeout(config.start_timeout_s + leave_s) as limit, AsyncExitStack() as stack:
+            async with limit, AsyncExitStack() as stack:
                 async with asyncio.timeout(config.start_timeout_s):
                     client = await stack.enter_async_context(Client(transport))
                     tools = _offered(asked, config, await _listed(client))
