@@ -1,11 +1,12 @@
 """An MCP server for tests: `python tests/mcp_tools.py` speaks on standard input and output, with a port as its argument
-streamable HTTP on it."""
+streamable HTTP on it, with sessions."""
 
 import os
 import sys
 import time
 
 import anyio
+import uvicorn
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -56,8 +57,21 @@ def environment(variable: str) -> str:
     return os.environ.get(variable, "(not set)")
 
 
+def with_sessions(app):
+    """The app as servers before 2026-07-28 are: they know `initialize` and sessions only."""
+
+    async def older(scope, receive, send):
+        version = dict(scope.get("headers", ())).get(b"mcp-protocol-version", b"")
+        if version < b"2026":
+            return await app(scope, receive, send)
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body"})
+
+    return older
+
+
 if __name__ == "__main__":
     if sys.argv[1:]:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+        uvicorn.run(with_sessions(server.streamable_http_app()), host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run()

@@ -217,6 +217,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     rollout = sections.setdefault("rollout", {})
     _require_standalone(arguments.engine or rollout.get("engine", "torch"))
     rollout["num_replicas"] = arguments.replicas
+    rollout["max_replicas"] = rollout["min_replicas"] = None  # of the run's fleet
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):
         length = rollout.get(rollout.get("engine", "torch"), {}).get("max_model_len")
         rollout["engine"] = arguments.engine

@@ -17,7 +17,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import ParserName, parser_for
 from asyncrl.environments.agent_program import AgentProgram
-from asyncrl.environments.agent_session import AgentSession
+from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.limits import limits_of
 from asyncrl.errors import ConfigError, explain
@@ -61,8 +61,7 @@ def load_agent(config: AgentConfig) -> Agent:
 class AgentEndpoint:
     """Owns the endpoint that agents ask, and records what each of them asks."""
 
-    def __init__(self, recipe: Recipe, chat: Chat, max_turns: int) -> None:
-        """`max_turns`: requests in one trajectory."""
+    def __init__(self, recipe: Recipe, chat: Chat, max_turns: TurnLimit) -> None:
         self._config = recipe.rollout.agent
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
         self._max_turns = max_turns
@@ -132,7 +131,7 @@ class AgentEnvironment:
         config = recipe.rollout.agent
         self._agent = load_agent(config)
         self._name = config.function or str(config.command)
-        self._endpoint = AgentEndpoint(recipe, chat, config.max_turns)
+        self._endpoint = AgentEndpoint(recipe, chat, TurnLimit(config.max_turns, "rollout.agent.max_turns"))
 
     async def start(self) -> None:
         """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""

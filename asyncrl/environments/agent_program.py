@@ -19,7 +19,8 @@ MAX_ANSWER_BYTES = 1 << 20
 _SHOWN_BYTES = 4000
 """Of the end of the standard error, in messages."""
 _LEAVE_S = 5.0
-"""Time to end after SIGTERM; then the process group is killed."""
+"""Time to end after SIGTERM, then the process group is killed; after an exit, for the output to end."""
+_POLL_S = 0.05
 
 
 class AgentProgram:
@@ -54,18 +55,30 @@ class AgentProgram:
     async def __call__(self, base_url: str, api_key: str, task: Task) -> str | None:
         """Its standard output without blanks around it; None when it wrote nothing.
 
-        Raises ProcessDied: it cannot be started, or ended with another exit code than 0.
+        It has ended with its own exit: what it leaves running in its process group is killed then.
+
+        Raises ProcessDied: it cannot be started, ended with another exit code than 0, or left a process outside of its
+        group that holds its output open.
         """
         async with self._places:
             process = await self._started(base_url, api_key)
+            talk = asyncio.gather(
+                _end_of(process.stdout, MAX_ANSWER_BYTES),
+                _end_of(process.stderr, _SHOWN_BYTES),
+                _send(process.stdin, _task_json(task)),
+            )
             try:
-                answer, said, _ = await asyncio.gather(
-                    _end_of(process.stdout, MAX_ANSWER_BYTES),
-                    _end_of(process.stderr, _SHOWN_BYTES),
-                    _send(process.stdin, _task_json(task)),
-                )
-                code = await process.wait()
+                # not process.wait(): up to Python 3.12 it also waits for whoever else holds the pipes
+                while (code := process.returncode) is None:  # noqa: ASYNC110 - asyncio has no event for it
+                    await asyncio.sleep(_POLL_S)
+                kill_group(process.pid)
+                async with asyncio.timeout(_LEAVE_S):
+                    answer, said, _ = await talk
+            except TimeoutError:
+                found = f"exit code {process.returncode}, but a process outside of its group holds its output open"
+                raise self._failed(found) from None
             finally:
+                talk.cancel()
                 self._leave(process)
         if code != 0:
             found = f"exit code {code}; its standard error ends with:\n{said.decode(errors='replace').strip()}"

@@ -31,6 +31,14 @@ class _Node:
     prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TurnLimit:
+    """The most requests of one trajectory, and the key of the recipe that says so."""
+
+    requests: int
+    key: str
+
+
 class AgentSession:
     """Answers the requests of one agent and records them as a tree.
 
@@ -41,7 +49,7 @@ class AgentSession:
     Requests are answered one after another, in the order in which they arrive.
     """
 
-    def __init__(self, session: Session, limits: TrajectoryLimits, max_turns: int, parser: ParserName) -> None:
+    def __init__(self, session: Session, limits: TrajectoryLimits, max_turns: TurnLimit, parser: ParserName) -> None:
         self._session = session
         self._limits = limits
         self._max_turns = max_turns
@@ -73,9 +81,9 @@ class AgentSession:
     async def answer(self, request: AgentRequest) -> AgentReply:
         """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
         async with self._order:
-            if self.num_requests >= self._max_turns:
+            if self.num_requests >= self._max_turns.requests:
                 self.cut = True
-                found = f"{self.num_requests} requests were made, rollout.agent.max_turns={self._max_turns}"
+                found = f"{self.num_requests} requests were made, {self._max_turns.key}={self._max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
             self.num_requests += 1
             conversation, prompt_tokens = self._placed(request)

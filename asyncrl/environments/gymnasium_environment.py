@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -60,7 +61,9 @@ class GymnasiumEnvironment:
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         """Raises DeadlineExceeded, ProcessDied, what the environment raises, and what `play` raises."""
-        process = min(self._processes, key=lambda p: len(p.episodes))
+        # a process that cannot be started any more fails its episodes at once, and would always have the fewest
+        usable = [p for p in self._processes if not p.pool.refuses] or self._processes
+        process = min(usable, key=lambda p: len(p.episodes))
         episode = _GymnasiumEpisode(next(self._episodes), process, task)
         process.episodes.add(episode.number)
         try:
@@ -93,7 +96,12 @@ class _EpisodeProcess:
 
     async def ask(self, asked: str, **request: Any) -> EnvironmentReply:
         finished, self.finished = tuple(self.finished), []
-        return await self.pool.call(GymnasiumRequest(finished=finished, **request), asked)
+        try:
+            return await self.pool.call(GymnasiumRequest(finished=finished, **request), asked)
+        except asyncio.CancelledError:
+            # a call that is cancelled while it waits is never made; to hear of an episode twice is harmless
+            self.finished += finished
+            raise
 
 
 class _GymnasiumEpisode:

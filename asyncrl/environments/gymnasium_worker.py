@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import GymnasiumConfig
 from asyncrl.environments.actions import last_choice, last_match
-from asyncrl.environments.observation import EnvironmentReply
+from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.registry import resolve
 from asyncrl.workers.worker_loop import serve
@@ -128,13 +128,13 @@ class _Environments:
 
 
 def _text(env: gymnasium.Env[Any, Any], observation: Any) -> str:
-    """A text as it is; the environment's drawing where it has one in text, with what is highlighted in brackets; else
-    JSON."""
+    """At most MAX_TEXT_CHARS of it. A text as it is; the environment's drawing where it has one in text, with what is
+    highlighted in brackets; else JSON."""
     if isinstance(observation, str):
-        return observation
+        return observation[:MAX_TEXT_CHARS]
     if env.render_mode == "ansi":
-        return _HIGHLIGHT.sub(r"[\1]", str(env.render())).strip("\n")
-    return json.dumps(observation, default=_plain)
+        return _HIGHLIGHT.sub(r"[\1]", str(env.render())).strip("\n")[:MAX_TEXT_CHARS]
+    return json.dumps(observation, default=_plain)[:MAX_TEXT_CHARS]
 
 
 def _plain(value: Any) -> Any:

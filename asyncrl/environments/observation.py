@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from asyncrl.data.chat import Chat
 
 
+MAX_TEXT_CHARS = 1 << 20
+"""Of one result of a tool or one observation: what is longer is cut before anybody tokenizes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentReply:
     """What an environment answers to a reset or an action.
@@ -25,13 +29,16 @@ class EnvironmentReply:
 
 
 def for_policy(chat: Chat, text: str, limit: int) -> str:
-    """The text without unpaired surrogates and special tokens; cut with a note when it has more than `limit` tokens."""
-    text = speakable(text)
+    """The text without unpaired surrogates and special tokens; cut with a note when it has more than `limit` tokens, or
+    MAX_TEXT_CHARS."""
+    cut = len(text) >= MAX_TEXT_CHARS  # whoever sent it may have cut it already
+    text = speakable(text[:MAX_TEXT_CHARS])
     # a token has at least one byte: a text that is short enough need not be tokenized to know
     if len(text.encode()) > limit:
         ids = chat.encode(text)
         if len(ids) > limit:
-            text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {len(ids)} tokens]"
+            whole = f"{'more than ' if cut else ''}{len(ids)}"
+            text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {whole} tokens]"
     return chat.harmless(text)
 
 

@@ -18,7 +18,7 @@ from asyncrl.environments.actions import last_tagged
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.episode import EpisodeRules, play, setting_of
 from asyncrl.environments.limits import limits_of
-from asyncrl.environments.observation import EnvironmentReply
+from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply
 from asyncrl.environments.packages import require_package_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, Process, explain
 from asyncrl.types import Trajectory
@@ -66,15 +66,19 @@ class OpenEnvEnvironment:
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         """Raises GenerationError, DeadlineExceeded: of the server; what `play` raises."""
-        async with self._places:
-            episode = _OpenEnvEpisode(self._config, setting_of(task, "seed", int, task.ordinal))
-            try:
-                return await play(episode, task, session, self._rules)
-            finally:
-                # whoever cancels a trajectory waits for a second only
-                leaving = asyncio.create_task(episode.leave(), name="end of a session of OpenEnv")
-                self._leaving.add(leaving)
-                leaving.add_done_callback(self._leaving.discard)
+        episode = _OpenEnvEpisode(self._config, setting_of(task, "seed", int, task.ordinal))
+        await self._places.acquire()
+        try:
+            return await play(episode, task, session, self._rules)
+        finally:
+            # whoever cancels a trajectory waits for a second only; the place is free once the server's session is
+            leaving = asyncio.create_task(episode.leave(), name="end of a session of OpenEnv")
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._left)
+
+    def _left(self, leaving: asyncio.Task[None]) -> None:
+        self._leaving.discard(leaving)
+        self._places.release()
 
 
 class _OpenEnvEpisode:
@@ -127,4 +131,4 @@ class _OpenEnvEpisode:
         if self._config.observation:
             shown = shown.get(self._config.observation, "") if isinstance(shown, dict) else shown
         text = shown if isinstance(shown, str) else json.dumps(shown, default=str)
-        return EnvironmentReply(text, float(result.reward or 0.0), bool(result.done))
+        return EnvironmentReply(text[:MAX_TEXT_CHARS], float(result.reward or 0.0), bool(result.done))

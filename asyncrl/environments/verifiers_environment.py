@@ -15,6 +15,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
 from asyncrl.environments.agent import AgentEndpoint
 from asyncrl.environments.agent_server import KEY_HEADER, MODEL
+from asyncrl.environments.agent_session import TurnLimit
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.episode import setting_of
 from asyncrl.environments.packages import require_package_of
@@ -56,8 +57,8 @@ class VerifiersEnvironment:
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
         self._config = recipe.rollout.verifiers
-        self._start_timeout_s = recipe.ray.start_timeout_s
-        self._endpoint = AgentEndpoint(recipe, chat, self._config.max_turns)
+        limit = TurnLimit(self._config.max_turns, "rollout.verifiers.max_turns")
+        self._endpoint = AgentEndpoint(recipe, chat, limit)
         self._environment: vf.Env[Any] | None = None
         self._tasks: list[vf.Task] = []
         self._stop = asyncio.Event()

@@ -130,6 +130,30 @@ os.remove(mine)
     assert [session.rewarded for _, session in played] == [["1"]] * 4
 
 
+LEAVES_A_CHILD = """
+import subprocess, sys
+print("5", flush=True)
+code = "import time; time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code], start_new_session={own_session})
+"""
+
+
+async def test_a_program_that_leaves_a_child_with_its_output_has_ended_with_its_own_exit(started):
+    leaves = LEAVES_A_CHILD.replace("{own_session}", "False")
+    environment = await started(agent_recipe(command=[sys.executable, "-c", leaves + GREETS]))
+    _, session = await play(environment, "yes")
+    assert session.rewarded == ["5"]
+
+
+async def test_a_program_whose_child_keeps_its_output_in_a_session_of_its_own_fails_its_attempt(started, tmp_path):
+    leaves = LEAVES_A_CHILD.replace("subprocess.Popen", "child = subprocess.Popen").replace("{own_session}", "True")
+    leaves += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    environment = await started(agent_recipe(command=[sys.executable, "-c", leaves + GREETS]))
+    with pytest.raises(ProcessDied, match="exit code 0, but a process outside of its group holds its output open"):
+        await play(environment, "yes")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 async def test_a_trajectory_that_is_cancelled_ends_its_program_and_what_that_started(started, tmp_path):
     hangs = f"""
 import os, subprocess, sys, time

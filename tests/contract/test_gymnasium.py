@@ -219,3 +219,23 @@ def test_settings_that_make_no_sense_are_refused():
             recipe_of(settings)
     with pytest.raises(ConfigError, match="this environment gives the reward itself"):
         recipe_of(LAKE, "reward.function=math")
+
+
+async def test_a_process_that_cannot_be_started_any_more_gets_no_episodes(started):
+    environment = await started({**GUESS, "workers": 2})
+    await environment._processes[0].pool.close()
+    for _ in range(3):
+        assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
+
+
+async def test_finished_episodes_are_told_again_when_their_request_is_cancelled_while_it_waits(started):
+    environment = await started(GUESS)
+    process = environment._processes[0]
+    process.finished = [77]
+    waiting = asyncio.create_task(process.ask("a reset", episode=1, seed=0, options=None))
+    await asyncio.sleep(0)
+    assert process.finished == []
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert process.finished == [77]

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import psutil
 import pytest
@@ -69,9 +70,9 @@ async def said(environment, name, **arguments):
     return result, dict(trajectory.reward_parts)["tool_errors"]
 
 
-@pytest.fixture
-def http_server():
-    """The port of a server over HTTP."""
+@contextmanager
+def serving():
+    """The process and the port of a server over HTTP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -83,9 +84,62 @@ def http_server():
                 break
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    yield port
-    process.kill()
-    process.wait()
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def http_server():
+    """The port of a server over HTTP."""
+    with serving() as (_, port):
+        yield port
+
+
+class Gateway:
+    """Forwards connections to a port of this machine, which may change; without one it answers 502."""
+
+    def __init__(self, target):
+        self.target = target
+        self.open = set()
+
+    async def __call__(self, reader, writer):
+        self.open.add(writer)
+        with suppress(OSError):
+            if self.target is None:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            else:
+                their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target)
+                self.open.add(their_writer)
+                await asyncio.gather(_copy(reader, their_writer), _copy(their_reader, writer))
+        writer.close()
+
+    def cut(self):
+        for writer in self.open:
+            writer.close()
+
+
+async def _copy(reader, writer):
+    with suppress(OSError):
+        while part := await reader.read(1 << 16):
+            writer.write(part)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def gateway_to(target):
+    """The gateway and its port."""
+    gateway = Gateway(target)
+    listening = await asyncio.start_server(gateway, "127.0.0.1", 0)
+    try:
+        yield gateway, listening.sockets[0].getsockname()[1]
+    finally:
+        gateway.cut()
+        listening.close()
 
 
 async def test_tools_of_a_command_are_named_in_prompts_called_and_read(started):
@@ -180,6 +234,34 @@ async def test_tools_over_http(started, http_server):
     assert (await said(environment, "hang", seconds=1))[0].startswith("Error: there is no tool 'hang'")
     with pytest.raises(ProcessDied, match="call die of MCP server office"):
         await play(environment, call_text("die"), "done")
+
+
+def behind(port):
+    settings = json.dumps({"url": f"http://127.0.0.1:{port}/mcp", "start_timeout_s": 15})
+    return with_server(settings, timeout_s=1)
+
+
+async def test_a_server_over_http_that_hangs_is_left_and_the_next_one_behind_its_address_serves(started):
+    with serving() as (first, old), serving() as (_, new):
+        async with gateway_to(old) as (gateway, port):
+            environment = await started(behind(port))
+            assert await said(environment, "add", a=1, b=2) == ("3", 0)
+            first.send_signal(signal.SIGSTOP)
+            with pytest.raises(ProcessDied, match="neither add nor the list of its tools was answered within 1 s"):
+                await play(environment, call_text("add", a=1, b=2), "done")
+            gateway.target = new
+            assert await said(environment, "add", a=1, b=2) == ("3", 0)
+
+
+async def test_an_error_page_of_a_gateway_fails_the_attempt_and_is_no_result(started, http_server):
+    async with gateway_to(http_server) as (gateway, port):
+        environment = await started(behind(port))
+        gateway.target = None
+        gateway.cut()
+        with pytest.raises(ProcessDied, match="call add of MCP server office"):
+            await play(environment, call_text("add", a=1, b=2), "done")
+        gateway.target = http_server
+        assert await said(environment, "add", a=1, b=2) == ("3", 0)
 
 
 @pytest.mark.parametrize(

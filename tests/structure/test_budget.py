@@ -21,7 +21,7 @@ BUDGET = {
     "data": 1485,
     "doctor": 495,
     "driver": 2290,
-    "environments": 1980,
+    "environments": 2030,
     "evaluation": 80,
     "inference": 6385,
     "observability": 880,

@@ -1,14 +1,21 @@
 """Environments of others are asked for by name: packages that are missing, rewards that nobody would ask."""
 
+import importlib.metadata
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from asyncrl.config.lengths import response_limit
 from asyncrl.config.load import load_recipe
 from asyncrl.environments import check_environment
+from asyncrl.environments.observation import MAX_TEXT_CHARS, for_policy
+from asyncrl.environments.packages import PACKAGES
 from asyncrl.errors import ConfigError
-from tests.unit.test_recipes import QUICKSTART
+from tests.environments import chat_with
+from tests.unit.test_recipes import QUICKSTART, ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +38,37 @@ def test_a_missing_package_of_mcp_servers_is_named_with_its_extra(monkeypatch):
     recipe = load_recipe(QUICKSTART, ["rollout.environment=tool_use", server])
     with pytest.raises(ConfigError, match=r"the package mcp is not installed\ndo: +pip install 'asyncrl\[mcp\]'"):
         check_environment(recipe)
+
+
+@pytest.mark.parametrize("version", ["1.30.0", "3.0.0"])
+def test_a_package_in_a_version_that_does_not_fit_is_refused(monkeypatch, tmp_path, version):
+    """A package of that name and version comes first on the path."""
+    (tmp_path / "mcp.py").write_text("")
+    info = tmp_path / f"mcp-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mcp\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mcp", raising=False)
+    assert importlib.metadata.version("mcp") == version
+    recipe = load_recipe(QUICKSTART, ["rollout.environment=tool_use", "rollout.tool_use.mcp={office: {command: [x]}}"])
+    with pytest.raises(ConfigError) as refused:
+        check_environment(recipe)
+    assert f"found: mcp {version}, needed {PACKAGES['mcp'][2]}\n" in str(refused.value)
+    assert "pip install 'asyncrl[mcp]'" in str(refused.value)
+
+
+def test_the_versions_are_those_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, (_, extra, versions) in PACKAGES.items():
+        needed = Requirement(extras[extra][0])
+        assert (needed.name, needed.specifier) == (package, SpecifierSet(versions))
+
+
+def test_a_text_of_any_size_is_cut_before_it_is_tokenized():
+    chat = chat_with()
+    shown = for_policy(chat, "a b " * MAX_TEXT_CHARS, 5)
+    most = len(chat.encode("a b " * (MAX_TEXT_CHARS // 4)))
+    assert shown.endswith(f"[cut: the first 5 of more than {most} tokens]")
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -81,6 +81,21 @@ def test_models_that_only_training_needs_may_be_gone(
     assert (found.kl.path, found.critic.path) == (None, None)
 
 
+def test_the_bounds_of_a_runs_fleet_do_not_hold_for_an_evaluation(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(place)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: model}\ndata: {train: rows.jsonl, max_prompt_tokens: 64}\neval: {every_steps: 0}\n"
+        "rollout: {num_replicas: 3, min_replicas: 2, max_replicas: 4}\n"
+    )
+    for replicas in (1, 6):
+        words = ["model", "rows.jsonl", "--recipe", str(recipe), "--replicas", str(replicas)]
+        found = load_evaluation(_parser().parse_args(words), None, tmp_path).rollout
+        assert (found.num_replicas, found.most_replicas) == (replicas, replicas)
+
+
 def test_a_list_that_is_none_is_refused(capsys) -> None:
     with pytest.raises(SystemExit) as error:
         main(["model", "rows.jsonl", "--pass-at", "1,x"])

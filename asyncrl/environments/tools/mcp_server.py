@@ -9,11 +9,12 @@ import re
 import sys
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import McpServerConfig
+from asyncrl.environments.observation import MAX_TEXT_CHARS
 from asyncrl.environments.tools.tool import ToolResult
 from asyncrl.errors import AsyncRLError, ConfigError, Process, ProcessDied, explain
 
@@ -24,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _CLOSE_S = 4.0
-"""Longest time for a connection to end; the SDK kills a server's process after that long."""
+"""Longest time for a connection to end; twice that for a command, to which the SDK sends SIGTERM, then SIGKILL."""
 _MAX_PAGES = 100
+_LOST_MESSAGES = ("Session terminated", "Server returned an error response", "Unexpected content type")
+"""The SDK's own, for answers over HTTP that are not JSON-RPC."""
 _SHARED_VARIABLE = "ASYNCRL_RUN"
 """By this the janitor finds a server that outlives its rollouter."""
 
@@ -168,14 +171,16 @@ class McpServer:
 async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[mcp.Client, tuple[McpTool, ...]]]:
     """A connection and the tools to offer, by name. Ends the server's process where it was started here.
 
-    Raises ConfigError: it cannot be started or reached, is too slow, or does not have the tools that are asked for.
+    Raises:
+        ConfigError: it cannot be started or reached, is too slow, or does not have the tools that are asked for.
+        TimeoutError: it could be used, and did not end the session in time.
     """
     import httpx2
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
     asked = _asked(name, config)
-    opened = False
+    opened, leave_s = False, _CLOSE_S if config.url else 2 * _CLOSE_S
     async with httpx2.AsyncClient(headers=config.headers, timeout=httpx2.Timeout(30, read=None)) as http:
         if config.url:
             transport: Any = streamable_http_client(config.url, http_client=http)
@@ -185,13 +190,22 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
                 variables = {_SHARED_VARIABLE: run, **variables}
             process = StdioServerParameters(command=config.command[0], args=config.command[1:], env=variables)
             transport = stdio_client(process, errlog=sys.__stderr__ or sys.stderr)
+        # the SDK ends a session over HTTP by a request without a deadline: also leaving needs one
+        limit = asyncio.timeout(config.start_timeout_s + leave_s)
         try:
-            async with asyncio.timeout(config.start_timeout_s) as limit, Client(transport) as client:
-                tools = _offered(asked, config, await _listed(client))
+            async with limit, AsyncExitStack() as stack:
+                async with asyncio.timeout(config.start_timeout_s):
+                    client = await stack.enter_async_context(Client(transport))
+                    tools = _offered(asked, config, await _listed(client))
                 limit.reschedule(None)
                 opened = True
-                yield client, tools
+                try:
+                    yield client, tools
+                finally:
+                    limit.reschedule(asyncio.get_running_loop().time() + leave_s)
         except Exception as error:
+            if opened and limit.expired():
+                raise TimeoutError(f"it did not end the session within {leave_s:g} s") from error
             if opened:
                 raise
             first = _first(error)
@@ -204,11 +218,15 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
 
 def list_mcp_tools(servers: Mapping[str, McpServerConfig]) -> tuple[McpTool, ...]:
     """The tools of all servers, in the order of the servers, then by name. Blocks: connects to each of them and leaves
-    it again, within its start_timeout_s. May be called where an event loop runs. Raises ConfigError as `connected`."""
+    it again, within its start_timeout_s and some seconds. May be called where an event loop runs. Raises ConfigError as
+    `connected`."""
 
     async def tools_of(name: str, config: McpServerConfig) -> tuple[McpTool, ...]:
-        async with connected(name, config) as (_, tools):
-            return tools
+        tools: tuple[McpTool, ...] = ()
+        with suppress(TimeoutError):  # of leaving it
+            async with connected(name, config) as (_, tools):
+                pass
+        return tools
 
     async def all_tools() -> tuple[McpTool, ...]:
         found = await asyncio.gather(*(tools_of(name, config) for name, config in servers.items()))
@@ -249,18 +267,19 @@ def _asked(name: str, config: McpServerConfig) -> str:
 
 
 def _text_of(answer: Any) -> str:
-    """The texts of a result, a line each; the kind of whatever is none."""
+    """The texts of a result, a line each; the kind of whatever is none. At most MAX_TEXT_CHARS of them."""
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in answer.content]
-    return "\n".join(parts) or "(no content)"
+    return "\n".join(parts)[:MAX_TEXT_CHARS] or "(no content)"
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True when the connection is of no more use: it was closed, or the server does not know its session any more."""
+    """True when the connection is of no more use: it was closed, the server does not know its session any more, or the
+    answer was not MCP's: an error page of a proxy, a login page."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
     if isinstance(error, MCPError):
-        return error.code == CONNECTION_CLOSED or error.message == "Session terminated"
+        return error.code == CONNECTION_CLOSED or error.message.startswith(_LOST_MESSAGES)
     return type(error).__name__ in ("ClosedResourceError", "BrokenResourceError")
 
 

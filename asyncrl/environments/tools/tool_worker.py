@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
+from asyncrl.environments.observation import MAX_TEXT_CHARS
 from asyncrl.environments.tools import Tool, build_tools
 from asyncrl.environments.tools.tool import ToolResult, no_such_tool
 from asyncrl.workers.worker_loop import serve
-
-MAX_RESULT_CHARS = 1 << 20
 
 
 def _caller(config: ToolUseConfig) -> Callable[[tuple[str, Mapping[str, Any]]], ToolResult]:
@@ -37,8 +36,8 @@ def call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> 
     try:
         result: Any = tool.call(**arguments)
     except BaseException as error:  # noqa: BLE001 - boundary: the policy reads what its call raised
-        return ToolResult(f"Error: {type(error).__name__}: {error}"[:MAX_RESULT_CHARS], True)
-    return ToolResult(str(result)[:MAX_RESULT_CHARS])
+        return ToolResult(f"Error: {type(error).__name__}: {error}"[:MAX_TEXT_CHARS], True)
+    return ToolResult(str(result)[:MAX_TEXT_CHARS])
 
 
 if __name__ == "__main__":
