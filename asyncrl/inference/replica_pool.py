@@ -1,8 +1,7 @@
 """The replicas of a run or a server: started together, watched, suspended when late, replaced when dead or wrong.
 
 `inference.membership` decides the states. The pool does what follows from them: it starts, checks, resets and kills
-processes. The listener is the part that routes requests: it gets the whole table after each change and computes the
-difference.
+processes. The listener, which routes requests, gets the whole table after each change and computes the difference.
 """
 
 from __future__ import annotations
@@ -222,14 +221,13 @@ class ReplicaPool:
     # -- joining and leaving ------------------------------------------------------------------------------------
 
     def join(self, replica_id: int) -> None:
-        """Adds a replica that is not there, and begins to start it: as a replacement, it serves from its first publish
-        on. Does nothing in a pool that is at its end. Raises ValueError: it is there."""
+        """Adds a replica that is not there and begins to start it; it serves from its first publish on. Does nothing in
+        a pool that is at its end. Raises ValueError: it is there."""
         if self._stopping or self._failure is not None:
             return
         self._membership.require_free(replica_id)
-        control = self._spawn(replica_id)  # first: if that fails, nothing has changed
+        control = self._controls[replica_id] = self._spawn(replica_id)  # before it is a member: it may fail
         self._membership.add(replica_id)
-        self._controls[replica_id] = control
         self._on_event(events.ReplicaJoined(replica_id))
         self._spawn_task(self._start(replica_id, control, 0.0), f"start replica {replica_id}")
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
