@@ -104,6 +104,7 @@ class Gateway:
     def __init__(self, target):
         self.target = target
         self.open = set()
+        self.asked_to_end = asyncio.Event()
 
     async def __call__(self, reader, writer):
         self.open.add(writer)
@@ -114,7 +115,7 @@ class Gateway:
             else:
                 their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self.target)
                 self.open.add(their_writer)
-                await asyncio.gather(_copy(reader, their_writer), _copy(their_reader, writer))
+                await asyncio.gather(_copy(reader, their_writer, self.asked_to_end), _copy(their_reader, writer))
         writer.close()
 
     def cut(self):
@@ -122,9 +123,11 @@ class Gateway:
             writer.close()
 
 
-async def _copy(reader, writer):
+async def _copy(reader, writer, asked_to_end=None):
     with suppress(OSError):
         while part := await reader.read(1 << 16):
+            if asked_to_end is not None and part.startswith(b"DELETE "):
+                asked_to_end.set()
             writer.write(part)
             await writer.drain()
     writer.close()
@@ -237,7 +240,7 @@ async def test_tools_over_http(started, http_server):
 
 
 def behind(port):
-    settings = json.dumps({"url": f"http://127.0.0.1:{port}/mcp", "start_timeout_s": 15})
+    settings = json.dumps({"url": f"http://127.0.0.1:{port}/mcp", "start_timeout_s": 40})
     return with_server(settings, timeout_s=1)
 
 
@@ -249,6 +252,8 @@ async def test_a_server_over_http_that_hangs_is_left_and_the_next_one_behind_its
             first.send_signal(signal.SIGSTOP)
             with pytest.raises(ProcessDied, match="neither add nor the list of its tools was answered within 1 s"):
                 await play(environment, call_text("add", a=1, b=2), "done")
+            async with asyncio.timeout(30):
+                await gateway.asked_to_end.wait()  # the first one gets that, and does not answer
             gateway.target = new
             assert await said(environment, "add", a=1, b=2) == ("3", 0)
 
