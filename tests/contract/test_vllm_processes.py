@@ -100,6 +100,7 @@ async def test_requests_that_a_full_cache_puts_back_are_counted_and_complete(tmp
         enable_prefix_caching=False,
     )  # fmt: skip
     engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+    assert engine.health().preemptions is None
     await within(engine.start(), 120.0)
     try:
         assert engine.health().preemptions == 0

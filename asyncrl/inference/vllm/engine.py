@@ -68,7 +68,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         await self._ask(self._freeze_inside())  # vLLM resumes when it wakes
 
     def health(self) -> EngineHealth:
-        return replace(super().health(), preemptions=self._launcher.preemptions.value)
+        counted = self._launcher.preemptions
+        return replace(super().health(), preemptions=None if counted is None else counted.value)
 
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 

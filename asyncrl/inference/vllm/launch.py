@@ -81,7 +81,8 @@ class Launcher:
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
         self.started: Future[Any] = Future()
         """The AsyncLLM; or ConfigError, or whatever vLLM raised."""
-        self.preemptions = PreemptionCount()
+        self.preemptions: PreemptionCount | None = None
+        """From the start on; None before it, and with a scheduler of the user's own."""
         self._arguments = (model, settings, load_real_weights, seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
@@ -102,13 +103,16 @@ class Launcher:
         model, settings, load_real_weights, seed = self._arguments
         try:
             check_vllm()
-            count = str(self.preemptions.path)
+            if "scheduler_cls" not in settings.engine_args:
+                self.preemptions = PreemptionCount()
+            count = self.preemptions
             llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, preemptions=count)
         except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the start gets it
             self.started.set_exception(error)
             return
         finally:
-            self.preemptions.unlink()
+            if self.preemptions is not None:
+                self.preemptions.unlink()
         self.started.set_result(llm)
         self._stop.wait()
         llm.shutdown(timeout=_SHUTDOWN_S)
@@ -126,9 +130,14 @@ def death_of(llm: Any) -> str | None:
 
 
 def _launch(
-    model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, preemptions: str
+    model: ModelConfig,
+    settings: VllmEngineConfig,
+    *,
+    load_real_weights: bool,
+    seed: int,
+    preemptions: PreemptionCount | None,
 ) -> Any:
-    """`preemptions`: the file in which they are counted."""
+    """`preemptions`: what counts them, if anything does."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.system_utils import set_env_var
@@ -138,14 +147,15 @@ def _launch(
     arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
     with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
         environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
-        environment.enter_context(set_env_var(VARIABLE, preemptions))
+        if preemptions is not None:
+            environment.enter_context(set_env_var(VARIABLE, str(preemptions.path)))
         if on_cpu:
             if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
         scheduler = config.scheduler_config
-        if scheduler.scheduler_cls is None:
+        if preemptions is not None and scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
         if on_cpu and _fork_is_safe():
             environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))
