@@ -23,7 +23,7 @@ BUDGET = {
     "driver": 2315,
     "environments": 2030,
     "evaluation": 80,
-    "inference": 6395,
+    "inference": 6405,
     "observability": 880,
     "plan": 870,
     "publish": 345,
