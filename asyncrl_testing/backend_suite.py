@@ -91,6 +91,19 @@ def random_lease(
     )
 
 
+def with_experts(lease: Lease, seed: int = 0, *, layers: int = 2, experts: int = 8, per_token: int = 2) -> Lease:
+    """The lease with random recorded experts at every token of the policy, by default for `random_qwen3_moe`."""
+    draw, groups = np.random.default_rng(seed), []
+    for group in lease.groups:
+        members = []
+        for t in group.trajectories:
+            chosen = draw.random((len(t.response_ids), layers, experts)).argsort(-1)[..., :per_token].astype(np.int16)
+            chosen[~t.loss_mask] = -1
+            members.append(replace(t, extra={"experts": chosen}).validate())
+        groups.append(replace(group, trajectories=tuple(members)))
+    return replace(lease, groups=tuple(groups))
+
+
 def _trajectory(draw: np.random.Generator, prompt: np.ndarray, length: int) -> Trajectory:
     mask = np.ones(length, bool)
     segments = (Segment(0, length, 0, 0),) if length else ()
@@ -337,11 +350,11 @@ class TrainBackendSuite:
         backend, lease = make_backend(), random_lease(7)
         (plan,) = lease.plans()
         trajectories = lease.trajectories
-        with pytest.raises(ValueError, match="trajectory 1 of group 2"):
+        with pytest.raises(ValueError, match="sequence 1 of group 2"):
             backend.train_step(plan, {k: t for k, t in trajectories.items() if k != (2, 1)})
         key, long = next((k, t) for k, t in trajectories.items() if t.num_trained_tokens > 1)
         fewer = replace(long, loss_mask=np.zeros_like(long.loss_mask))
-        with pytest.raises(ValueError, match=f"trajectory {key[1]} of group {key[0]}"):
+        with pytest.raises(ValueError, match=f"sequence {key[1]} of group {key[0]}"):
             backend.train_step(plan, trajectories | {key: fewer})
 
 

@@ -17,9 +17,12 @@ from transformers.initialization import no_init_weights
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.context import ContextRanks, RowPart
+from asyncrl.trainer.fsdp.memory import logits_per_chunk
 from asyncrl.trainer.fsdp.model import shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 
 SEQUENCES = 4
@@ -40,6 +43,11 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
     try:
         mesh = init_device_mesh("cpu", (trainer.num_ranks,))
         layout = PackedLayout.of([tokens // SEQUENCES] * SEQUENCES, torch.device("cpu"))
+        indices = torch.arange(tokens)
+        batch = PackedTokens(indices[None], indices[None], layout, indices, indices % config["vocab_size"], 1.0)
+        part = ContextRanks(_first(fsdp.context_parallel)).part_of(
+            batch
+        )  # which predictions: not known of fake tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
@@ -48,12 +56,10 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
             model.tie_weights()
             if fsdp.activation_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-            policy = Policy(model)
+            policy = Policy(model, context=_Known(part), logits=LogitRules(logits_per_chunk(trainer.device)))
             shard(policy, model, mesh, fsdp)
             policy.train()
             update = Update(model, trainer, max_grad_norm=0.0, host_state=False)
-            indices = torch.zeros(tokens, dtype=torch.int64)
-            batch = PackedTokens(indices[None], indices[None], layout, indices, indices, 1.0)
             tracker = FSDPMemTracker(policy, update.optimizer)
             with tracker:
                 for _ in range(2):
@@ -64,3 +70,23 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
             return found["Total"]
     finally:
         dist.destroy_process_group()
+
+
+def _first(ranks: int) -> dist.ProcessGroup | None:
+    """The group of the first ranks; None for one."""
+    if ranks == 1:
+        return None
+    group = dist.new_group(list(range(ranks)))
+    assert isinstance(group, dist.ProcessGroup), "rank 0 is a member"
+    return group
+
+
+class _Known(ContextRanks):
+    """Knows the part of the one row that there is."""
+
+    def __init__(self, part: RowPart) -> None:
+        super().__init__()
+        self._part = part
+
+    def part_of(self, tokens: PackedTokens) -> RowPart:
+        return self._part

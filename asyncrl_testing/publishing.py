@@ -101,9 +101,12 @@ class Publisher:
     async def sampled(self, count: int) -> None:
         """Waits until the engine has sampled `count` more tokens."""
         goal = self.engine.health().generated_tokens + count
-        async with asyncio.timeout(_TIMEOUT_S):
-            while self.engine.health().generated_tokens < goal:  # noqa: ASYNC110 - an engine has no event for it
-                await asyncio.sleep(0.001)
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                while self.engine.health().generated_tokens < goal:  # noqa: ASYNC110 - an engine has no event for it
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise AssertionError(f"fewer than {count} more tokens: {self.engine.health()}") from None
 
     async def settle(self) -> None:
         """Ends what a failed test left behind."""

@@ -154,7 +154,7 @@ class BoundarySuite:
     ) -> None:
         old = await self._publish_next(publisher, marked, mode)
         client = publisher.client()
-        sampling = SamplingParams(max_tokens=200)
+        sampling = SamplingParams(max_tokens=400)
         running = [asyncio.create_task(client.generate(p, sampling, seed=i)) for i, p in enumerate(_prompts(4))]
         await publisher.sampled(40)
         for _ in range(2):
@@ -176,7 +176,7 @@ class BoundarySuite:
         assert all(versions in ([old], [old, new], [new]) for versions in found), found
         assert any(versions[-1] == new for versions in found)
         for generation in generations:
-            self._check(generation, 200)
+            self._check(generation, 400)
 
     async def _publish_next(self, publisher: Publisher, marked: list[Any], mode: PauseMode) -> int:
         version = publisher.next_version()

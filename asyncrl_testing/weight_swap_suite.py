@@ -17,6 +17,8 @@ from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3
 
 _TOLERANCE = 1e-4
+_ACROSS = 360
+"""Tokens of a response over two publishes: a server goes on sampling until the pause has reached it."""
 _LONG_PROMPT = 260
 """Tokens; more than two blocks of every engine's prefix cache."""
 
@@ -67,12 +69,12 @@ class WeightSwapSuite:
         versions = {publisher.next_version(): model for model in models[:3]}
         (first, model), *others = versions.items()
         await publisher.publish(model, first, "keep")
-        requests = [make_request(prompt=p, max_tokens=180, temperature=0.0) for p in _prompts(5)]
+        requests = [make_request(prompt=p, max_tokens=_ACROSS, temperature=0.0) for p in _prompts(5)]
         clients = [Client(publisher.engine, request) for request in requests]
         for client in clients:
             await client.first_tokens()
         for version, model in others:
-            await publisher.sampled(100)
+            await publisher.sampled(60)
             await publisher.publish(model, version, "keep")
         stale = 0.0
         for client in clients:
@@ -88,10 +90,10 @@ class WeightSwapSuite:
         (first, model), *others = versions.items()
         await publisher.publish(model, first, "abort")
         client = publisher.client()
-        prompts, sampling = _prompts(5), SamplingParams(temperature=0.0, max_tokens=180)
+        prompts, sampling = _prompts(5), SamplingParams(temperature=0.0, max_tokens=_ACROSS)
         running = [asyncio.create_task(client.generate(np.array(prompt, np.int32), sampling)) for prompt in prompts]
         for version, model in others:
-            await publisher.sampled(100)
+            await publisher.sampled(60)
             await publisher.publish(model, version, "abort")
         generations = await within(asyncio.gather(*running), 120.0)
         await client.close()

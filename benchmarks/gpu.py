@@ -70,7 +70,12 @@ STEPS = (
         "tests_gpu",
         "all pass",
         partial(
-            steps.own_tests, "tests/contract/test_transports.py", "tests/numerics/test_training_state.py", marked="gpu"
+            steps.own_tests,
+            "tests/contract/test_transports.py",
+            "tests/numerics/test_training_state.py",
+            "tests/numerics/test_packed_attention.py",
+            "tests/numerics/test_loss_token_logprobs.py",
+            marked="gpu",
         ),
     ),
     Step("step_moe", "grouped experts under FSDP2", partial(steps.step, "moe", 8)),

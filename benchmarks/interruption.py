@@ -334,7 +334,7 @@ async def measure(engine: str, path: Path, rounds: int) -> list[str]:
         trainer, *_ = await asyncio.gather(
             TrainerPool.start(spec, None, 0, START_S), *(control.start(START_S) for control in controls.values())
         )
-        bench = Bench(size, controls, trainer, rollout.poll_interval_s)
+        bench = Bench(size, controls, trainer, rollout.poll_every_s)
         for mode in MODES:
             await bench.run(mode, size.in_flight)  # warms up
         for number in range(rounds):

@@ -77,6 +77,10 @@ LAYOUTS = [
     Layout("Llama-3-8B, 8 ranks", LLAMA_8B, 8, 16384),
     Layout("Qwen3-0.6B, 1 rank, float32", QWEN3_06B, 1, 8192, {"param_dtype": "float32"}),
     Layout("Qwen3-30B-A3B, 8 ranks", QWEN3_30B_A3B, 8, 18432),
+    Layout("Qwen3-8B, 8 ranks, 4 share a row", QWEN3_8B, 8, 69632, {"context_parallel": 4}),
+    Layout(
+        "Qwen2.5-7B, 28 ranks, which share a row: copies of key heads", QWEN25_7B, 28, 131072, {"context_parallel": 28}
+    ),
 ]
 
 

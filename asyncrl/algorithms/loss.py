@@ -25,7 +25,8 @@ class LossInputs:
         mask: bool, True where the policy wrote the token and it is trained. Other positions may hold anything.
         weights: float32, share of the update's objective that the token has: 1 / trained tokens of the update with
             aggregation token_mean.
-        sequences: int64, number of the token's trajectory in the micro-batch, ascending from 0.
+        sequences: int64, number of the token's sequence in the micro-batch, ascending from 0: a trajectory or, of one
+            with branches, a branch. What is said of a trajectory in losses and corrections is said of a branch there.
         lags: float32, `global_steps` minus the version that sampled the token.
         entropy: float32, of the policy at the token; carries a gradient where an entropy bonus asks for it.
         reference_logprobs: float32, under the reference model; None without one.

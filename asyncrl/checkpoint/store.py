@@ -36,7 +36,8 @@ class RunState:
 
     `elapsed_s`: seconds that the run has taken so far, over all restarts. `guard`: the state of the off-policy guard,
     None where it is off. `arrays`: as `Recipe.kept_arrays`, None before there was this field; a resumed run may need
-    fewer. The other fields must not change on resume: the ledger and the ready groups depend on them.
+    fewer. `branches`: groups may have branches (rollout.agent.train=all_branches). The other fields must not change on
+    resume: the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -49,6 +50,7 @@ class RunState:
     prompts_digest: str
     guard: GuardState | None = None
     arrays: tuple[str, ...] | None = None
+    branches: bool = False
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class RunState:
             prompts_digest,
             guard,
             recipe.kept_arrays,
+            recipe.rollout.agent.train == "all_branches",
         )
 
 
@@ -247,6 +250,9 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
         found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"
         do = "leave algorithm.distillation, trainer.router_replay and rollout.sampling as they were, or start a new run"
         raise ConfigError(explain(f"resume {checkpoint}", found, do))
+    if saved.branches and not asked.branches:
+        asked_for, found = f"resume {checkpoint} with rollout.agent.train=last_branch", "its groups may have branches"
+        raise ConfigError(explain(asked_for, found, "keep rollout.agent.train=all_branches, or start a new run"))
 
 
 def _set_aside(path: Path, why: str) -> Path:

@@ -74,7 +74,7 @@ class Demand:
             one_node=weights.transport == "ipc" or (weights.transport == "disk" and not weights.disk_directory),
             ranks_together=trainer.layout.tensor * trainer.layout.context
             if trainer.backend == "megatron"
-            else trainer.fsdp.shard_ranks or 1,
+            else math.lcm(trainer.fsdp.shard_ranks or 1, trainer.fsdp.context_parallel),
         )
 
     @property

@@ -216,7 +216,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         name,
         ReplicaTable(),
         request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first, and says more
-        poll_interval_s=rollout.poll_interval_s,
+        poll_interval_s=rollout.poll_every_s,
         waits_for_replacements=True,
         max_lost=service.recovery.replicas_per_response(rollout.num_replicas),
     )

@@ -60,6 +60,16 @@ def require_cuda(key: str, value: str, *, is_available: bool) -> None:
     )
 
 
+def require_stop_text(key: str, text: str) -> None:
+    """Raises ConfigError: no end of a response can be found by this text."""
+    require(
+        bool(text) and "\ufffd" not in text and text.encode(errors="replace").decode() == text,
+        asked=f"{key}={text!r}",
+        found="no text of a response contains it" if text else "an empty text, which every response contains",
+        do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
+    )
+
+
 def require_temperature(key: str, value: float) -> None:
     require(
         value == 0 or 0.01 <= value <= 2,

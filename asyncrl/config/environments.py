@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import check_ranges, require, require_stop_text
 from asyncrl.ranges import Positive, PositiveInt
 
 JUDGES = ("gymnasium", "openenv", "verifiers")
@@ -88,6 +88,43 @@ class ToolUseConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterleavedConfig:
+    open: str = "<tool>"
+    """Text that opens a call. Between it and the closing text: JSON with name and arguments; with one tool also its
+    arguments alone as a JSON object, or the text of its first parameter."""
+    close: str = "</tool>"
+    """Text that closes a call: generation stops there, and goes on after the result. It may stand in the opening text:
+    generation stops and goes on there, too."""
+    result_open: str = "<result>"
+    """Text before a result."""
+    result_close: str = "</result>"
+    """Text after a result."""
+    max_calls: PositiveInt = 4
+    """Calls in one response; it is cut off at the next one. rollout.sampling.max_response_tokens holds for the whole
+    response, results included."""
+    describe_tools: bool = True
+    """Every prompt says in a system message which tools there are and how to write a call. False: the prompts of the
+    data do."""
+    judged: Literal["last", "response"] = "last"
+    """What the reward gets: the text after the last result, or the whole response with the results in it."""
+
+    def __post_init__(self) -> None:
+        check_ranges("rollout.interleaved_tool_use.", self)
+        for name, text in (("open", self.open), ("close", self.close)):
+            require_stop_text(f"rollout.interleaved_tool_use.{name}", text)
+
+    def require_apart(self, stop: list[str]) -> None:
+        """Raises ConfigError: the end of a response and the end of a call could not be told apart."""
+        for text in stop:
+            require(
+                text not in self.close and self.close not in text,
+                asked=f"rollout.sampling.stop={text!r} with rollout.interleaved_tool_use.close={self.close!r}",
+                found="the one is in the other: what ends a response could not be told from what closes a call",
+                do="leave it out of rollout.sampling.stop, or choose another closing text",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     function: str = ""
     """For environment agent: `package.module:function`, async, called with the address of an OpenAI endpoint, the key
@@ -99,6 +136,10 @@ class AgentConfig:
     """Programs of a rollouter that run at the same time; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
+    train: Literal["last_branch", "all_branches"] = "last_branch"
+    """What is trained of an agent whose requests are several conversations, or a rewritten one. last_branch: the
+    conversation of the last request. all_branches: every reply, once, with the advantage of the trajectory. Also of
+    environment verifiers, and of custom ones that return branches."""
     host: str = "127.0.0.1"
     """Address that the endpoint listens on, of the machine of the rollouter; 0.0.0.0 lets other machines in. Every
     request needs the key of a running trajectory."""

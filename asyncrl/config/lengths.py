@@ -37,7 +37,7 @@ def with_lengths(
     then, and a micro-batch whatever the engine takes.
     """
     longest = max_prompt_tokens + response_limit(rollout)
-    writes_prompts = rollout.environment not in ("single_turn", "tool_use")
+    writes_prompts = rollout.environment not in ("single_turn", "tool_use", "interleaved_tool_use")
     engine = rollout.settings
     if engine.max_model_len is None:
         length = max(longest, engine.context_tokens) if writes_prompts else longest

@@ -87,7 +87,7 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
     named = [name for layer, _ in layers if (name := OmegaConf.select(layer, "algorithm.preset", default=None))]
     if named:
         layers = [(layer, f"the preset {named[-1]}") for layer in _preset(str(named[-1]))] + layers
-    merged = OmegaConf.structured(Recipe)
+    merged = _nothing_set()
     unset: set[str] = set()
     for layer, origin in layers:
         unset = {key for key in unset if OmegaConf.select(layer, key, throw_on_resolution_failure=False) is None}
@@ -104,6 +104,12 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
     return recipe
 
 
+@cache
+def _nothing_set() -> DictConfig:
+    """The defaults of every key, which takes most of the time of a load to build. `OmegaConf.merge` copies it."""
+    return OmegaConf.structured(Recipe)
+
+
 def resolved(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with their interpolations resolved. Raises ConfigError."""
     try:
@@ -116,7 +122,7 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_values(value: Any, hint: Any, key: str = "") -> None:
     """Checks what OmegaConf lets through. Raises ConfigError: a list or a section in place of one item of a list or
-    mapping, a number that is NaN or infinite, or one that is too large for any unit."""
+    mapping, a number that is NaN or infinite, or one that is too large for any unit, text with a NUL."""
     if is_dataclass(value):
         for name, inner in _hints(type(value)).items():
             _check_values(getattr(value, name), inner, f"{key}.{name}" if key else name)
@@ -128,6 +134,8 @@ def _check_values(value: Any, hint: Any, key: str = "") -> None:
     elif isinstance(value, int | float) and not abs(value) <= _LARGEST and key not in _WITHOUT_END:
         found = f"a number from {-_LARGEST} to {_LARGEST} was expected"
         raise ConfigError(explain(f"{key}={value}", found, "write one that is meant"))
+    elif isinstance(value, str) and "\x00" in value:
+        raise ConfigError(explain(f"{key}={value!r}", "it contains the character NUL", "leave that character out"))
 
 
 @cache

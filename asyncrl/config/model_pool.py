@@ -59,6 +59,8 @@ class ModelPoolConfig:
             found="only a replica of the policy shares its GPU, with a trainer rank",
             do="leave it out; engine=torch shares the GPUs that are left",
         )
+        if self.engine == "vllm":
+            self.vllm.check_dtype(self.inference_dtype, key="vllm", dtype_key="inference_dtype")
 
     def replicas(self, context_tokens: int, *, key: str, is_least: bool = True, max_logprobs: int = 0) -> RolloutConfig:
         """The settings of the replicas, as those of the policy's are written.

@@ -12,6 +12,7 @@ _TINY = "python tools/make_tiny_model.py --out runs/tiny-qwen3"
 _SUMS = "python tools/make_arithmetic_dataset.py --out data"
 _GSM8K = "python tools/make_arithmetic_dataset.py --schema gsm8k --out data"
 _TOOL = "python tools/make_tool_task.py"
+_INTERLEAVED = "python tools/make_tool_task.py --task interleaved"
 _CODE = "python tools/make_tool_task.py --task code"
 MADE_BY = {
     "runs/tiny-qwen3": _TINY,
@@ -22,6 +23,9 @@ MADE_BY = {
     "runs/tiny-tool-qwen3": _TOOL,
     "data/tool_train.jsonl": _TOOL,
     "data/tool_test.jsonl": _TOOL,
+    "runs/tiny-interleaved-qwen3": _INTERLEAVED,
+    "data/interleaved_train.jsonl": _INTERLEAVED,
+    "data/interleaved_test.jsonl": _INTERLEAVED,
     "runs/tiny-code-qwen3": _CODE,
     "data/code_train.jsonl": _CODE,
     "data/code_test.jsonl": _CODE,

@@ -91,6 +91,9 @@ class Recipe:
             found="both name training data" if data.train else "data.train is not set: no training data",
             do="set data.train=FILE, or data.mixture={name: {path: FILE, weight: 1}}",
         )
+        if self.rollout.engine == "vllm":
+            of_model = "model.inference_dtype"
+            self.rollout.vllm.check_dtype(self.model.inference_dtype, key="rollout.vllm", dtype_key=of_model)
         trajectories = batch.groups_per_step * batch.group_size
         require(
             self.eval.leased_replicas < self.rollout.num_replicas,
@@ -149,6 +152,7 @@ class Recipe:
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
         self._check_algorithm()
+        self._check_branches()
         self._check_teacher()
         self._check_rewards()
         self._check_schedule()
@@ -205,6 +209,24 @@ class Recipe:
             f"clip_high={algorithm.clip_high}",
             found="these are bounds for the ratio of one token: the mean over a trajectory never comes near them",
             do="set algorithm.clip_low=3e-4 algorithm.clip_high=4e-4, or algorithm.preset=gspo",
+        )
+
+    def _check_branches(self) -> None:
+        """Checks that what is defined for one conversation is not asked of a trajectory with branches."""
+        algorithm, asked = self.algorithm, "rollout.agent.train=all_branches with "
+        if self.rollout.agent.train == "last_branch":
+            return
+        require(
+            ADVANTAGES[algorithm.advantage].scope == "group",
+            asked=f"{asked}algorithm.advantage={algorithm.advantage}",
+            found="it is computed along the tokens of one conversation, and branches have no order",
+            do="set algorithm.advantage to one of a group, such as grpo, or rollout.agent.train=last_branch",
+        )
+        require(
+            self.trainer.router_replay == "off",
+            asked=f"{asked}trainer.router_replay={self.trainer.router_replay}",
+            found="the context that a branch shares with another one would not be replayed",
+            do="set trainer.router_replay=off, or rollout.agent.train=last_branch",
         )
 
     def _check_teacher(self) -> None:
@@ -314,12 +336,6 @@ class Recipe:
             self._check_delta()
         if self.weights.transport != "vllm_nccl":
             return
-        require(
-            self.weights.verify == "off",
-            asked=f"weights.transport=vllm_nccl with weights.verify={self.weights.verify}",
-            found="vLLM's own backend has no digests: what arrives cannot be verified",
-            do="set weights.verify=off, or weights.transport to ipc or collective",
-        )
         require(
             self.trainer.lora.rank == 0,
             asked=f"weights.transport=vllm_nccl with trainer.lora.rank={self.trainer.lora.rank}",

@@ -16,12 +16,12 @@ from asyncrl.ranges import Positive, PositiveInt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEngineConfig:
     urls: list[str] = field(default_factory=list)
-    """Addresses of running vLLM servers, such as http://10.0.0.5:8000. Each is one replica: rollout.num_replicas is
-    their number. docs/remote.md says how they are started."""
+    """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
+    rollout.num_replicas is their number. docs/remote.md says how they are started."""
     weights: Literal["extension", "reload"] = "extension"
     """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there
     too, and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its
-    own loader; nothing of asyncrl is there, and what it has loaded is not verified."""
+    own loader; nothing of asyncrl is there, and what it has loaded is not verified. SGLang's servers take this only."""
     tensor_parallel_size: PositiveInt = 1
     """Workers of one server."""
     max_model_len: Annotated[int, Ge(2)] | None = None

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require, require_device, require_temperature
+from asyncrl.config.checks import check_ranges, require, require_device, require_stop_text, require_temperature
 from asyncrl.config.environments import (
     AgentConfig,
     GymnasiumConfig,
+    InterleavedConfig,
     OpenEnvConfig,
     ToolUseConfig,
     VerifiersConfig,
@@ -42,12 +43,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_ranges("rollout.sampling.", self)
         for text in self.stop:
-            require(
-                bool(text) and "\ufffd" not in text and text.encode(errors="replace").decode() == text,
-                asked=f"rollout.sampling.stop={text!r}",
-                found="no text of a response contains it" if text else "an empty text, which every response contains",
-                do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
-            )
+            require_stop_text("rollout.sampling.stop", text)
         require_temperature("rollout.sampling.temperature", self.temperature)
         require(
             not self.keep_sets or (self.top_k > 0 and self.temperature > 0),
@@ -57,6 +53,11 @@ class SamplingConfig:
         )
 
 
+KvAdmissionMode = Literal["expected", "full", "off"]
+Quantization = Literal[
+    "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+]  # fmt: skip
 DEFAULT_MEMORY_SHARE = 0.85
 """Share of its part of a GPU's memory that a replica takes; the rest is for what its engine does not count."""
 
@@ -136,6 +137,7 @@ OWN_ENGINE_ARGS = frozenset([
     "weight_transfer_config", "additional_config", "pipeline_parallel_size",
     "decode_context_parallel_size", "nnodes", "enable_lora", "runner", "convert",
     "kv_transfer_config", "disable_log_stats", "prefill_context_parallel_size", "node_rank", "model_weights",
+    "quantization",
 ])  # fmt: skip
 """Arguments of vLLM that the adapter sets, or that it does not work with, as with all names in `data_parallel...` and
 `spec...`."""
@@ -158,6 +160,13 @@ class VllmEngineConfig:
     """Share of the GPU's memory that vLLM takes, at most gpu_share. None takes 0.85 of gpu_share."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
+    quantization: Quantization | None = None
+    """How vLLM quantises the weights that it loads, at its start and in every publish, which brings them as they are.
+    Needs a model.inference_dtype of 16 bits. int8_... and nvfp4_...: experts only. None: not at all."""
+    kv_admission: KvAdmissionMode = "expected"
+    """When a request enters the engine, beside max_num_seqs. expected: when the KV cache holds it and those inside as
+    long as they last, by the lengths of the last responses. full: when it holds all tokens that they may sample. off:
+    always. A request that found no room later is taken out again, and computed twice (rollout/preemptions)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
     stream_interval: PositiveInt = 8
@@ -184,6 +193,16 @@ class VllmEngineConfig:
             asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
             found="asyncrl sets this argument of vLLM itself, or does not work with it",
             do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm",
+        )
+
+    def check_dtype(self, dtype: str, *, key: str, dtype_key: str) -> None:
+        """Raises ConfigError: weights of this dtype cannot be quantised. `key`: of this section; `dtype_key`: of the
+        dtype."""
+        require(
+            self.quantization is None or dtype != "float32",
+            asked=f"{key}.quantization={self.quantization} with {dtype_key}=float32",
+            found="vLLM quantises 16 bits only",
+            do=f"set {dtype_key}=bfloat16, or leave the quantisation out",
         )
 
     @property
@@ -238,6 +257,8 @@ class SglangEngineConfig:
     GPU takes 0.85 of gpu_share."""
     max_total_tokens: PositiveInt | None = None
     """Tokens that the KV cache holds; None takes what mem_fraction_static leaves, on a CPU 65,536."""
+    kv_admission: KvAdmissionMode = "expected"
+    """As rollout.vllm.kv_admission."""
     stream_interval: PositiveInt = 8
     """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed.
     rollout.interrupt=keep needs 1."""
@@ -303,7 +324,7 @@ class RolloutConfig:
     comes up in three tries stays away while there are as many others. None: three quarters of them, rounded up."""
     engine: Literal["torch", "vllm", "sglang", "remote"] = "torch"
     """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
-    each needs the package of its name. remote: vLLM servers that run already."""
+    each needs the package of its name. remote: servers of vLLM or SGLang that run already."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
@@ -320,7 +341,9 @@ class RolloutConfig:
     environment: str = "single_turn"
     """A name from asyncrl.environments, or custom `package.module:Name`."""
     tool_use: ToolUseConfig = field(default_factory=ToolUseConfig)
-    """Settings of environment tool_use."""
+    """Settings of environment tool_use, and the tools of interleaved_tool_use."""
+    interleaved_tool_use: InterleavedConfig = field(default_factory=InterleavedConfig)
+    """How calls and results are written in environment interleaved_tool_use."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Settings of environment agent."""
     gymnasium: GymnasiumConfig = field(default_factory=GymnasiumConfig)
@@ -347,14 +370,18 @@ class RolloutConfig:
     """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
     least request_timeout_s. The wait for a place at a replica does not count here either, but it does for an answer of
     the endpoint of environment agent, which has this time too."""
-    poll_interval_s: Positive = 0.05
-    """Shortest time between two collections of streamed tokens from a replica; it grows from 17 busy replicas on."""
+    poll_interval_s: Positive | None = None
+    """Shortest time between two collections of streamed tokens from a replica. None takes 0.05; where a trajectory may
+    have several turns (every environment but single_turn), 0.005, since each turn waits for the one before. It grows
+    with the busy replicas, so that all collections take at most a tenth of a core."""
     num_rollouters: PositiveInt = 1
     """Processes that run environments. Each has its share of the groups, its part of the replicas, and reward processes
     of its own. One carries about 30 replicas of vLLM; more than there are replicas share them."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)
+        if self.environment == "interleaved_tool_use":
+            self.interleaved_tool_use.require_apart(self.sampling.stop)
         if self.engine == "remote":
             require_replica_of_each(self.remote, self.num_replicas)
         require(
@@ -404,6 +431,12 @@ class RolloutConfig:
         )
 
     @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts at which a replica stops: those that end a response, and the one that closes a call within it."""
+        interleaved = self.environment == "interleaved_tool_use"
+        return (*self.sampling.stop, *([self.interleaved_tool_use.close] if interleaved else []))
+
+    @property
     def most_replicas(self) -> int:
         """Replicas that the recipe alone may bring the run to."""
         return max(self.num_replicas, self.max_replicas or 0)
@@ -412,6 +445,13 @@ class RolloutConfig:
     def start_quorum(self) -> int:
         """`min_replicas`, set or derived."""
         return math.ceil(self.num_replicas * 3 / 4) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def poll_every_s(self) -> float:
+        """`poll_interval_s`, set or derived."""
+        if self.poll_interval_s is not None:
+            return self.poll_interval_s
+        return 0.05 if self.environment == "single_turn" else 0.005
 
     @property
     def settings(self) -> EngineConfig:

@@ -18,9 +18,17 @@ class FsdpConfig:
     reference, the base of adapters) are kept in it."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced."""
+    head_dtype: Literal["param", "float32"] = "param"
+    """Dtype in which logits are formed. float32: from hidden states and the output matrix as param_dtype has them,
+    without rounding the sums to it. Replicas should do the same: with vLLM
+    rollout.vllm.engine_args.hf_overrides={head_dtype: float32}. It has no effect with float32 passes."""
     shard_ranks: PositiveInt | None = None
     """Ranks that hold one copy of the model together; the copies average their gradients once an update. With the ranks
     of a node, only that average goes over the network between nodes. It divides num_ranks. None: all ranks hold one."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of each packed row, for sequences too long for one: each holds the activations of its
+    part, and attention exchanges tokens for heads (Ulysses). It divides num_ranks and the attention heads, and divides
+    the key-value heads or is a multiple of them. A micro-batch then belongs to these ranks together."""
     reduce_every_microbatch: bool = True
     """Reduce gradients to shards after each micro-batch. False reduces them once an update: less traffic, but each rank
     holds float32 gradients of the whole model meanwhile."""
@@ -32,12 +40,14 @@ class FsdpConfig:
     """Keep parameters, gradients and optimizer in host memory, and gather what a layer needs."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory between steps."""
-    attention: Literal["auto", "packed_sdpa", "flash_attention_2"] = "auto"
-    """How packed sequences attend only to themselves; auto takes flash_attention_2 where it is installed."""
+    attention: Literal["auto", "packed_sdpa", "varlen", "flash_attention_2"] = "auto"
+    """How packed sequences attend only to themselves. packed_sdpa: torch's attention over padded classes of similar
+    length. varlen: torch's kernel for sequences of different lengths; it needs bfloat16 and a GPU of Ampere or later.
+    auto takes flash_attention_2 where it is installed, then varlen where it runs."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all of its trajectories in a micro-batch. The gradient is the same. It
-    needs attention packed_sdpa, and no router loss; otherwise each trajectory has its own prompt. Where attention=auto
-    may take another one (bfloat16 on GPUs), groups are not kept together for it: set packed_sdpa there."""
+    needs attention packed_sdpa or varlen, and no router loss; otherwise each trajectory has its own prompt. Where
+    attention=auto may take another one (bfloat16 on GPUs), groups are not kept together for it: set one of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +115,8 @@ class LoraConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     num_ranks: PositiveInt = 1
-    """Ranks, one process each. Backend fsdp: all of them are data-parallel. Backend megatron: tensor_parallel x
-    context_parallel x pipeline_parallel of them hold one copy of the model."""
+    """Ranks, one process each. Backend fsdp: each, or each fsdp.context_parallel of them, has micro-batches of its own.
+    Backend megatron: tensor_parallel x context_parallel x pipeline_parallel of them hold one copy of the model."""
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """fsdp: FSDP2 over torch.distributed. megatron: Megatron-core, for models that need tensor, pipeline or expert
     parallelism (docs/megatron.md)."""
@@ -136,7 +146,7 @@ class TrainerConfig:
     router_replay: Literal["off", "rollout"] = "off"
     """Mixtures of experts: where the experts of a token come from in training. off: from the trainer's own routers.
     rollout: those that the engine chose when it sampled, weighted by the trainer's routers; prompts and texts of the
-    environment have the trainer's own. Engine torch, backend fsdp (docs/algorithms.md)."""
+    environment have the trainer's own. Engine torch (docs/algorithms.md)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: NonNegative = 0.0
@@ -150,7 +160,8 @@ class TrainerConfig:
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     max_tokens_per_microbatch: PositiveInt | None = None
-    """Token budget (prompt and response) of one forward pass on one rank. None takes 8192, or the longest trajectory
+    """Token budget (prompt and response) of one forward pass on one rank, or on the ranks that share it
+    (context_parallel). None takes 8192, or the longest trajectory
     if that is longer."""
     step_timeout_s: Positive = 3600.0
     """Longest time for one optimizer step, and for reading the trainer's part of a checkpoint."""
@@ -167,7 +178,7 @@ class TrainerConfig:
     def layout(self) -> Layout:
         """Which ranks share a plan."""
         if self.backend == "fsdp":
-            return Layout(self.num_ranks)
+            return Layout(self.num_ranks, context=self.fsdp.context_parallel)
         megatron = self.megatron
         return Layout(self.num_ranks, megatron.tensor_parallel, megatron.context_parallel, megatron.pipeline_parallel)
 
@@ -175,6 +186,8 @@ class TrainerConfig:
         check_ranges("trainer.", self)
         if self.backend == "megatron":
             self._check_megatron()
+        else:
+            self._check_context()
         require(
             self.num_ranks % self.shard_ranks == 0,
             asked=f"trainer.fsdp.shard_ranks={self.fsdp.shard_ranks}",
@@ -182,12 +195,11 @@ class TrainerConfig:
             do="set it to the number of ranks of a node, or leave it out",
         )
         require_device("trainer.device", self.device)
-        others = [f"trainer.backend={self.backend}"] * (self.backend != "fsdp") + ["trainer.compile"] * self.compile
         require(
-            self.router_replay == "off" or not others,
-            asked=f"trainer.router_replay={self.router_replay} with {' and '.join(others)}",
-            found="only backend fsdp puts recorded experts into its routers, in layers that are not compiled",
-            do="set trainer.router_replay=off, or trainer.backend=fsdp without trainer.compile",
+            self.router_replay == "off" or not self.compile,
+            asked=f"trainer.router_replay={self.router_replay} with trainer.compile",
+            found="recorded experts are put into the routers of layers that are not compiled",
+            do="set trainer.router_replay=off, or leave trainer.compile out",
         )
         require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
@@ -202,6 +214,22 @@ class TrainerConfig:
             do="set trainer.schedule=linear or cosine, or leave trainer.decay_steps out",
         )
 
+    def _check_context(self) -> None:
+        """Checks what does not depend on the model; `trainer/fsdp/supports.py` checks its heads."""
+        ranks, asked = self.fsdp.context_parallel, f"trainer.fsdp.context_parallel={self.fsdp.context_parallel}"
+        require(
+            self.num_ranks % ranks == 0,
+            asked=asked,
+            found=f"it does not divide trainer.num_ranks={self.num_ranks}",
+            do=f"set trainer.num_ranks to a multiple of {ranks}, or context_parallel to a divisor of it",
+        )
+        require(
+            ranks == 1 or self.fsdp.attention != "flash_attention_2",
+            asked=f"{asked} with trainer.fsdp.attention=flash_attention_2",
+            found="that attention does not exchange tokens for heads",
+            do="leave trainer.fsdp.attention out, or set it to packed_sdpa or varlen",
+        )
+
     def _check_megatron(self) -> None:
         """Checks what does not depend on the model; `trainer/megatron/supports.py` checks the rest."""
         for key, is_set in (("trainer.lora.rank", self.lora.rank > 0), ("trainer.compile", self.compile)):
@@ -211,6 +239,18 @@ class TrainerConfig:
                 found="this backend trains all weights and compiles nothing",
                 do=f"leave {key} out, or set trainer.backend=fsdp",
             )
+        require(
+            self.fsdp.context_parallel == 1,
+            asked=f"trainer.fsdp.context_parallel={self.fsdp.context_parallel} with trainer.backend=megatron",
+            found="it is of the other backend",
+            do=f"set trainer.megatron.context_parallel={self.fsdp.context_parallel} in its place",
+        )
+        require(
+            self.fsdp.head_dtype == "param",
+            asked=f"trainer.fsdp.head_dtype={self.fsdp.head_dtype} with trainer.backend=megatron",
+            found="it is of the other backend",
+            do="leave it out, or set trainer.backend=fsdp",
+        )
         require(
             self.megatron.layers == "local" or self.device == "auto" or self.device.startswith("cuda"),
             asked=f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}",

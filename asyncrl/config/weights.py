@@ -14,7 +14,7 @@ class WeightsConfig:
     transport: Literal["ipc", "collective", "disk", "vllm_nccl"] = "ipc"
     """ipc: same node, shared memory or GPU memory. collective: torch.distributed broadcast (nccl on GPU, gloo on CPU).
     disk: safetensors files in a directory that all machines reach. vllm_nccl: vLLM's own NCCL backend, from GPU to GPU;
-    needs rollout.engine=vllm, and verify=off since that backend has no digests."""
+    needs rollout.engine=vllm."""
     disk_directory: str = ""
     """With transport=disk: the directory for publishes, with the same path on every machine. Empty: the system's
     directory for temporary files, which works on one machine only."""

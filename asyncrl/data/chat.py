@@ -57,6 +57,16 @@ class Chat:
         whole = text.encode(errors="replace").decode()
         return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
+    def encode_after(self, head: str, text: str) -> np.ndarray:
+        """[n] int32: `text` as it is encoded where `head` stands before it.
+
+        Some tokenizers encode the first token of a text differently, so the whole is encoded and then cut. Where a
+        token would join both, `text` is encoded alone.
+        """
+        before, whole = self.encode(head), self.encode(head + text)
+        joined = len(whole) > len(before) and np.array_equal(whole[: len(before)], before)
+        return whole[len(before) :] if joined else self.encode(text)
+
     def decode(self, token_ids: np.ndarray) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
@@ -100,10 +110,7 @@ class Chat:
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
         text = self._render([*before, *map(self._speakable, messages)], {})
         at = text.index(_REPLY) + len(_REPLY)
-        head, whole = self.encode(text[:at]), self.encode(text)
-        # Some tokenizers encode the first token of a text differently, so the whole is tokenized and then cut.
-        joined = len(whole) > len(head) and np.array_equal(whole[: len(head)], head)
-        ids = whole[len(head) :] if joined else self.encode(text[at:])
+        ids = self.encode_after(text[:at], text[at:])
         return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self._ends else ids
 
     def _after_end(self, ids: np.ndarray) -> np.ndarray:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 ParserName = Literal["hermes", "json", "tagged"]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_NAMED = '{"name": "NAME", "arguments": {...}}'
 _WRITTEN: dict[str, str] = {
-    "hermes": '<tool_call>{"name": "NAME", "arguments": {...}}</tool_call>',
+    "hermes": f"<tool_call>{_NAMED}</tool_call>",
     "json": '{"name": "NAME", "parameters": {...}}',
     "tagged": "<NAME>ARGUMENTS</NAME>",
 }
@@ -58,7 +59,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         if not match[2]:
             calls.append(MalformedCall("the call is not closed by </tool_call>"))
         else:
-            calls.append(_from_json(match[1].strip(), "hermes"))
+            calls.append(_from_json(match[1].strip(), _WRITTEN["hermes"]))
     return calls
 
 
@@ -72,9 +73,9 @@ def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         try:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError) as error:
-            calls.append(MalformedCall(_not_json(error, "json")))
+            calls.append(MalformedCall(_not_json(error, _WRITTEN["json"])))
             break
-        calls.append(_from_value(value, "json"))
+        calls.append(_from_value(value, _WRITTEN["json"]))
         rest = rest[end:].lstrip(" \t\r\n;,")
     return calls
 
@@ -96,6 +97,15 @@ def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         calls.append(_tagged(names[name], text[begun.end() : end].strip()))
         at = end + len(name) + 3
     return calls
+
+
+def parse_between(text: str, tools: Sequence[ToolSignature], opening: str, closing: str) -> Call:
+    """The call whose `text` stands between the texts that open and close it: JSON with the name of the tool; or, where
+    there is one tool, its arguments as a JSON object, or the text of its first parameter."""
+    text = text.strip()
+    if len(tools) == 1 and not _names_tool(text):
+        return _tagged(tools[0], text)
+    return _from_json(text, f"{opening}{_NAMED}{closing}")
 
 
 TAGS: dict[ParserName, Callable[[Sequence[ToolSignature]], dict[str, str]]] = {
@@ -135,6 +145,16 @@ def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:
     return f"You can call these tools:\n{listed}\nTo call one, write {_WRITTEN[parser]} and wait for its result."
 
 
+def described_between(schemas: Sequence[Mapping[str, Any]], opening: str, closing: str, result: str) -> str:
+    """As `described`, for calls that `parse_between` reads. `result`: how a result is shown."""
+    listed = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
+    inside = "ARGUMENTS" if len(schemas) == 1 else _NAMED
+    return (
+        f"You can use these tools while you write:\n{listed}\nTo use one, write {opening}{inside}{closing}. Its result "
+        f"follows as {result}. Then go on."
+    )
+
+
 def written(name: str, arguments: Mapping[str, Any], parser: ParserName) -> str:
     """A call as the policy writes it in the format of `parser`."""
     if parser == "tagged":
@@ -157,31 +177,45 @@ def _tagged(tool: ToolSignature, text: str) -> Call:
     return ToolCall(tool.name, {tool.first: text})
 
 
-def _from_json(text: str, parser: ParserName) -> Call:
+def _names_tool(text: str) -> bool:
+    """Whether the text is a JSON object with a name and arguments, maybe in OpenAI's nesting."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    return (
+        isinstance(value, dict) and isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
+    )
+
+
+def _from_json(text: str, shown: str) -> Call:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return MalformedCall(_not_json(error, parser))
-    return _from_value(value, parser)
+        return MalformedCall(_not_json(error, shown))
+    return _from_value(value, shown)
 
 
-def _from_value(value: object, parser: ParserName) -> Call:
-    """OpenAI's nesting {"function": {"name", "arguments"}} and arguments that are JSON in a string are taken too."""
+def _from_value(value: object, shown: str) -> Call:
+    """OpenAI's nesting {"function": {"name", "arguments"}} and arguments that are JSON in a string are taken too.
+    `shown`: how a call is written, for the policy to read."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall(f"the call has no name; write {_WRITTEN[parser]}")
+        return MalformedCall(f"the call has no name; write {shown}")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return MalformedCall(_not_json(error, parser), value["name"])
+            return MalformedCall(_not_json(error, shown), value["name"])
     if not isinstance(arguments, dict):
-        return MalformedCall(f"the arguments are no object; write {_WRITTEN[parser]}", value["name"])
+        return MalformedCall(f"the arguments are no object; write {shown}", value["name"])
     return ToolCall(value["name"], arguments)
 
 
-def _not_json(error: Exception, parser: ParserName) -> str:
+def _not_json(error: Exception, shown: str) -> str:
     what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-    return f"the call is not JSON ({what}); write {_WRITTEN[parser]}"
+    return f"the call is not JSON ({what}); write {shown}"

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ToolPrompt:
     """`schemas`: one object per tool as the template's `tools` takes them (OpenAI's function schema). `text`: the same
-    in words, for a template that does not take any."""
+    in words, for a template that does not take any. `in_words`: the template is not asked; it would teach calls of
+    another form."""
 
     schemas: tuple[Mapping[str, Any], ...]
     text: str
+    in_words: bool = False
 
 
 def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -35,7 +37,7 @@ def with_tools(
     plain = [dict(message) for message in messages]
     if tools is None or not tools.schemas:
         return plain, {}
-    if takes_tools(tokenizer):
+    if takes_tools(tokenizer) and not tools.in_words:
         return plain, {"tools": [dict(schema) for schema in tools.schemas]}
     if plain and plain[0].get("role") == "system":
         plain[0]["content"] = f"{plain[0]['content']}\n\n{tools.text}"

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import product
 from math import prod
 
 from asyncrl.cluster.address import joined_address, visible_gpus
@@ -14,7 +15,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.backends import memory_of
+from asyncrl.trainer.backends import memory_of, require_fits
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors
 from asyncrl.types import ModelFacts
 
@@ -71,9 +72,11 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
     demand = Demand.of(recipe)
     if demand.rank_gpus:
         _check_ranks(recipe, facts, gpu, demand)
-    smaller = {"kv_cache_dtype", "quantization", "cpu_offload_gb"} & dict(
-        getattr(recipe.rollout.settings, "engine_args", {})
+    settings = recipe.rollout.settings
+    smaller = {"kv_cache_dtype", "quantization_config", "cpu_offload_gb"} & dict(
+        getattr(settings, "engine_args", {})
     ).keys()
+    smaller = smaller or getattr(settings, "quantization", None)
     if demand.replica_gpus and recipe.rollout.engine != "torch" and not smaller:
         _check_replica(recipe, facts, tensors, gpu)
 
@@ -96,6 +99,7 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
         if (
             trajectories % trainer.layout.num_plans == 0
             and trainer.num_ranks not in fitting
+            and _divides(trainer, facts)
             and (peak := needed(trainer) or 0) <= room
         ):
             fitting[trainer.num_ranks] = f"{words} ({peak / GIB:.0f} GiB)"
@@ -114,27 +118,47 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
 
 
 def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
-    """Other layouts, nearest first, with the words that set them: less memory, then more ranks."""
+    """Other layouts, nearest first, with the words that set them: less memory, rows that are shared, more ranks."""
     fsdp, times = trainer.fsdp, 1
     while times <= MOST_RANKS:
         ranks = trainer.num_ranks * times
-        for recomputes in sorted({fsdp.activation_checkpointing, True}):
-            for offloads in sorted({fsdp.offload_optimizer, True}):
-                other = replace(
-                    fsdp,
-                    activation_checkpointing=recomputes,
-                    offload_optimizer=offloads,
-                    reduce_every_microbatch=True,
-                    shard_ranks=fsdp.shard_ranks if times == 1 else None,  # more copies would hold no less each
+        for shared, recomputes, offloads in product(
+            _shared(fsdp, ranks),
+            sorted({fsdp.activation_checkpointing, True}),
+            sorted({fsdp.offload_optimizer, True}),
+        ):
+            other = replace(
+                fsdp,
+                context_parallel=shared,
+                activation_checkpointing=recomputes,
+                offload_optimizer=offloads,
+                reduce_every_microbatch=True,
+                shard_ranks=fsdp.shard_ranks if times == 1 else None,  # more copies would hold no less each
+            )
+            words = {"trainer.num_ranks": ranks} if times > 1 else {}
+            words |= {f"trainer.fsdp.{key}": _word(getattr(other, key)) for key in _changed(fsdp, other)}
+            if words:
+                yield (
+                    " ".join(f"{key}={value}" for key, value in words.items()),
+                    replace(trainer, num_ranks=ranks, fsdp=other),
                 )
-                words = {"trainer.num_ranks": ranks} if times > 1 else {}
-                words |= {f"trainer.fsdp.{key}": _word(getattr(other, key)) for key in _changed(fsdp, other)}
-                if words:
-                    yield (
-                        " ".join(f"{key}={value}" for key, value in words.items()),
-                        replace(trainer, num_ranks=ranks, fsdp=other),
-                    )
         times *= 2
+
+
+def _shared(fsdp: FsdpConfig, ranks: int) -> Iterator[int]:
+    """How many of `ranks` may share a row: as many as now, or times as many, where its attention can."""
+    shared = fsdp.context_parallel
+    while ranks % shared == 0 and (shared == 1 or fsdp.attention != "flash_attention_2"):
+        yield shared
+        shared *= 2
+
+
+def _divides(trainer: TrainerConfig, facts: ModelFacts) -> bool:
+    try:
+        require_fits(trainer, facts)
+    except ConfigError:
+        return False
+    return True
 
 
 def _changed(one: FsdpConfig, other: FsdpConfig) -> list[str]:

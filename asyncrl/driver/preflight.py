@@ -15,6 +15,7 @@ from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import replica_threads, trainer_threads
+from asyncrl.config.trainer import TrainerConfig
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
 from asyncrl.data.prompts import RenderedPrompts
@@ -100,7 +101,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         if not facts.is_local:
             facts = hub_facts(recipe.model)
             _check_processes(recipe, facts, trains=trains)
-        stop_token_ids(tokenizer, recipe.model, recipe.rollout.sampling.stop)
+        stop_token_ids(tokenizer, recipe.model, recipe.rollout.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
@@ -253,7 +254,7 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
     tools, users = recipe.rollout.tool_use, {}
     if "code" in recipe.reward.names:
         users["reward code"] = "reward.code", recipe.reward.code.allow_basic_sandbox
-    if recipe.rollout.environment == "tool_use" and "python" in tools.tools:
+    if recipe.rollout.environment in ("tool_use", "interleaved_tool_use") and "python" in tools.tools:
         users["tool python"] = "rollout.tool_use", tools.allow_basic_sandbox
     held = {user: require_protection(key, basic_allowed=allowed) for user, (key, allowed) in users.items()}
     return [f"{user}: programs are confined by {', '.join(names)} (docs/rewards.md)" for user, names in held.items()]
@@ -337,12 +338,8 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
             f"threads   on CPUs with {cores} cores: {trainer_threads(recipe, cores=cores)} for each trainer rank, "
             f"{replica_threads(recipe)} for each replica"
         )
-    if trainer.backend == "megatron":
-        layout = trainer.megatron
-        emit(
-            f"layout    tensor {layout.tensor_parallel} x pipeline {layout.pipeline_parallel} x "
-            f"{trainer.layout.num_plans} copies; experts over {layout.expert_parallel} x {layout.experts_split_by}"
-        )
+    if layout := _layout(trainer):
+        emit(f"layout    {layout}")
     for label, text in trainer_plan(recipe, found.facts):
         emit(f"{label:<10}{text}")
     _describe_server(recipe, emit)
@@ -375,6 +372,18 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         emit("note      algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act")
     for note in found.notes:
         emit(f"note      {note}")
+
+
+def _layout(trainer: TrainerConfig) -> str:
+    """Which ranks share a plan, where some do."""
+    plans, megatron = trainer.layout.num_plans, trainer.megatron
+    if trainer.backend == "megatron":
+        return (
+            f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x {plans} copies; experts over "
+            f"{megatron.expert_parallel} x {megatron.experts_split_by}"
+        )
+    shared = trainer.fsdp.context_parallel
+    return f"{shared} ranks share the tokens of a micro-batch, {plans} micro-batches at once" if shared > 1 else ""
 
 
 def _describe_server(recipe: Recipe, emit: Callable[[str], None]) -> None:

@@ -157,7 +157,7 @@ class StepRecord:
             Metric.VERSION_SPAN: sum(g.version_span for g in groups) / trajectories,
             Metric.STALE_CACHE: continued / tokens,
             Metric.TRUNCATED: sum(g.truncated for g in groups) / trajectories,
-            Metric.RESPONSE_TOKENS: float(np.mean([n.response for g in groups for n in g.lengths])),
+            Metric.RESPONSE_TOKENS: sum(n.response for g in groups for n in g.lengths) / trajectories,
         }
 
         names = sorted({name for g in groups for name, _ in g.reward_parts})

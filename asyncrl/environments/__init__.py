@@ -35,6 +35,12 @@ def _tool_use(recipe: Recipe, chat: Chat) -> Environment:
     return ToolUse(recipe, chat)
 
 
+def _interleaved_tool_use(recipe: Recipe, chat: Chat) -> Environment:
+    from asyncrl.environments.interleaved_tool_use import InterleavedToolUse
+
+    return InterleavedToolUse(recipe)
+
+
 def _agent(recipe: Recipe, chat: Chat) -> Environment:
     from asyncrl.environments.agent import AgentEnvironment
 
@@ -62,6 +68,7 @@ def _verifiers(recipe: Recipe, chat: Chat) -> Environment:
 ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
     "single_turn": _single_turn,
     "tool_use": _tool_use,
+    "interleaved_tool_use": _interleaved_tool_use,
     "agent": _agent,
     "gymnasium": _gymnasium,
     "openenv": _openenv,
@@ -84,8 +91,8 @@ def check_environment(recipe: Recipe) -> None:
     """Raises ConfigError where `build_environment` would, or for a missing package; needs no tokenizer."""
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
-    if name == "tool_use":
-        from asyncrl.environments.tool_use import check_tools
+    if name in ("tool_use", "interleaved_tool_use"):
+        from asyncrl.environments.toolbox import check_tools
 
         check_tools(recipe.rollout.tool_use)
     elif name == "agent":
@@ -117,6 +124,10 @@ def _custom(name: str, made: Callable[[], Any]) -> Environment:
 def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
     """The tools that every prompt of the recipe names; None without any. Blocks while it asks MCP servers for theirs.
     Raises ConfigError."""
+    if recipe.rollout.environment == "interleaved_tool_use":
+        from asyncrl.environments.interleaved_tool_use import interleaved_prompt
+
+        return interleaved_prompt(recipe, tokenizer)
     if recipe.rollout.environment != "tool_use":
         return None
     from asyncrl.data.tool_calls import template_text

@@ -99,7 +99,8 @@ class AgentEndpoint:
             Exception: what the agent raises.
         """
         assert self._server is not None, "start comes first"
-        recorded = AgentSession(session, self._limits, self._max_turns, self._parser)
+        every = self._config.train == "all_branches"
+        recorded = AgentSession(session, self._limits, self._max_turns, self._parser, all_branches=every)
         returned: T | None = None
         with self._server.open(recorded) as key:
             try:
@@ -112,6 +113,7 @@ class AgentEndpoint:
                     raise recorded.failure from None
                 if not recorded.cut:
                     raise
+        recorded.close()
         if recorded.failure is not None:
             raise recorded.failure
         if recorded.last is None:
@@ -122,9 +124,10 @@ class AgentEndpoint:
 class AgentEnvironment:
     """Agents that are functions run side by side in the rollouter's event loop, and must not block it.
 
-    The trajectory is the branch of the agent's last request; its parts `agent_requests` and `agent_branches` count
-    requests and branches. An agent that raises fails the attempt, unless it was told before that a limit of turns or
-    length was reached; such a trajectory ends with finish_reason "length".
+    The trajectory is the branch of the agent's last request, with the others as its branches where all are trained; its
+    parts `agent_requests` and `agent_branches` count requests and branches. An agent that raises fails the attempt,
+    unless it was told before that a limit of turns or length was reached; such a trajectory ends with finish_reason
+    "length".
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.data.tool_calls import PARSERS, ParserName, described
@@ -22,13 +22,15 @@ from asyncrl.types import Generation, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A conversation after a reply: `messages`, the reply included, are the text of its token ids."""
+    """A conversation after a reply: `messages`, the reply included, are the text of its token ids. `parent`: the node
+    that the request continued; None: it began a conversation."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     conversation: Conversation
     last: Generation
     prompt_tokens: int
+    parent: _Node | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +46,31 @@ class AgentSession:
 
     A request whose messages begin with those of an earlier request and its reply continues from the token ids of that
     reply; of several, from the longest. The further messages are text of the environment. Any other request begins a
-    branch of its own, or one that forks off an earlier reply. The branch of the last request is the trajectory.
+    branch of its own, or one that forks off an earlier reply. A branch ends at a reply that nothing continues. That of
+    the last request is the trajectory.
 
     Requests are answered one after another, in the order in which they arrive.
     """
 
-    def __init__(self, session: Session, limits: TrajectoryLimits, max_turns: TurnLimit, parser: ParserName) -> None:
+    def __init__(
+        self,
+        session: Session,
+        limits: TrajectoryLimits,
+        max_turns: TurnLimit,
+        parser: ParserName,
+        *,
+        all_branches: bool = False,
+    ) -> None:
+        """`all_branches`: the trajectory has the other branches, too."""
         self._session = session
+        self._all_branches = all_branches
         self._limits = limits
         self._max_turns = max_turns
         self._parser: ParserName = parser
         self._nodes: list[_Node] = []
         self._order = asyncio.Lock()
+        self._closed = False
         self.num_requests = 0
-        self.num_branches = 0
         self.cut = False
         """A request was refused because of a limit: of turns, or of length."""
         self.failure: Exception | None = None
@@ -67,16 +80,43 @@ class AgentSession:
     def last(self) -> _Node | None:
         return self._nodes[-1] if self._nodes else None
 
+    def close(self) -> None:
+        """The agent has returned: what it left under way is answered with an error, and is in no trajectory."""
+        self._closed = True
+
     def last_text(self) -> str:
         """Of the last reply, with nothing but its text."""
         assert self._nodes, "no request was answered"
         return self._session.decode(self._nodes[-1].last.token_ids)
 
     def trajectory(self, result: RewardResult) -> Trajectory:
-        """The branch of the last request. Its parts count requests and branches."""
+        """The branch of the last request. Its parts count requests and branches.
+
+        With `all_branches` each other branch is there with the replies that no branch before it has. Its prompt is what
+        the first of them answered.
+        """
         assert self._nodes, "no request was answered"
-        parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(self.num_branches))
-        return self._nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
+        branches = self._branches()
+        parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(len(branches)))
+        trajectory = self._nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
+        if not self._all_branches:
+            return trajectory
+        return replace(trajectory, branches=tuple(map(_recorded, branches[1:])))
+
+    def _branches(self) -> list[list[_Node]]:
+        """The replies of each branch without those of the branches before it: of the last request's, then of the
+        others in the order of their ends. Every reply is in exactly one of them."""
+        inner = {id(node.parent) for node in self._nodes}
+        leaves = [node for node in self._nodes if id(node) not in inner]
+        found, taken = [], set[int]()
+        for leaf in (leaves[-1], *leaves[:-1]):
+            own, node = [], leaf
+            while node is not None and id(node) not in taken:
+                own.append(node)
+                node = node.parent
+            taken |= {id(node) for node in own}
+            found.append(own[::-1])
+        return found
 
     async def answer(self, request: AgentRequest) -> AgentReply:
         """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
@@ -86,7 +126,8 @@ class AgentSession:
                 found = f"{self.num_requests} requests were made, {self._max_turns.key}={self._max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
             self.num_requests += 1
-            conversation, prompt_tokens = self._placed(request)
+            parent = self._continued(request)
+            conversation, prompt_tokens = self._placed(request, parent)
             room = self._limits.room(prompt_tokens, conversation.num_response_tokens)
             if room < 1:
                 self.cut = True
@@ -99,24 +140,25 @@ class AgentSession:
             except GenerationError as error:
                 self.failure = error
                 raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
+            if self._closed:
+                raise ApiError(409, "the agent of this conversation has returned")
             conversation.add_response(made)
             text = self._session.chat.decode_turn(made.token_ids)
             calls = PARSERS[self._parser](text, request.signatures) if request.tools else []
             message = reply_message(self._session.decode(made.token_ids), calls, self.num_requests)
-            self._nodes.append(_Node((*request.messages, message), request.tools, conversation, made, prompt_tokens))
+            messages = *request.messages, message
+            self._nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
             return AgentReply(message, reason, len(asked), len(made.token_ids), made.segments[-1].version)
 
-    def _placed(self, request: AgentRequest) -> tuple[Conversation, int]:
-        """The conversation up to where the reply begins, and the tokens of its prompt. Raises ApiError."""
+    def _placed(self, request: AgentRequest, node: _Node | None) -> tuple[Conversation, int]:
+        """The conversation up to where the reply begins, and the tokens of its prompt. `node`: which the request
+        continues. Raises ApiError."""
         chat = self._session.chat
-        node = self._continued(request)
         try:
             if node is None:
-                self.num_branches += 1
                 prompt_ids = chat.prompt(_for_template(request.messages), self._tools(request))
                 return Conversation(prompt_ids), len(prompt_ids)
-            self.num_branches += node is not self._nodes[-1]
             new = _for_template(request.messages)[len(node.messages) :]
             conversation = node.conversation.fork()
             conversation.add_environment(chat.next_turn(node.last.token_ids, new))
@@ -137,6 +179,16 @@ class AgentSession:
 
     def _tools(self, request: AgentRequest) -> ToolPrompt | None:
         return ToolPrompt(request.tools, described(request.tools, self._parser)) if request.tools else None
+
+
+def _recorded(replies: Sequence[_Node]) -> Trajectory:
+    """A branch of these replies, each of which continues the one before."""
+    conversation = Conversation(replies[0].last.prompt_ids)
+    conversation.started_s = replies[0].conversation.started_s
+    for node in replies:
+        conversation.add_environment(node.last.prompt_ids[len(conversation.token_ids) :])
+        conversation.add_response(node.last)
+    return conversation.trajectory(RewardResult(0.0))
 
 
 def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:

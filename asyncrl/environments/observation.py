@@ -3,6 +3,7 @@ limit."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,15 @@ def for_policy(chat: Chat, text: str, limit: int) -> str:
             whole = f"{'more than ' if cut else ''}{len(ids)}"
             text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {whole} tokens]"
     return chat.harmless(text)
+
+
+def without(text: str, mark: str) -> str:
+    """The text with a space inserted into every `mark` in it, blanks around the mark aside: what stands between two
+    marks cannot write one. A mark of one character stays."""
+    mark = mark.strip()
+    if len(mark) < 2:
+        return text
+    return re.sub(f"{re.escape(mark[0])}(?={re.escape(mark[1:])})", lambda found: f"{found[0]} ", text)
 
 
 def speakable(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.flo
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """A trajectory in JSON: the lengths of its arrays, and all that is not an array."""
+class _DescribedSequence:
+    """A trajectory without its branches, or a branch, in JSON: the lengths of its arrays, and all that is not an
+    array."""
 
     num_prompt: int
     num_response: int
@@ -49,7 +50,14 @@ class _Described:
     """The shape of one row of each of them; () for all where nothing is said."""
 
 
-_SAME = [f.name for f in fields(_Described) if not f.name.startswith("num_") and f.name not in ("extra", "rows")]
+_SAME = [
+    f.name for f in fields(_DescribedSequence) if not f.name.startswith("num_") and f.name not in ("extra", "rows")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Described(_DescribedSequence):
+    branches: tuple[_DescribedSequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +194,15 @@ class _Reader:
 
 
 def _describe(trajectory: Trajectory, arrays: _Writer) -> _Described:
-    arrays.add(trajectory)
-    lengths = len(trajectory.prompt_ids), len(trajectory.response_ids)
-    return _Described(
-        *lengths, **{name: getattr(trajectory, name) for name in _SAME}, **_described_extra(trajectory.extra)
+    own, *branches = (_describe_sequence(s, arrays) for s in trajectory.sequences)
+    return _Described(*(getattr(own, f.name) for f in fields(own)), branches=tuple(branches))
+
+
+def _describe_sequence(sequence: Trajectory, arrays: _Writer) -> _DescribedSequence:
+    arrays.add(sequence)
+    lengths = len(sequence.prompt_ids), len(sequence.response_ids)
+    return _DescribedSequence(
+        *lengths, **{name: getattr(sequence, name) for name in _SAME}, **_described_extra(sequence.extra)
     )
 
 
@@ -198,7 +211,7 @@ def _described_extra(extra: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {"extra": names, "rows": tuple(extra[name].shape[1:] for name in names)}
 
 
-def _extra(entry: _Described | _DescribedCall, count: int, arrays: _Reader) -> dict[str, np.ndarray]:
+def _extra(entry: _DescribedSequence | _DescribedCall, count: int, arrays: _Reader) -> dict[str, np.ndarray]:
     rows = entry.rows or ((),) * len(entry.extra)
     return {
         name: arrays.take(name, count * math.prod(row)).reshape(count, *row)
@@ -207,13 +220,18 @@ def _extra(entry: _Described | _DescribedCall, count: int, arrays: _Reader) -> d
 
 
 def _trajectory(entry: _Described, arrays: _Reader) -> Trajectory:
+    own = _sequence(entry, arrays)
+    return replace(own, branches=tuple(_sequence(each, arrays) for each in entry.branches)).validate()
+
+
+def _sequence(entry: _DescribedSequence, arrays: _Reader) -> Trajectory:
     return Trajectory(
         **{
             name: arrays.take(name, entry.num_prompt if name == "prompt_ids" else entry.num_response) for name in ARRAYS
         },
         **{name: getattr(entry, name) for name in _SAME},
         extra=_extra(entry, entry.num_response, arrays),
-    ).validate()
+    )
 
 
 def _describe_call(call: Generation, arrays: _Writer) -> _DescribedCall:

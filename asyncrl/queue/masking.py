@@ -30,7 +30,7 @@ def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
 def oldest_trained(group: TrajectoryGroup, version: int) -> int | None:
     """The version of the oldest token that is still trained when versions before `version` are masked. None: the mask
     removes every trained token. A group that had no trained token at all gives `version`."""
-    versions = [segment.version for t in group.trajectories for segment, _ in _trained(t)]
+    versions = [segment.version for s in group.sequences for segment, _ in _trained(s)]
     return min((v for v in versions if v >= version), default=None) if versions else version
 
 
@@ -43,21 +43,19 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
     Raises LedgerError: a token would be trained with a lag over `max_lag`.
     """
     lags, lengths = [], []
-    for index, trajectory in enumerate(leased.trajectories):
+    for owner, sequence in zip(leased.owners, leased.sequences, strict=True):
         parts = [
-            TokenLag(index, step - segment.version, stored.put_version - segment.version, count)
-            for segment, count in _trained(trajectory)
+            TokenLag(owner, step - segment.version, stored.put_version - segment.version, count)
+            for segment, count in _trained(sequence)
         ]
         trained = sum(part.tokens for part in parts)
-        lengths.append(Lengths(len(trajectory.prompt_ids), len(trajectory.response_ids), trained))
+        lengths.append(Lengths(len(sequence.prompt_ids), len(sequence.response_ids), trained))
         lags += parts
     lag_max = max((part.lag for part in lags), default=0)
     if lag_max > max_lag:
         raise LedgerError(f"step {step} would train a token of group {leased.ordinal} with lag {lag_max} > {max_lag}")
     trained_tokens = sum(length.trained for length in lengths)
-    before = (
-        sum(t.num_trained_tokens for t in stored.group.trajectories) if leased is not stored.group else trained_tokens
-    )
+    before = sum(s.num_trained_tokens for s in stored.group.sequences) if leased is not stored.group else trained_tokens
     spans = [_version_span(t) for t in leased.trajectories]
     return GroupSummary(
         ordinal=leased.ordinal,
@@ -65,13 +63,14 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
         lengths=tuple(lengths),
         rewards=tuple(t.reward for t in leased.trajectories),
         lags=tuple(lags),
-        segments=sum(len(t.segments) for t in leased.trajectories),
+        segments=sum(len(s.segments) for s in leased.sequences),
         interrupted=sum(span > 0 for span in spans),
         version_span=sum(spans),
-        continued_tokens=sum(map(_continued_tokens, leased.trajectories)),
+        continued_tokens=sum(map(_continued_tokens, leased.sequences)),
         masked_tokens=before - trained_tokens,
         truncated=sum(t.finish_reason == "length" for t in leased.trajectories),
         reward_parts=_mean_parts(leased),
+        owners=leased.owners,
     )
 
 
@@ -82,17 +81,17 @@ def _mean_parts(group: TrajectoryGroup) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(np.mean(found))) for name, found in values.items())
 
 
-def _trained(trajectory: Trajectory) -> Iterator[tuple[Segment, int]]:
+def _trained(sequence: Trajectory) -> Iterator[tuple[Segment, int]]:
     """Segments of the policy with tokens in the loss, and how many they have."""
-    for segment in trajectory.segments:
+    for segment in sequence.segments:
         if segment.kind == "policy" and (
-            count := int(np.count_nonzero(trajectory.loss_mask[segment.start : segment.stop]))
+            count := int(np.count_nonzero(sequence.loss_mask[segment.start : segment.stop]))
         ):
             yield segment, count
 
 
 def _version_span(trajectory: Trajectory) -> int:
-    versions = [s.version for s in trajectory.segments if s.kind == "policy"]
+    versions = [s.version for sequence in trajectory.sequences for s in sequence.segments if s.kind == "policy"]
     return max(versions, default=0) - min(versions, default=0)
 
 
@@ -110,10 +109,11 @@ def _continued_tokens(trajectory: Trajectory) -> int:
 
 
 def _mask_older(trajectory: Trajectory, version: int) -> Trajectory:
+    branches = tuple(_mask_older(branch, version) for branch in trajectory.branches)
     old = [segment for segment, _ in _trained(trajectory) if segment.version < version]
-    if not old:
+    if not old and all(new is was for new, was in zip(branches, trajectory.branches, strict=True)):
         return trajectory
     loss_mask = trajectory.loss_mask.copy()
     for segment in old:
         loss_mask[segment.start : segment.stop] = False
-    return replace(trajectory, loss_mask=loss_mask)
+    return replace(trajectory, loss_mask=loss_mask, branches=branches)

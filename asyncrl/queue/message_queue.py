@@ -137,7 +137,7 @@ class MessageQueue:
         group.validate()
         if (group.ordinal, group.attempt) != (ticket.ordinal, ticket.attempt):
             raise LedgerError(f"put of group {group.ordinal}.{group.attempt} with the ticket of {ticket}")
-        newest = max((s.version for t in group.trajectories for s in t.segments), default=0)
+        newest = max((s.version for t in group.sequences for s in t.segments), default=0)
         undone = f"sampled by version {newest}, which a restart has undone"
         if newest > self._ledger.step and self._ledger.take_back([ticket], undone):
             self._notify()
@@ -377,7 +377,7 @@ def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
     segments = [
         s
         for t in partial.trajectories
-        for holder in ((t.done,) if t.done else t.calls)
+        for holder in (t.done.sequences if t.done else t.calls)
         for s in holder.segments
         if s.kind == "policy"
     ]

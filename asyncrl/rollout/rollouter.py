@@ -143,7 +143,7 @@ class Rollouter:
             top_p=rollout.sampling.top_p,
             top_k=rollout.sampling.top_k,
             max_tokens=rollout.sampling.max_response_tokens,
-            stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.sampling.stop),
+            stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.stop),
             experts=recipe.trainer.router_replay == "rollout",
             kept=rollout.sampling.keep_sets,
         )
@@ -161,7 +161,7 @@ class Rollouter:
         if (asked := self._pools.get("judge")) is not None:
             self._judge = Judge(recipe.reward.judge, recipe.judge.model, asked)
         self._observe()
-        stop = stop_texts(tokenizer, rollout.sampling.stop)
+        stop = stop_texts(tokenizer, rollout.stop)
         self._tools = SessionTools(self.client, chat, self._score, stop)
         return await self.stats()
 
@@ -304,7 +304,7 @@ class Rollouter:
             f"{self._client_id}-{os.getpid()}-{use}",
             replicas,
             request_timeout_s=rollout.request_timeout_s,
-            poll_interval_s=rollout.poll_interval_s,
+            poll_interval_s=rollout.poll_every_s,
             states=states,
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
@@ -317,7 +317,7 @@ class Rollouter:
             f"{self._client_id}-{os.getpid()}-{key}",
             ReplicaTable(),
             request_timeout_s=pool.request_timeout_s,
-            poll_interval_s=self._recipe.rollout.poll_interval_s,
+            poll_interval_s=self._recipe.rollout.poll_every_s,
             states=("serving",),
             waits_for_replacements=True,
             max_lost=self._recipe.recovery.replicas_per_response(replicas.num_replicas),
@@ -432,18 +432,23 @@ class Rollouter:
         with self._working():
             trajectories = await self._with_group_rewards(trajectories, row)
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
-        longest, limit = max(map(len_of, trajectories)), self._recipe.max_tokens_per_microbatch
+        longest, limit = max(map(len_of, group.sequences)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
         return group
 
     def _require_recorded(self, trajectory: Trajectory) -> None:
-        """Raises ValueError: an array that the engine records is to be trained with, and it has none."""
+        """Raises ValueError: an array that the engine records is to be trained with, and it has none; or it has
+        branches, and only one is to be trained."""
         needed = {"experts": self._sampling.experts, "kept_ids": self._sampling.kept}
-        lacking = [name for name, is_needed in needed.items() if is_needed and name not in trajectory.extra]
-        if lacking and len(trajectory.response_ids):
-            do = "let the environment keep `extra` of its generations"
-            raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
+        for sequence in trajectory.sequences:
+            lacking = [name for name, is_needed in needed.items() if is_needed and name not in sequence.extra]
+            if lacking and len(sequence.response_ids):
+                do = "let the environment keep `extra` of its generations"
+                raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
+        if trajectory.branches and self._recipe.rollout.agent.train == "last_branch":
+            do = "set rollout.agent.train=all_branches, or let the environment return none"
+            raise ValueError(explain("train with rollout.agent.train=last_branch", "a trajectory with branches", do))
 
     async def _score(self, response: str, row: PromptRow) -> RewardResult:
         """The reward of one response, with what the judge adds. Raises what either raises."""

@@ -15,14 +15,20 @@ async def with_teacher(
     trajectory: Trajectory, teacher: GenerationClient, session_id: str, *, top_k: int = 0
 ) -> Trajectory:
     """The trajectory with `extra["teacher_logprobs"]`, [T] float32, of all its response tokens, those that the
-    environment wrote included; with `top_k` above 0 also with `top_ids` and `top_logprobs`, [T, top_k] each. The same
-    trajectory where it has them, as one that a checkpoint brought may.
+    environment wrote included; with `top_k` above 0 also with `top_ids` and `top_logprobs`, [T, top_k] each. So have
+    its branches. The same trajectory where it has them, as one that a checkpoint brought may.
 
     Args:
         session_id: trajectories of one session go to one replica of the teacher while it can take them.
 
     Raises GenerationError: the teacher did not answer in time, or refused.
     """
+    if trajectory.branches:
+        own, *branches = [
+            await with_teacher(sequence, teacher, session_id, top_k=top_k)
+            for sequence in (replace(trajectory, branches=()), *trajectory.branches)
+        ]
+        return replace(own, branches=tuple(branches))
     count, found = len(trajectory.response_ids), {"teacher_logprobs": np.zeros(0, np.float32)}
     shapes = {"teacher_logprobs": (count,)}
     if top_k:

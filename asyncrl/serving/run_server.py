@@ -188,7 +188,7 @@ class RunServer:
             self._client_id,
             self._replicas.table,
             request_timeout_s=settings.request_timeout_s + 60,  # the server's own deadline comes first, and says more
-            poll_interval_s=spec.rollout.poll_interval_s,
+            poll_interval_s=spec.rollout.poll_every_s,
             waits_for_replacements=True,
             max_lost=spec.max_lost,
             router=Router(max_imbalance=spare, max_prefix_imbalance=min(8, spare)),

@@ -33,7 +33,7 @@ class TrainBackend(Protocol):
     def reference_kl(
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, float]:
-        """Divergence of the policy that sampled each trajectory of the plan from the reference model, by
+        """Divergence of the policy that sampled each sequence of the plan from the reference model, by
         `algorithm.kl.estimator`: summed over its trained tokens, nats; 0 without any. Collective over ranks; the next
         call must be the step of the same plan.
 

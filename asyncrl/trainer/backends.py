@@ -62,6 +62,7 @@ BACKENDS: dict[str, BackendSpec] = {
         marker=".metadata",
         state="asyncrl.trainer.fsdp.training_state:FsdpTrainingState",
         write_state="asyncrl.trainer.fsdp.training_state:write_training_state",
+        layout="asyncrl.trainer.fsdp.supports:check_layout",
         memory="asyncrl.trainer.fsdp.memory:rank_memory",
     ),
     "megatron": BackendSpec(

@@ -1,9 +1,11 @@
-"""Decides which data-parallel rank trains which trajectory, in which micro-batch. Pure: a lease always gives the same
-plans."""
+"""Decides which data-parallel rank trains which sequence, a trajectory or a branch of one, in which micro-batch.
+
+Pure: a lease always gives the same plans."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.types import LeaseManifest, Lengths, Microbatch, RankPlan, TrainSequence
+from asyncrl.types import LeaseManifest, Microbatch, RankPlan, TrainSequence
 
 FAMILIES_PER_RANK = 8
 """So many parts of groups for each rank differ little in sum."""
@@ -22,8 +24,8 @@ FAMILIES_PER_RANK = 8
 class PackingRules:
     """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
     `num_minibatches`: updates per epoch, among which the groups are distributed at random. `num_epochs`: passes over
-    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: trajectories of a
-    group in one micro-batch share the computation of their prompt."""
+    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group
+    in one micro-batch share the computation of their prompt."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -51,16 +53,16 @@ class PackingRules:
 def _shares_prompts(recipe: Recipe) -> bool:
     """True where ranks are sure to share them: balanced by what they share, they would otherwise differ in work."""
     trainer, fsdp = recipe.trainer, recipe.trainer.fsdp
-    may_flash = fsdp.attention == "auto" and fsdp.param_dtype == "bfloat16" and trainer.device != "cpu"
-    is_packed = fsdp.attention == "packed_sdpa" or (fsdp.attention == "auto" and not may_flash)
+    may_flash = fsdp.param_dtype == "bfloat16" and trainer.device != "cpu" and fsdp.context_parallel == 1
+    is_packed = fsdp.attention in ("packed_sdpa", "varlen") or (fsdp.attention == "auto" and not may_flash)
     return (
         trainer.backend == "fsdp" and fsdp.share_prompts and is_packed and recipe.algorithm.router_aux_coefficient == 0
     )
 
 
 def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:
-    """One plan per data-parallel index (a rank, here); in each epoch they together hold every trajectory of the lease
-    exactly once.
+    """One plan per data-parallel index (a rank, here); in each epoch they together hold every sequence of the lease
+    exactly once. The sequences of a group are trained in the same update.
 
     The groups of each update are drawn anew in every epoch, from the seed of the run and the step. The lease itself is
     in the order of deadlines: cut as it is, the first update would get the oldest groups, which are often the longest.
@@ -73,12 +75,13 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
     collective; a rank with too few sequences gets empty ones.
 
     Args:
-        advantages: one [G] array per group of the manifest, finite.
+        advantages: one [G] array per group of the manifest, finite; a branch has that of its trajectory.
 
     Returns:
         Plans in the order of the indices. The `token_weight` of the trained tokens of an update sums to 1, unless
-        nothing is trained. Trajectories without a trained token do not count. Aggregation fixed is the exception to
-        both: each weight is 1 / (trajectories * fixed_tokens), whose divisor depends on the recipe alone.
+        nothing is trained. Aggregation token_mean: all are equal. sequence_mean: those of one trajectory, its branches
+        included, are equal and sum to 1 / (trajectories that have a trained token). Aggregation fixed is the exception:
+        each weight is 1 / (trajectories * fixed_tokens), whose divisor depends on the recipe alone.
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
@@ -89,7 +92,7 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
     for s in (s for group in sequences for s in group):
         if s.lengths.total > rules.max_tokens_per_microbatch:
             raise ValueError(
-                f"trajectory {s.index} of group {s.ordinal} has {s.lengths.total} tokens, over "
+                f"sequence {s.index} of group {s.ordinal} has {s.lengths.total} tokens, over "
                 f"max_tokens_per_microbatch={rules.max_tokens_per_microbatch}; a sequence is never split"
             )
     updates = [_update(part, rules) for part in _minibatches(sequences, manifest.step, rules)]
@@ -116,24 +119,27 @@ def _minibatches(groups: list[list[TrainSequence]], step: int, rules: PackingRul
 
 def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[Microbatch, ...]]:
     """The micro-batches of each rank."""
-    weigh = _token_weight([s.lengths for s in sequences], rules)
-    weighed = [replace(s, token_weight=weigh(s.lengths)) for s in sequences]
+    weigh = _token_weight(sequences, rules)
+    weighed = [replace(s, token_weight=weigh(s)) for s in sequences]
     families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
     ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
 
-def _token_weight(lengths: list[Lengths], rules: PackingRules) -> Callable[[Lengths], float]:
-    trained = [n.trained for n in lengths if n.trained]
-    everything = max(1, len(lengths))
+def _token_weight(sequences: list[TrainSequence], rules: PackingRules) -> Callable[[TrainSequence], float]:
+    trained: Counter[tuple[int, int]] = Counter()
+    """Trained tokens of each trajectory of the update, over its branches."""
+    for s in sequences:
+        trained[s.ordinal, s.owner] += s.lengths.trained
+    everything, learning, tokens = max(1, len(trained)), sum(n > 0 for n in trained.values()), max(1, trained.total())
     match rules.aggregation:
         case "token_mean":
-            return lambda n: 1 / max(1, sum(trained))
+            return lambda s: 1 / tokens
         case "sequence_mean":
-            return lambda n: 1 / (len(trained) * n.trained) if n.trained else 0.0
+            return lambda s: 1 / (learning * own) if (own := trained[s.ordinal, s.owner]) else 0.0
         case "fixed":
-            return lambda n: 1 / (everything * rules.fixed_tokens)
+            return lambda s: 1 / (everything * rules.fixed_tokens)
 
 
 def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> list[list[TrainSequence]]:
@@ -142,15 +148,15 @@ def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> lis
         raise ValueError(f"{len(advantages)} advantage arrays for {len(manifest.groups)} groups")
     sequences = []
     for group, values in zip(manifest.groups, advantages, strict=True):
-        if np.shape(values) != (len(group.lengths),):
+        if np.shape(values) != (len(group.rewards),):
             raise ValueError(
-                f"advantages of group {group.ordinal} have shape {np.shape(values)}, not ({len(group.lengths)},)"
+                f"advantages of group {group.ordinal} have shape {np.shape(values)}, not ({len(group.rewards)},)"
             )
         sequences.append([])
-        for index, (lengths, value) in enumerate(zip(group.lengths, values, strict=True)):
-            if not math.isfinite(value):
-                raise ValueError(f"advantage of trajectory {index} of group {group.ordinal} is {value}")
-            sequences[-1].append(TrainSequence(group.ordinal, index, float(value), lengths))
+        for index, (owner, lengths) in enumerate(zip(group.owners, group.lengths, strict=True)):
+            if not math.isfinite(value := float(values[owner])):
+                raise ValueError(f"advantage of trajectory {owner} of group {group.ordinal} is {value}")
+            sequences[-1].append(TrainSequence(group.ordinal, index, value, lengths, owner))
     return sequences
 
 
@@ -180,8 +186,8 @@ def _balance(families: list[list[TrainSequence]], num_plans: int) -> list[list[T
 
 
 def _computed(family: list[TrainSequence]) -> int:
-    """Tokens of a family whose prompt is computed once."""
-    return max(s.lengths.prompt for s in family) + sum(s.lengths.response for s in family)
+    """Tokens of a family whose prompts are computed once each; those of the same length count as one prompt."""
+    return sum({s.lengths.prompt for s in family}) + sum(s.lengths.response for s in family)
 
 
 def _longest_first(s: TrainSequence) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 from asyncrl.algorithms import build_advantage
 from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm_parts import ADVANTAGES
+from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, RankPlan, TrajectoryKey
@@ -23,8 +24,8 @@ class StepPlanner:
         self._advantage = build_advantage(algorithm.advantage, algorithm.group_std)
         self._rules = PackingRules.of(recipe)
         self._longest_response_tokens = recipe.longest_response_tokens
-        kl, scope = algorithm.kl, ADVANTAGES[algorithm.advantage].scope
-        self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and scope == "group"
+        kl, self._scope = algorithm.kl, ADVANTAGES[algorithm.advantage].scope
+        self.needs_kl = kl.coefficient > 0 and kl.place == "reward" and self._scope == "group"
         """True when `plan` needs the divergence of each trajectory."""
 
     def plan(
@@ -37,16 +38,25 @@ class StepPlanner:
         """One plan per data-parallel index. The packing depends on the manifest alone.
 
         Args:
-            divergence: of each trajectory from the reference model, summed over its trained tokens, nats.
+            divergence: of each sequence from the reference model, summed over its trained tokens, nats.
             correction_bounds: see `RankPlan`.
         """
         plans = plan_step(manifest, [self._advantages(group, divergence) for group in manifest.groups], self._rules)
         return tuple(replace(plan, correction_bounds=correction_bounds) for plan in plans)
 
     def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
-        lengths = [n.response for n in group.lengths]
+        """Raises ConfigError: the group has branches, as one of a checkpoint may, and each token gets an advantage of
+        its own."""
+        require(
+            self._scope == "group" or len(group.lengths) == len(group.rewards),
+            asked=f"algorithm.advantage={self._algorithm.advantage} for group {group.ordinal}",
+            found="the checkpoint was made with rollout.agent.train=all_branches, and the group has branches",
+            do="resume with the advantage that the checkpoint was made with",
+        )
+        lengths = [n.response for n in group.lengths[: len(group.rewards)]]  # of a trajectory, without its branches
         rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._longest_response_tokens)
         if divergence is not None:
-            nats = [divergence[group.ordinal, i] for i in range(len(group.lengths))]
-            rewards = rewards - self._algorithm.kl.coefficient * np.asarray(nats)
+            nats = np.zeros(len(rewards))
+            np.add.at(nats, list(group.owners), [divergence[group.ordinal, i] for i in range(len(group.lengths))])
+            rewards = rewards - self._algorithm.kl.coefficient * nats
         return self._advantage(rewards)

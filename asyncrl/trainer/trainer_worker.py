@@ -130,7 +130,7 @@ class TrainerWorker:
         return metrics
 
     def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
-        """As `TrainBackend.reference_kl`, for the trajectories of this rank's plan; collective."""
+        """As `TrainBackend.reference_kl`, for the sequences of this rank's plan; collective."""
         found = self._backend.reference_kl(plan, self._trajectories(plan))
         self._leave_device()
         return found
@@ -143,7 +143,7 @@ class TrainerWorker:
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
         groups = self._fetch(plan.ordinals) if plan.ordinals else ()
-        return {(g.ordinal, i): t for g in groups for i, t in enumerate(g.trajectories)}
+        return {(g.ordinal, i): t for g in groups for i, t in enumerate(g.sequences)}
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()

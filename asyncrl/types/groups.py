@@ -42,7 +42,8 @@ class PartialGroup:
     def num_tokens(self) -> int:
         """Sampled tokens that it holds."""
         return sum(
-            len(t.done.response_ids) if t.done else sum(len(c.token_ids) for c in t.calls) for t in self.trajectories
+            sum(len(s.response_ids) for s in t.done.sequences) if t.done else sum(len(c.token_ids) for c in t.calls)
+            for t in self.trajectories
         )
 
 
@@ -61,7 +62,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The lengths of a trajectory that packing needs: token counts, and how many of the tokens are trained."""
+    """The lengths of a sequence that packing needs: token counts, and how many of the tokens are trained."""
 
     prompt: int
     response: int
@@ -74,8 +75,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class TokenLag:
-    """`tokens` of one trajectory that will be trained with this lag, in optimizer steps at the leasing step.
-    `in_flight`: the part that arose before the group was put."""
+    """`tokens` of one trajectory, its branches included, that will be trained with this lag, in optimizer steps at the
+    leasing step. `in_flight`: the part that arose before the group was put."""
 
     trajectory: int
     lag: int
@@ -85,7 +86,8 @@ class TokenLag:
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """A leased group without its tokens, for planning: one entry per trajectory in `lengths` and `rewards`.
+    """A leased group without its tokens, for planning: one entry per trajectory in `rewards`, and per sequence
+    (`TrajectoryGroup.sequences`) in `lengths` and `owners`. Without `owners` no trajectory has branches.
 
     `lags` has every token of the group that will be trained. `masked_tokens` were sampled by the policy and are not
     trained because they are over the limit. `interrupted` trajectories have tokens of more than one version;
@@ -107,6 +109,11 @@ class GroupSummary:
     masked_tokens: int = 0
     truncated: int = 0
     reward_parts: tuple[tuple[str, float], ...] = ()
+    owners: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.owners:
+            object.__setattr__(self, "owners", tuple(range(len(self.rewards))))
 
     @property
     def trained_tokens(self) -> int:

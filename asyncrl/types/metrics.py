@@ -109,7 +109,7 @@ class Metric(StrEnum):
     VERSION_SPAN = "rollout/version_span_mean", "versions", LOWER, "newest minus oldest version of a trained trajectory's tokens, mean"
     STALE_CACHE = "rollout/stale_cache_fraction", "share", LOWER, "trained tokens sampled on a KV cache that older weights have computed (rollout.interrupt=keep)"
     TRUNCATED = "rollout/truncated_fraction", "share", LOWER, "trained trajectories that were cut off at their token limit"
-    RESPONSE_TOKENS = "rollout/response_tokens_mean", "tokens", NONE, "mean length of the trained responses"
+    RESPONSE_TOKENS = "rollout/response_tokens_mean", "tokens", NONE, "mean length of a trained response; of an agent, over all branches that are trained"
     REPREFILLED = "rollout/reprefilled_tokens", "tokens", LOWER, "sent again after interruptions since the rollouter started, at the last health check"
 
     SPARE_REPLICAS = "rollout/spare_replicas", "replicas", LOWER, "replicas that could be given back: their number times `replica_time/slots_exhausted`"

@@ -9,13 +9,18 @@ from asyncrl.types.groups import Lengths
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One trajectory as a trainer rank consumes it: where to fetch it, its advantage (its reward, where advantages are
-    made token by token) and `token_weight`, the share of the update's objective that each of its trained tokens has."""
+    """A trajectory, or a branch of one, as a trainer rank consumes it: where to fetch it, the trajectory's advantage
+    (its reward, where advantages are made token by token) and `token_weight`, the share of the update's objective that
+    each of its trained tokens has.
+
+    `index` is its place in `TrajectoryGroup.sequences`, `owner` that of its trajectory.
+    """
 
     ordinal: int
     index: int
     advantage: float
     lengths: Lengths
+    owner: int
     token_weight: float = 0.0
 
 
@@ -42,7 +47,7 @@ class RankPlan:
 
 
 TrajectoryKey = tuple[int, int]
-"""(ordinal, index of the trajectory in its group)."""
+"""(ordinal, place in `TrajectoryGroup.sequences`): of a trajectory its index in the group."""
 
 
 @dataclass(frozen=True, slots=True)

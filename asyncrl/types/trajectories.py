@@ -88,6 +88,9 @@ class Trajectory:
         reward: total reward; `reward_parts` its named components.
         extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`.
         started_s, finished_s: wall-clock seconds since the epoch.
+        branches: what else the attempt's policy wrote, beside this conversation. The prompt of each is its context: all
+            that came before its first token, be it rendered or sampled in another branch. So every sampled token is in
+            one response. A branch has no branches, reward or parts of its own.
 
     Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
         prompt_ids=[5, 6, 7], response_ids=[9, 9, 4, 4, 2], logprobs=[-.1, -.2, -.1, -.3, -.1], loss_mask=[True] * 5,
@@ -106,6 +109,7 @@ class Trajectory:
     started_s: float = 0.0
     finished_s: float = 0.0
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    branches: tuple[Trajectory, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = (
@@ -115,7 +119,8 @@ class Trajectory:
             packed(self.loss_mask, np.bool_),
         )
         rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
-        return _unpack_trajectory, (arrays, (*rest, self.started_s, self.finished_s), packed_extra(self.extra))
+        times = self.started_s, self.finished_s
+        return _unpack_trajectory, (arrays, (*rest, *times), packed_extra(self.extra), self.branches)
 
     def normalized(self) -> Trajectory:
         """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
@@ -135,6 +140,7 @@ class Trajectory:
                 reward=float(self.reward),
                 reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
                 extra={name: np.asarray(array, TOKEN_ARRAYS[name].dtype) for name, array in self.extra.items()},
+                branches=tuple(branch.normalized() for branch in self.branches),
             )
         except (TypeError, AttributeError) as e:
             raise ValueError(f"malformed trajectory: {e}") from e
@@ -158,11 +164,20 @@ class Trajectory:
             raise ValueError(f"segments end at {at}, the response has {n} tokens")
         if not np.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}")
+        for branch in self.branches:
+            if branch.validate().branches or branch.reward or branch.reward_parts:
+                raise ValueError("a branch has branches or a reward of its own: the trajectory has them")
         return self
 
     def untrained(self) -> Trajectory:
-        """A copy none of whose tokens is trained."""
-        return replace(self, loss_mask=np.zeros(len(self.response_ids), np.bool_))
+        """A copy none of whose tokens is trained, those of its branches included."""
+        branches = tuple(branch.untrained() for branch in self.branches)
+        return replace(self, loss_mask=np.zeros(len(self.response_ids), np.bool_), branches=branches)
+
+    @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """What the trainer computes one by one: the trajectory itself, then its branches."""
+        return (self, *self.branches)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -211,7 +226,10 @@ def check_extra(extra: Mapping[str, np.ndarray], num_tokens: int) -> None:
 
 
 def _unpack_trajectory(
-    arrays: tuple[bytes, bytes, bytes, bytes], rest: tuple[Any, ...], extra: PackedExtra = ()
+    arrays: tuple[bytes, bytes, bytes, bytes],
+    rest: tuple[Any, ...],
+    extra: PackedExtra = (),
+    branches: tuple[Trajectory, ...] = (),
 ) -> Trajectory:
     prompt_ids, response_ids, logprobs, loss_mask = arrays
     return Trajectory(
@@ -221,6 +239,7 @@ def _unpack_trajectory(
         np.frombuffer(loss_mask, np.bool_),
         *rest,
         extra=unpacked_extra(extra),
+        branches=branches,
     )
 
 
@@ -240,6 +259,17 @@ class TrajectoryGroup:
         return self
 
     @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """The trajectories, in order, then the branches of the first one, of the second one, and so on."""
+        return (*self.trajectories, *(branch for t in self.trajectories for branch in t.branches))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """For each of `sequences` the index of its trajectory."""
+        branches = (i for i, t in enumerate(self.trajectories) for _ in t.branches)
+        return (*range(len(self.trajectories)), *branches)
+
+    @property
     def oldest_version(self) -> int | None:
-        versions = [v for t in self.trajectories if (v := t.oldest_version) is not None]
+        versions = [v for t in self.sequences if (v := t.oldest_version) is not None]
         return min(versions, default=None)

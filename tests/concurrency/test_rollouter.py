@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,18 @@ class TwoTurns:
             reward=result.reward,
             turns=2,
         )
+
+
+class Forks(TwoTurns):
+    """Two turns, and a branch that asks for the second one again."""
+
+    async def run(self, task, session):
+        made = await super().run(task, session)
+        asked = np.concatenate([made.prompt_ids, made.response_ids[: made.segments[0].stop], HINT])
+        fork = await session.generate(asked)
+        mask = np.ones(len(fork.token_ids), np.bool_)
+        branch = Trajectory(asked, fork.token_ids, fork.logprobs, mask, fork.segments, 0.0)
+        return replace(made, branches=(branch,))
 
 
 class Hangs(SingleTurn):

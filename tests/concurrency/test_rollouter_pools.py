@@ -60,6 +60,31 @@ async def test_the_teacher_scores_every_token_of_a_trajectory(tmp_path, tokenize
         assert not np.array_equal(trajectory.extra["teacher_logprobs"], trajectory.logprobs)
 
 
+async def test_the_teacher_scores_every_branch(tmp_path, tokenizer):
+    overrides = f"teacher.path={tokenizer}", *TEACHER, "rollout.agent.train=all_branches"
+    rig, queue = Rig(tmp_path, tokenizer, *overrides, environment="Forks"), Queue()
+    queue.give(Ticket(3, 0, 4))
+    teacher = await replica(FakeEngine(FakeScript()))
+    async with rig.start(queue, version=4) as rollouter:
+        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
+        await queue.ends(1)
+    await teacher.stop()
+    [group] = queue.put_groups.values()
+    assert group.owners == (0, 1, 0, 1)
+    assert [len(s.response_ids) for s in group.sequences] == [42, 42, 20, 20]
+    for sequence in group.sequences:
+        assert sequence.extra["teacher_logprobs"].tolist() == fake_scores(sequence.response_ids).tolist()
+
+
+async def test_branches_that_the_recipe_does_not_train_fail_the_attempt(tmp_path, tokenizer):
+    rig, queue = Rig(tmp_path, tokenizer, environment="Forks"), Queue(again=False)
+    queue.give(Ticket(3, 0, 4))
+    async with rig.start(queue, version=4):
+        await queue.ends(1)
+    assert not queue.put_groups
+    assert "rollout.agent.train=all_branches" in queue.nacks[0][1]
+
+
 async def test_the_teachers_likeliest_tokens_come_with_its_scores(tmp_path, tokenizer):
     keys = (*TEACHER, "algorithm.distillation.top_k=3")
     rig, queue = of_pool("teacher", tokenizer, *keys)(tmp_path), Queue()

@@ -267,6 +267,18 @@ async def test_rewritten_history_forks_and_the_last_branch_is_the_trajectory(run
     assert {s.version for s in trajectory.segments} == {1, 2, 5, 6}
 
 
+async def test_all_branches_are_recorded_each_reply_in_one_of_them(run):
+    overrides = ["rollout.agent.train=all_branches"]
+    trajectory, session = await run(rewrites_history, "draft", "bad", "good", "new", "final", overrides=overrides)
+    trajectory.validate()
+    said = [text_of(session, sequence.policy_ids) for sequence in trajectory.sequences]
+    assert said == [f"{text}<|im_end|>" for text in ("draft<|im_end|>final", "bad", "good", "new")]
+    assert dict(trajectory.reward_parts)["agent_branches"] == 4
+    for branch, number in zip(trajectory.branches, (1, 2, 3), strict=True):
+        assert np.array_equal(branch.prompt_ids, session.prompts[number])
+        assert branch.segments[0].version == number + 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "turns"),
     [(["rollout.agent.max_turns=3"], 3), (["rollout.tool_use.max_trajectory_tokens=60"], 2)],

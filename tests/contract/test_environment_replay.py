@@ -49,6 +49,7 @@ GUESSES = json.dumps({"id": "tests.gymnasium_environments:Guess-v0", "workers": 
     ("replies", "settings"),
     [
         ([CALCULATES, CALCULATES, "It is 5."], ["rollout.environment=tool_use"]),
+        (["<tool>2+3</tool>", "</tool>", "It is 5."], ["rollout.environment=interleaved_tool_use"]),
         ([ADDS, ADDS, "It is 5."], ["rollout.environment=agent", AGENT]),
         ([CALCULATES, CALCULATES, "It is 5."], ["rollout.environment=agent", f"rollout.agent.command={PROGRAM}"]),
         (
@@ -56,7 +57,7 @@ GUESSES = json.dumps({"id": "tests.gymnasium_environments:Guess-v0", "workers": 
             ["rollout.environment=gymnasium", f"rollout.gymnasium={GUESSES}", "reward.function=zero"],
         ),
     ],
-    ids=["tool_use", "agent", "program", "gymnasium"],
+    ids=["tool_use", "interleaved_tool_use", "agent", "program", "gymnasium"],
 )
 async def test_a_replay_comes_to_the_same_tokens(replies, settings):
     if "gymnasium" in settings[0]:
@@ -67,7 +68,8 @@ async def test_a_replay_comes_to_the_same_tokens(replies, settings):
     await made.start()
     try:
         task = task_of(chat.encode("<|im_start|>user\n2+3?<|im_end|>\n"))
-        session = ScriptedSession(chat, *replies)
+        end = "" if "interleaved" in settings[0] else "<|im_end|>"  # its calls end no turn
+        session = ScriptedSession(chat, *replies, end=end)
         first = await made.run(task, session)
         record = list(session.made)
         cut = record[-1].segments[0]

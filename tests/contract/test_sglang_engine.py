@@ -55,6 +55,10 @@ class TestSglangEngine(EngineConformance):
         await shared_engine.abort(None)
         await shared_engine.commit(0)
 
+    async def test_it_tells_the_size_of_its_cache(self, engine):
+        """Otherwise rollout.sglang.kv_admission would do nothing."""
+        assert engine._kv_capacity().tokens > 0
+
 
 class Scheduled:
     """SGLang's record of a request, as far as it counts steps."""

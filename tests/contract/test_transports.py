@@ -11,12 +11,13 @@ import torch
 
 from asyncrl.errors import WeightTransferError
 from asyncrl.weights.packing import byte_view
-from asyncrl.weights.transports import build_receiver, build_sender
+from asyncrl.weights.transports import build_receiver, build_sender, collective
 from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.delta_suite import DeltaSuite
 from asyncrl_testing.fake_transport import FakeNetwork
+from asyncrl_testing.packed_collective import as_over_nccl, build_packed_receiver
 from asyncrl_testing.second_memory import SecondMemory, build_second_memory_receiver
 from asyncrl_testing.split_sender import guarded
 from asyncrl_testing.strangers import StrangerSuite
@@ -53,6 +54,24 @@ class TestCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite, Strang
             return build_sender("collective", bucket_bytes, num_receivers)
 
         return Rig(build, processes, workers_can_die=True)
+
+
+class TestCollectiveAsOverNccl(TransportSuite):
+    @pytest.fixture(scope="class")
+    def processes_of_gpus(self) -> Iterator[list[Worker]]:
+        workers = [Worker(build_packed_receiver, in_process=False) for _ in range(3)]
+        yield workers
+        for worker in workers:
+            worker.stop()
+
+    @pytest.fixture
+    def rig(self, processes_of_gpus: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Rig:
+        monkeypatch.setattr(collective, "broadcasts", as_over_nccl)
+
+        def build(bucket_bytes: int, num_receivers: int):
+            return build_sender("collective", bucket_bytes, num_receivers)
+
+        return Rig(build, processes_of_gpus, workers_can_die=True)
 
 
 class TestDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):

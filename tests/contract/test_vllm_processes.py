@@ -90,26 +90,45 @@ def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, worke
     np.testing.assert_allclose(report["logprobs"], reference, rtol=0, atol=2e-5)
 
 
+def preempting(path, admission):
+    """An engine whose cache holds far less than eight requests of 1,024 tokens."""
+    settings = VllmEngineConfig(
+        max_model_len=1024, max_num_seqs=16, kv_cache_memory_bytes=4 << 20, enforce_eager=True,
+        enable_prefix_caching=False, kv_admission=admission,
+    )  # fmt: skip
+    return VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+
+
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.timeout(180)
-async def test_requests_that_a_full_cache_puts_back_are_counted_and_complete(tmp_path):
+@pytest.mark.parametrize("admission", ["off", "expected", "full"])
+async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
+    """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
+    in than their limits would."""
     require_vllm()
     path = write_random_qwen3(tmp_path, max_position_embeddings=1024, **SHAPE)
-    settings = VllmEngineConfig(
-        max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=4 << 20, enforce_eager=True,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-    engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+    engine = preempting(path, admission)
     assert engine.health().preemptions is None
     await within(engine.start(), 120.0)
     try:
         assert engine.health().preemptions == 0
-        asked = [complete(engine, prompt=PROMPT, max_tokens=900) for _ in range(8)]
-        clients = await within(asyncio.gather(*asked))
+        long = [complete(engine, prompt=PROMPT, max_tokens=900) for _ in range(8)]
+        clients = await within(asyncio.gather(*long))
         assert [len(client.ids) for client in clients] == [900] * 8
-        assert engine.health().preemptions > 0
+        taken_out = engine.health().preemptions
+        assert taken_out > 0 if admission == "off" else taken_out == 0
+        asked = [make_request(prompt=PROMPT, max_tokens=900, seed=i, stop=(0, 64)) for i in range(64)]
+        short = [Client(engine, request) for request in asked]
+        most = 0
+        while not all(client.task.done() for client in short):
+            most = max(most, engine.health().running)
+            await asyncio.sleep(0.01)
+        assert most > 8 if admission != "full" else most <= 4
+        if admission != "off":
+            assert engine.health().preemptions == 0
+        assert {client.finish_reasons[0] for client in short} <= {"stop", "length"}
     finally:
-        await engine.stop()
+        await within(engine.stop())
 
 
 async def own(path, workers):

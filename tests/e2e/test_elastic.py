@@ -68,6 +68,7 @@ def nodes():
     started.shutdown()
 
 
+@pytest.mark.slow
 def test_joins_leaves_notices_and_kills_at_random_moments_lose_nothing(start, nodes):
     draw = random.Random(0)
     keys = "rollout.num_replicas=2", "rollout.max_replicas=3", "weights.transport=collective", "run.max_steps=5000"

@@ -66,6 +66,7 @@ def test_filtered_sampling_is_trained_among_the_tokens_that_were_kept(start):
     assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
 )

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
     lane = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(tmp_path)]
 

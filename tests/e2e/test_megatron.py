@@ -50,6 +50,7 @@ def mixture(inputs, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_learn(mixture, start):
     """From the tiny model's guessing, in a quarter of the quickstart's steps."""
     experts = f"model.path={mixture}", "trainer.megatron.tensor_parallel=1", "trainer.megatron.expert_parallel=2"

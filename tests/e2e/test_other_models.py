@@ -21,6 +21,7 @@ def role(request):
     return role
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_another_model(start, role):
     recipe = {"teacher": "quickstart_distill", "judge": "quickstart_judge"}[role]
     run = start("run.max_steps=16", "eval.every_steps=16", recipe=recipe)
@@ -35,6 +36,7 @@ def test_a_policy_learns_from_another_model(start, role):
         assert last["reward/mean"] == pytest.approx(last["reward/part/judge"]), "nothing else teaches"
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
     """With the policy's first weights as the teacher the divergence over the top k is 0 at first; with another one it
     falls."""

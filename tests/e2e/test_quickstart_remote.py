@@ -17,6 +17,7 @@ def server(inputs, tmp_path):
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_server_and_publishes_to_the_next_one(start, server):
     remote = f"rollout.remote.urls=[{server.url}]", "weights.verify=always"
     run = start("run.max_steps=6", *remote, recipe="quickstart_remote", joined=False)

@@ -76,6 +76,7 @@ def test_a_collapsed_ratio(start):
     assert "Collapsed importance ratio" in titles
 
 
+@pytest.mark.slow
 def test_a_run_that_the_guard_stops(start):
     """The same learning rate: the guard lowers the limit on the lag, that does not help, and the run ends with a
     checkpoint. It goes on from there with a sane rate, and with the limit that it had."""

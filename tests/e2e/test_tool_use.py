@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,15 +11,24 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, assert_sound, below
+from tests.e2e.conftest import ROOT, SMALL, assert_sound, below
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SHARE = "0.3"
+
+
+def made(task, place):
+    """Overrides of a recipe: a model and rows of this task, below `place`. A part of the warm-up is enough here."""
+    tool = [sys.executable, "tools/make_tool_task.py", "--task", task, "--share", SHARE]
+    subprocess.run([*tool, "--out", f"{place}/model", "--data", str(place)], cwd=ROOT, check=True, timeout=600)
+    files = f"data.train={place}/{task}_train.jsonl", f"data.eval={{held_out: {place}/{task}_test.jsonl}}"
+    return (f"model.path={place}/model", *files)
 
 
 @pytest.fixture(scope="session")
-def tool_task():
-    """`runs/tiny-tool-qwen3` and `data/tool_*`, made once."""
-    subprocess.run([sys.executable, "tools/make_tool_task.py"], cwd=ROOT, check=True, timeout=300)
+def tool_task(tmp_path_factory):
+    return made("tool", tmp_path_factory.mktemp("tool-task"))
 
 
 @pytest.mark.parametrize("recipe", ["tool_use", "agent"])
@@ -26,7 +36,7 @@ def test_calls_are_made_and_their_results_are_not_trained(tool_task, start, reci
     if recipe == "agent":
         pytest.importorskip("openai")
     small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
-    run = start(*small, "observability.samples_per_step=192", recipe=recipe)
+    run = start(*tool_task, *small, "observability.samples_per_step=192", recipe=recipe)
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=3)
     assert_calls_were_answered(run)
@@ -55,14 +65,53 @@ def assert_calls_were_answered(run):
     assert right > 0.5 > wrong + 0.4, (right, wrong)
 
 
+@pytest.mark.slow
+def test_calls_within_a_response_are_made_and_their_results_are_not_trained(start, tmp_path):
+    small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
+    task = made("interleaved", tmp_path)
+    run = start(*task, *small, "observability.samples_per_step=192", recipe="interleaved_tool_use")
+    assert run.wait(380) == 0, run.log
+    assert_sound(run, max_lag=2, steps=3)
+    assert 0 < run.metrics[-1]["reward/part/tool_calls"] < 0.5
+    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    called = [s for s in samples if re.match(r"<tool>[\d*+-]+</tool><result>-?\d+</result>", s["response"])]
+    assert called, "some responses call"
+    right = sum(s["reward"] > 0 for s in called) / len(called)
+    others = [s for s in samples if "tool>" not in s["response"]]
+    wrong = sum(s["reward"] > 0 for s in others) / len(others)
+    assert right > 0.5 > wrong + 0.4, (right, wrong)
+    for sample in called:
+        kinds = [kind for *_, kind in sample["segments"]]
+        inserted = [stop - start for start, stop, *_, kind in sample["segments"] if kind == "environment"]
+        result = sample["response"].partition("<result>")[2].partition("</result>")[0]
+        assert inserted[0] == len("<result>") + len(result) + len("</result>"), "each of them is spelled"
+        assert kinds[0] == "policy"
+
+
 def test_agents_that_are_programs_are_trained(tool_task, start):
     small = "batch.groups_per_step=2", "batch.group_size=8", "run.max_steps=2", "eval.every_steps=0"
-    run = start(*small, "observability.samples_per_step=32", recipe="agent_program")
+    run = start(*tool_task, *small, "observability.samples_per_step=32", recipe="agent_program")
     assert run.wait(380) == 0, run.log
     assert_sound(run, max_lag=2, steps=2)
     assert run.metrics[-1]["reward/part/agent_branches"] == 1
     assert run.metrics[-1]["queue/failed"] == 0
     assert not [p for p in below(psutil.Process()) if "calculator.py" in " ".join(p.info["cmdline"] or ())]
+
+
+def test_all_branches_of_agents_with_a_sub_agent_are_trained(inputs, start):
+    pytest.importorskip("openai")
+    limits = "rollout.sampling.max_response_tokens=16", "rollout.tool_use.max_trajectory_tokens=128"
+    agent = "rollout.environment=agent", "rollout.agent.function=tests.plugins.sub_agent:agent", *limits
+    whole = "rollout.agent.train=all_branches", "observability.samples_per_step=32"
+    run = start(*SMALL, *agent, *whole, "run.max_steps=2")
+    assert run.wait(380) == 0, run.log
+    assert_sound(run, max_lag=2, steps=2)
+    last = run.metrics[-1]
+    assert (last["reward/part/agent_branches"], last["reward/part/agent_requests"]) == (2, 4)
+    assert (last["queue/failed"], last["queue/trained"]) == (0, 8)
+    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    of_main = [sum(stop - start for start, stop, *_, kind in s["segments"] if kind == "policy") for s in samples]
+    assert last["train/trained_tokens"] > 1.4 * 16 * sum(of_main) / len(of_main), "the sub-agent's tokens, too"
 
 
 def test_tools_of_an_mcp_server_are_trained(tool_task, start):
@@ -71,7 +120,9 @@ def test_tools_of_an_mcp_server_are_trained(tool_task, start):
     server = (
         f"rollout.tool_use.mcp={{office: {{command: ['{sys.executable}', '{ROOT}/tests/mcp_tools.py'], tools: [add]}}}}"
     )
-    run = start(*small, server, "data.max_prompt_tokens=128", "observability.samples_per_step=32", recipe="tool_use")
+    run = start(
+        *tool_task, *small, server, "data.max_prompt_tokens=128", "observability.samples_per_step=32", recipe="tool_use"
+    )
     assert run.wait(380) == 0, run.log
     assert_sound(run, max_lag=2, steps=2)
     assert 0 < run.metrics[-1]["reward/part/tool_calls"] < 1
@@ -90,6 +141,7 @@ def test_an_environment_of_gymnasium_is_trained(inputs, start):
     assert (last["queue/failed"], last["queue/trained"]) == (0, 4)
 
 
+@pytest.mark.environments
 def test_an_environment_of_verifiers_is_trained(inputs, start, tmp_path, monkeypatch):
     pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'asyncrl[verifiers]'")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([f"{ROOT}/tests/plugins", os.environ.get("PYTHONPATH", "")]))
@@ -100,6 +152,7 @@ def test_an_environment_of_verifiers_is_trained(inputs, start, tmp_path, monkeyp
     assert run.metrics[-1]["reward/part/metric.turns"] == 2
 
 
+@pytest.mark.environments
 def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
     pytest.importorskip(
         "openenv.core.generic_client", reason="openenv is not installed: pip install 'asyncrl[openenv]'"

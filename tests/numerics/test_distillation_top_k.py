@@ -13,7 +13,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.fsdp.token_logprobs import IMPOSSIBLE, logprobs_beside, token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import IMPOSSIBLE, LogitRules, logprobs_beside, token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types.metrics import Metric
@@ -117,7 +117,7 @@ def test_other_tokens_of_a_place_have_value_and_gradient(chunk_rows):
     others[:, 0], others[0, 1] = targets, others[0, 2]
     upstream = torch.randn(N, generator=g), torch.randn(N, generator=g), torch.randn(N, 5, generator=g)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    found = logprobs_beside(*leaves, targets, others, temperature=0.7, logits_per_chunk=chunk_rows * V)
+    found = logprobs_beside(*leaves, targets, others, temperature=0.7, rules=LogitRules(chunk_rows * V))
     dense = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     logp = (linear(*dense) / 0.7).log_softmax(-1)
     wanted = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logp.gather(-1, others)

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.fsdp.model import choose_attention, load_model
+from asyncrl.trainer.fsdp.model import Kernels, choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.step.batch import pack
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -219,8 +219,8 @@ def test_activation_checkpointing_runs_each_layer_again_in_the_backward_pass(mod
 def test_a_packed_row_restarts_positions_and_points_at_the_token_before():
     trajectories = {(0, 0): short([5, 6], [7, 8, 9], [True, False, True]), (1, 0): short([1], [2, 3], [True, True])}
     sequences = (
-        TrainSequence(0, 0, 0.5, Lengths(prompt=2, response=3, trained=2)),
-        TrainSequence(1, 0, -1.0, Lengths(prompt=1, response=2, trained=2)),
+        TrainSequence(0, 0, 0.5, Lengths(prompt=2, response=3, trained=2), owner=0),
+        TrainSequence(1, 0, -1.0, Lengths(prompt=1, response=2, trained=2), owner=0),
     )
     batch = pack(sequences, trajectories, predict="trained", device=CPU)
     tokens = batch.tokens
@@ -364,7 +364,74 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
         build(tmp_path / "absent")
 
 
-def test_attention_is_chosen_by_what_can_run():
-    assert choose_attention(FsdpConfig(), CPU) == "packed_sdpa"
-    with pytest.raises(ConfigError, match="CUDA"):
-        choose_attention(FsdpConfig(attention="flash_attention_2"), CPU)
+@pytest.mark.parametrize("head_dtype", ["param", "float32"])
+def test_the_recipe_says_in_which_dtype_logits_are_formed(model_paths, head_dtype):
+    """Of policy and reference alike: from the hidden states and the matrix as bfloat16 has them."""
+    lease, path = random_lease(0), model_paths / "qwen3"
+    fsdp = FsdpConfig(param_dtype="bfloat16", head_dtype=head_dtype)
+    with_kl = replace(spec(path, fsdp=fsdp), algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)))
+    backend = FsdpBackend(with_kl, rank=0, world_size=1, device=CPU)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    (plan,) = lease.plans()
+    found, kept = backend.logprobs(plan, lease.trajectories), []
+    for key, t in lease.trajectories.items():
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
+        at = torch.arange(len(t.prompt_ids), len(ids))
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids[None]).last_hidden_state[0, at - 1]
+        logits = hidden.float() @ model.lm_head.weight.float().T
+        kept.append((found[key] - logits.log_softmax(-1)[range(len(at)), ids[at]]).abs())
+    errors = torch.cat(kept)
+    assert errors.median() < 1e-6 if head_dtype == "float32" else errors.median() > 1e-4
+    means = dict(backend.train_step(plan, lease.trajectories).means)
+    assert means["train/kl_reference"] == 0, "policy and reference are equal"
+
+
+@pytest.mark.parametrize("attention", ["auto", "varlen"])
+def test_a_kernel_without_dropout_does_not_train_a_model_with_it(tmp_path, monkeypatch, process_group, attention):
+    config = Qwen3Config(**SIZES, head_dim=8, attention_dropout=0.1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("asyncrl.trainer.fsdp.model.choose_attention", lambda fsdp, kernels: "varlen")
+    if attention == "auto":
+        assert build(tmp_path)._policy.causal_lm.config._attn_implementation == "packed_sdpa"
+        return
+    with pytest.raises(ConfigError, match=r"attention_dropout=0\.1"):
+        build(tmp_path, fsdp=FsdpConfig(attention=attention))
+
+
+HOPPER, OLD = (9, 0), (7, 5)
+BFLOAT16 = FsdpConfig(param_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "kernels", "chosen"),
+    [
+        (FsdpConfig(), Kernels.of(CPU), "packed_sdpa"),
+        (BFLOAT16, Kernels(None, flash_attn=True), "packed_sdpa"),
+        (BFLOAT16, Kernels(HOPPER, flash_attn=True), "flash_attention_2"),
+        (BFLOAT16, Kernels(HOPPER), "varlen"),
+        (BFLOAT16, Kernels(HOPPER, varlen=False), "packed_sdpa"),
+        (BFLOAT16, Kernels(OLD), "packed_sdpa"),
+        (FsdpConfig(), Kernels(HOPPER, flash_attn=True), "packed_sdpa"),
+        (replace(BFLOAT16, context_parallel=2), Kernels(HOPPER, flash_attn=True), "varlen"),
+        (replace(BFLOAT16, attention="packed_sdpa"), Kernels(HOPPER, flash_attn=True), "packed_sdpa"),
+        (replace(BFLOAT16, attention="varlen"), Kernels(HOPPER, flash_attn=True), "varlen"),
+    ],
+)
+def test_attention_is_chosen_by_what_can_run(fsdp, kernels, chosen):
+    assert choose_attention(fsdp, kernels) == chosen
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernels", "missing"),
+    [
+        ("flash_attention_2", Kernels.of(CPU), "a CUDA device and"),
+        ("flash_attention_2", Kernels(HOPPER), "the package flash-attn"),
+        ("varlen", Kernels.of(CPU), "a CUDA device"),
+        ("varlen", Kernels(OLD), "a GPU of Ampere or later"),
+        ("varlen", Kernels(HOPPER, varlen=False), "torch 2.13 or later"),
+    ],
+)
+def test_attention_that_cannot_run_is_refused_by_name(attention, kernels, missing):
+    with pytest.raises(ConfigError, match=f"trainer.fsdp.attention={attention}.*\n.*{missing}"):
+        choose_attention(FsdpConfig(attention=attention), kernels)

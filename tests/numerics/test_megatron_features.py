@@ -17,7 +17,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, write_model
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts, write_model
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
 
@@ -30,6 +30,7 @@ pytestmark = [
 
 DEADLINE_S = 280
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]
+RECORDED = [with_experts(lease) for lease in LEASES]
 PPO = AlgorithmConfig(
     advantage="gae",
     ratio="proximal",
@@ -60,12 +61,12 @@ MIXTURE |= {
 }
 
 
-def spec_of(path, world_size, backend, layout=None, algorithm=None):
+def spec_of(path, world_size, backend, layout=None, algorithm=None, router_replay="off"):
     return TrainerSpec(
         model=ModelConfig(path=str(path)),
         trainer=TrainerConfig(
             backend=backend, num_ranks=world_size, lr=1e-3, weight_decay=0.1, warmup_steps=2,
-            megatron=layout or MegatronConfig(), collective_timeout_s=60,
+            megatron=layout or MegatronConfig(), collective_timeout_s=60, router_replay=router_replay,
         ),
         algorithm=algorithm or AlgorithmConfig(),
         temperature=0.9,
@@ -77,8 +78,8 @@ def plans_of(lease, ranks, rank):
     return plan_step(lease.manifest, lease.advantages, rules)[ranks.plan_of(rank)]
 
 
-def train(backend, plans, number):
-    return asdict(backend.train_step(plans[number], LEASES[number].trajectories))
+def train(backend, plans, number, leases=LEASES):
+    return asdict(backend.train_step(plans[number], leases[number].trajectories))
 
 
 def features(make, ranks, rank, models):
@@ -94,7 +95,14 @@ def features(make, ranks, rank, models):
 def mixture(make, ranks, rank, models):
     plans = [plans_of(lease, ranks, rank) for lease in LEASES]
     trained, balanced = make(models["mixture"], FITTED), make(models["mixture"], BALANCED)
+    replayed = make(models["mixture"], BALANCED, router_replay="rollout")
+    replayed_logprobs = replayed.logprobs(plans[0], RECORDED[0].trajectories)
+    free_logprobs = trained.logprobs(plans[0], LEASES[0].trajectories)
     return {
+        "free_logprobs": {key: value.numpy() for key, value in free_logprobs.items()},
+        "replayed_logprobs": {key: value.numpy() for key, value in replayed_logprobs.items()},
+        "replayed": [train(replayed, plans, number, RECORDED) for number in range(2)],
+        "replayed_weights": weights_of(replayed),
         "mixture": [train(trained, plans, number) for number in range(2)],
         "balanced": [train(balanced, plans, number) for number in range(2)],
         "balanced_weights": weights_of(balanced),
@@ -146,8 +154,8 @@ def rank_main(root, rank, world_size, models):
     for name, layout in (DENSE | MIXTURE).items():
         ranks = spec_of("none", world_size, "megatron", layout).trainer.layout
 
-        def make(path, algorithm, layout=layout):
-            spec = spec_of(path, world_size, "megatron", layout, algorithm)
+        def make(path, algorithm, layout=layout, router_replay="off"):
+            spec = spec_of(path, world_size, "megatron", layout, algorithm, router_replay)
             return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
 
         if name in MIXTURE:
@@ -230,8 +238,8 @@ def outcome(tmp_path_factory):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
 
-        def make(path, algorithm):
-            spec = spec_of(path, 1, "fsdp", algorithm=algorithm)
+        def make(path, algorithm, router_replay="off"):
+            spec = spec_of(path, 1, "fsdp", algorithm=algorithm, router_replay=router_replay)
             return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
 
         single = spec_of("none", 1, "fsdp").trainer.layout
@@ -296,6 +304,23 @@ def test_the_load_balancing_loss_is_that_of_fsdp(outcome, layout):
     for name, weight in expected["balanced_weights"].items():
         difference = np.abs(weights[name] - weight)
         assert np.mean(difference > 1e-4) < 0.01, name
+
+
+@pytest.mark.parametrize("layout", MIXTURE)
+def test_replayed_experts_are_those_of_fsdp(outcome, layout):
+    """Log-probabilities, and two steps with the load-balancing loss, whose experts the routers choose themselves."""
+    expected, ranks = outcome
+    found = {key: value for rank in ranks for key, value in rank[layout]["replayed_logprobs"].items()}
+    assert found.keys() == expected["replayed_logprobs"].keys()
+    for key, one in expected["replayed_logprobs"].items():
+        np.testing.assert_allclose(found[key], one, atol=1e-4)
+    gaps = [np.abs(found[key] - one) for key, one in expected["free_logprobs"].items()]
+    assert np.concatenate(gaps).mean() > 0.05, "other experts are another function"
+    for found, one in zip(ranks[0][layout]["replayed"], expected["replayed"], strict=True):
+        assert_close_metrics(found, one, rel=1e-4)
+    weights = sent(ranks, layout, "replayed_weights")
+    for name, weight in expected["replayed_weights"].items():
+        assert np.mean(np.abs(weights[name] - weight) > 1e-4) < 0.01, name
 
 
 @pytest.mark.parametrize("layout", list(DENSE)[1:])

@@ -1,14 +1,21 @@
 """Attention over a packed row is attention of each sequence by itself: values and gradients, for any mix of lengths."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
+from asyncrl.trainer.fsdp.attention import RowAttention, VarlenAttention, register_packed_attention
+from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packed_attention import packed_attention
-from asyncrl.trainer.step.batch import PackedLayout
+from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
+from asyncrl_testing.random_model import random_qwen3
 
 pytestmark = pytest.mark.numerics
 
@@ -56,3 +63,96 @@ def test_values_and_gradients_are_those_of_single_sequences(order, window, lengt
     theirs = torch.autograd.grad(expected, (query, key, value), grad)
     ours = torch.autograd.grad(found, (query, key, value), grad)
     torch.testing.assert_close(ours, theirs)
+
+
+def by_the_words_of_torch(*args, **kwargs):
+    """What `varlen_attn` says that it computes: sequences as `cu_seq_q` and `cu_seq_k` cut them, keys from
+    `window_size[0]` before to `window_size[1]` behind a query, -1 for all of them."""
+    given = inspect.signature(varlen_attn).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    starts, key_starts = asked["cu_seq_q"], asked["cu_seq_k"]
+    assert starts.dtype == key_starts.dtype == torch.int32
+    assert asked["max_q"] == starts.diff().max()
+    assert asked["max_k"] == key_starts.diff().max()
+    assert starts[-1] == len(asked["query"])
+    assert key_starts[-1] == len(asked["key"])
+    assert all(asked[name].is_contiguous() for name in ("query", "key", "value"))
+    copies = asked["query"].shape[1] // asked["key"].shape[1]
+    assert copies == 1 or asked["enable_gqa"]
+    before, behind = (float("inf") if n == -1 else n for n in asked["window_size"])
+    out = []
+    for at in range(len(starts) - 1):
+        q = asked["query"][starts[at] : starts[at + 1]].transpose(0, 1)
+        k, v = (
+            asked[name][key_starts[at] : key_starts[at + 1]].transpose(0, 1).repeat_interleave(copies, 0)
+            for name in ("key", "value")
+        )
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = (distance <= before) & (-distance <= behind)
+        scores = (q @ k.transpose(1, 2) * asked["scale"]).masked_fill(~seen, float("-inf"))
+        out.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(0, 20), st.integers(0, 9))
+@settings(max_examples=25, deadline=None)
+def test_torchs_kernel_for_lengths_is_asked_for_the_same(window, lengths, prompt, seed):
+    """Where sequences lie, causality, windows, shared keys and shared prompts: `packed_attention` in value and
+    gradient."""
+    responses = np.split(np.arange(prompt, prompt + sum(lengths)), np.cumsum(lengths)[:-1])
+    rows_of = np.concatenate([np.append(np.arange(prompt), own) for own in responses])  # all after one prompt
+    whole = [prompt + n for n in lengths]
+    layout = PackedLayout.of(whole, CPU, rows=rows_of if prompt and len(lengths) > 1 else None)
+    query, key, value, grad = rows(prompt + sum(lengths) if layout.order is not None and prompt else sum(whole), seed)
+    expected = packed_attention(query, key, value, layout, scaling=0.3, sliding_window=window)
+    attend = VarlenAttention(by_the_words_of_torch)
+    found = attend(query, key, value, layout, scaling=0.3, sliding_window=window)
+    torch.testing.assert_close(found, expected)
+    theirs = torch.autograd.grad(expected, (query, key, value), grad)
+    ours = torch.autograd.grad(found, (query, key, value), grad)
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="dropout"):
+        attend(query, key, value, layout, dropout=0.1, scaling=0.3)
+
+
+def test_a_model_attends_by_the_kernel_as_by_classes():
+    """Through transformers: the model of a training backend, with a kernel of the same signature."""
+    lengths = [9, 30, 4]
+    AttentionInterface.register("by_the_words", RowAttention("varlen", VarlenAttention(by_the_words_of_torch)))
+    register_packed_attention()
+    at = torch.arange(sum(lengths))
+    row = PackedTokens(
+        input_ids=at[None],
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        layout=PackedLayout.of(lengths, CPU),
+        predictors=at[:-1],
+        targets=at[1:],
+        temperature=1.0,
+    )
+    model, found = random_qwen3(), {}
+    for name in ("packed_sdpa", "by_the_words"):
+        model.set_attn_implementation(name)
+        found[name] = Policy(model)(row, 1.0)[0]
+    torch.testing.assert_close(found["by_the_words"], found["packed_sdpa"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 5])
+def test_torchs_kernel_for_lengths_computes_the_same_on_a_gpu(window):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    lengths, device = [300, 17, 128, 1], torch.device("cuda")
+    layout = PackedLayout.of(lengths, device)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(sum(lengths), heads, 64, generator=draw).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2, 4)
+    )
+    expected = packed_attention(q, k, v, layout, sliding_window=window)
+    found = VarlenAttention(varlen_attn)(q, k, v, layout, sliding_window=window)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    theirs = torch.autograd.grad(expected, (q, k, v), grad)
+    ours = torch.autograd.grad(found, (q, k, v), grad)
+    torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)

@@ -19,7 +19,7 @@ from asyncrl.trainer.step.batch import pack
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
 from asyncrl.weights.experts import routers_of
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts
 from asyncrl_testing.engine_suite import Client, make_request, within
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
 
@@ -52,20 +52,6 @@ def build(path, router_replay="rollout", **fsdp):
         algorithm=AlgorithmConfig(),
     )
     return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-
-
-def recorded(lease, seed=0):
-    """The lease with random experts at every token of the policy."""
-    draw, groups = np.random.default_rng(seed), []
-    for group in lease.groups:
-        members = []
-        for t in group.trajectories:
-            n = len(t.response_ids)
-            chosen = draw.random((n, LAYERS, EXPERTS)).argsort(-1)[..., :TOP].astype(np.int16)
-            chosen[~t.loss_mask] = -1
-            members.append(replace(t, extra={"experts": chosen}).validate())
-        groups.append(replace(group, trajectories=tuple(members)))
-    return replace(lease, groups=tuple(groups))
 
 
 class Given(nn.Module):
@@ -118,7 +104,7 @@ def plan_of(lease, budget=4096):
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(path, norm_topk_prob):
-    lease, model = recorded(random_lease(0)), double(norm_topk_prob)
+    lease, model = with_experts(random_lease(0)), double(norm_topk_prob)
     found = build(path).logprobs(plan_of(lease, 64), lease.trajectories)
     free = build(path, "off").logprobs(plan_of(lease, 64), lease.trajectories)
     gaps = []
@@ -132,7 +118,7 @@ def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(
 
 @pytest.mark.parametrize(("budget", "checkpointing"), [(32, False), (4096, False), (4096, True)])
 def test_a_step_has_the_gradient_of_that_function_for_every_packing(path, norm_topk_prob, budget, checkpointing):
-    lease, model = recorded(random_lease(0)), double(norm_topk_prob)
+    lease, model = with_experts(random_lease(0)), double(norm_topk_prob)
     count, loss = sum(t.num_trained_tokens for t in lease.trajectories.values()), 0.0
     for (ordinal, index), t in lease.trajectories.items():
         if not t.num_trained_tokens:
@@ -159,7 +145,7 @@ def test_a_step_has_the_gradient_of_that_function_for_every_packing(path, norm_t
 
 def test_perturbed_routers_keep_the_recorded_experts(path):
     """The weights have moved on since the tokens were sampled: they go through their experts all the same."""
-    lease, seen = recorded(random_lease(1)), []
+    lease, seen = with_experts(random_lease(1)), []
     found = {}
     for kind in ("rollout", "off"):
         backend = build(path, kind, share_prompts=False)
@@ -191,7 +177,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
 
 def test_what_predicts_a_token_has_its_experts_and_prompts_have_their_own():
     """The last token of a prompt predicts the first of the response; the last of a response predicts nothing."""
-    made = recorded(random_lease(0, num_groups=1, group_size=2, max_response=6))
+    made = with_experts(random_lease(0, num_groups=1, group_size=2, max_response=6))
     plan = plan_of(made)
     (microbatch,) = plan.microbatches
     tokens = pack(
@@ -211,7 +197,7 @@ def test_what_predicts_a_token_has_its_experts_and_prompts_have_their_own():
 
 
 def test_experts_of_another_model_and_models_without_routers_are_refused(path, tmp_path):
-    lease = recorded(random_lease(0))
+    lease = with_experts(random_lease(0))
     backend = build(path)
     for change, found in (
         (lambda e: e[:, :1], r"shape \(1, 2\)"),

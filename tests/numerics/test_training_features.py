@@ -18,7 +18,7 @@ from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.model import compile_layers
-from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack
@@ -88,7 +88,7 @@ def test_the_gradient_of_entropy_is_that_of_float64(chunk_rows, with_logprobs):
     targets, up, up_entropy = torch.randint(0, 17, (11,), generator=g), *torch.randn(2, 11, generator=g)
     found = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    logprobs, entropy = token_logprobs(*found, targets, temperature=0.7, logits_per_chunk=chunk_rows * 17)
+    logprobs, entropy = token_logprobs(*found, targets, temperature=0.7, rules=LogitRules(chunk_rows * 17))
     logp = ((exact[0] @ exact[1].T + exact[2]) / 0.7).log_softmax(-1)
     total, expected = (entropy * up_entropy).sum(), (-(logp.exp() * logp).sum(-1) * up_entropy.double()).sum()
     if with_logprobs:

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
-from asyncrl.trainer.fsdp.token_logprobs import token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
@@ -277,7 +277,7 @@ def test_a_frozen_output_layer_costs_no_gradient(frozen):
     def gradients(*trained):
         leaves = {"hidden": hidden, "weight": weight, "bias": bias}
         leaves = {name: x.clone().requires_grad_(name in trained) for name, x in leaves.items()}
-        logprobs, entropy = token_logprobs(*leaves.values(), targets, temperature=0.7, logits_per_chunk=3 * 17)
+        logprobs, entropy = token_logprobs(*leaves.values(), targets, temperature=0.7, rules=LogitRules(3 * 17))
         found = logprobs.grad_fn.apply(torch.ones(11), None, None)
         (logprobs.sum() + entropy.sum()).backward()
         return [x.grad for x in leaves.values()], found[:3]

@@ -51,6 +51,7 @@ class TestServersWithTheExtension(RemoteCase, StampingSuite):
     transport = "disk"
 
 
+@pytest.mark.slow
 class TestServersThatReceiveByGloo(RemoteCase):
     tied = False
     transport = "collective"

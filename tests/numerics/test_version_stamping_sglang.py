@@ -36,6 +36,7 @@ class TestSglangTied(SglangCase):
     tied = True
 
 
+@pytest.mark.slow
 class TestSglangUntied(SglangCase):
     tied = False
     transport = "collective"

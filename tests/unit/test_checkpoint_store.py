@@ -60,6 +60,16 @@ def test_what_the_ledger_depends_on_cannot_change_on_resume(tmp_path):
         check_resumable(load_recipe(QUICKSTART, []), "other rows", path)
 
 
+def test_a_run_whose_groups_have_branches_goes_on_with_them(tmp_path):
+    every = ["rollout.agent.train=all_branches"]
+    path = save(CheckpointStore(tmp_path, keep=2), 3, load_recipe(QUICKSTART, every))
+    check_resumable(load_recipe(QUICKSTART, every), "digest", path)
+    with pytest.raises(ConfigError, match=r"train=last_branch(?s:.*)may have branches"):
+        check_resumable(load_recipe(QUICKSTART, []), "digest", path)
+    without = save(CheckpointStore(tmp_path, keep=2), 4)
+    check_resumable(load_recipe(QUICKSTART, every), "digest", without)
+
+
 def test_ready_groups_that_lack_what_the_recipe_trains_with_are_refused(tmp_path):
     teacher = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
     top = [*teacher, "algorithm.distillation.top_k=8"]

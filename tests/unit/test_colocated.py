@@ -34,7 +34,7 @@ def colocated(*overrides, mode="sync"):
         (("weights.encoding=delta",), r"weights\.encoding=delta(?s:.*)drop the weights"),
         (("trainer.device=cuda", "weights.transport=collective"), r"transport=collective(?s:.*)NCCL connects no two"),
         (
-            ("trainer.device=cuda", "weights.transport=vllm_nccl", "weights.verify=off", "rollout.engine=vllm"),
+            ("trainer.device=cuda", "weights.transport=vllm_nccl", "rollout.engine=vllm"),
             r"transport=vllm_nccl(?s:.*)NCCL connects no two",
         ),
         (("rollout.engine=vllm", "rollout.vllm.tensor_parallel_size=2"), r"vllm\.tensor_parallel_size=2"),

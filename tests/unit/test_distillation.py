@@ -109,7 +109,8 @@ def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
     mask = np.array([True, False, True])
     made[0] = replace(made[0], loss_mask=mask)
     plan = tuple(
-        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens)) for i, t in enumerate(made)
+        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
+        for i, t in enumerate(made)
     )
     found = {(0, i): t for i, t in enumerate(made)}
     options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("teacher_logprobs",)}
@@ -121,7 +122,7 @@ def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
     assert pack((), {}, **options).extra["teacher_logprobs"].tolist() == [0]
     assert (batch.tokens.others, inputs.teacher_top_logprobs) == (None, None)
     found[0, 1] = trajectory(response=2, seed=2)
-    with pytest.raises(ValueError, match="trajectory 1 of group 0 has no teacher_logprobs"):
+    with pytest.raises(ValueError, match="sequence 1 of group 0 has no teacher_logprobs"):
         pack(plan, found, **options)
 
 
@@ -129,7 +130,8 @@ def test_a_micro_batch_asks_for_the_teachers_likeliest_tokens_at_the_trained_one
     made = [taught(trajectory(response=n, seed=n), 10 * n, top=2) for n in (3, 0, 2)]
     made[0] = replace(made[0], loss_mask=np.array([True, False, True]))
     plan = tuple(
-        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens)) for i, t in enumerate(made)
+        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
+        for i, t in enumerate(made)
     )
     found = {(0, i): t for i, t in enumerate(made)}
     options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("top_ids", "top_logprobs")}

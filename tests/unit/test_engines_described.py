@@ -187,7 +187,7 @@ def test_a_reference_model_is_asked_like_the_policy(model_of):
 
 
 def test_a_transport_that_the_engine_does_not_receive_by_is_refused(model_of):
-    changes = ["weights.transport=vllm_nccl", "weights.verify=off"]
+    changes = ["weights.transport=vllm_nccl"]
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [*overrides(model_of("llama"), "torch"), *changes])
     with pytest.raises(ConfigError, match=r"weights\.transport=vllm_nccl with rollout\.engine=torch(?s:.)*engine=vllm"):
         check_recipe(recipe, use_hub=False)

@@ -138,7 +138,7 @@ def test_a_rank_with_fewer_tokens_halves_its_fullest_microbatch():
 
 def test_a_sequence_over_the_budget_is_refused():
     manifest, advantages = lease([[(10, 20, 20), (10, 21, 21)]])
-    with pytest.raises(ValueError, match=r"trajectory 1 of group 0 has 31 tokens.*max_tokens_per_microbatch=30"):
+    with pytest.raises(ValueError, match=r"sequence 1 of group 0 has 31 tokens.*max_tokens_per_microbatch=30"):
         plan_step(manifest, advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=30))
 
 

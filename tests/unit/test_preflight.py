@@ -101,6 +101,7 @@ def test_a_held_out_set_that_repeats_its_questions_is_noted(checked) -> None:
     [
         (["rollout.environment=tool_use"], QWEN, False),
         (["rollout.environment=tool_use"], MISTRAL, True),
+        (["rollout.environment=interleaved_tool_use"], MISTRAL, False),
         (["rollout.environment=tool_use", "rollout.tool_use.parser=tagged"], MISTRAL, False),
         ([], MISTRAL, False),
     ],

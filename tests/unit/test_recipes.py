@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.cluster.placement import Demand
 from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.driver.memory_plan import gpu_bytes
@@ -156,6 +157,7 @@ TOOLS = ["rollout.environment=tool_use", "rollout.tool_use.max_turns=3", "rollou
         ([], 64),
         (TOOLS, 192),
         ([*TOOLS, "rollout.environment=agent"], 128),
+        ([*TOOLS, "rollout.environment=interleaved_tool_use"], 64),
         ([*TOOLS, "rollout.environment=my.module:Game"], 64),
         ([*TOOLS, "rollout.tool_use.max_trajectory_tokens=150"], 150),
         ([*TOOLS, "rollout.torch.max_model_len=170"], 170),
@@ -190,6 +192,7 @@ LONG = ["data.max_prompt_tokens=2048", "rollout.sampling.max_response_tokens=204
         ([*SHORT, *TOOLS], (250, 8192, 30)),
         ([*LONG, *TOOLS, "rollout.tool_use.max_trajectory_tokens=30000"], (32048, 32048, 6000)),
         ([*SHORT, *TOOLS, AGENT], (512, 8192, 20)),
+        ([*SHORT, *TOOLS, "rollout.environment=interleaved_tool_use"], (150, 8192, 10)),
         ([*SHORT, *TOOLS, AGENT, "rollout.engine=vllm"], (4096, 8192, 20)),
         ([*SHORT, "rollout.environment=my.module:Game", "rollout.torch.max_model_len=9000"], (9000, 9000, 10)),
         ([*SHORT, "rollout.torch.max_model_len=9000"], (9000, 8192, 10)),
@@ -400,7 +403,13 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
             ["trainer.fsdp.offload_optimizer=true (", "or trainer.num_ranks=16 ("],
         ),
         (["ray.gpu_memory_gib=48"], "with micro-batches of 22528 tokens", "of the 48 GiB", ["trainer.num_ranks=32 ("]),
-        (["ray.gpu_memory_gib=24"], "a rank needs about 62 GiB", "of the 24 GiB", ["train a smaller model"]),
+        (
+            ["ray.gpu_memory_gib=24"],
+            "a rank needs about 62 GiB",
+            "of the 24 GiB",
+            ["trainer.fsdp.context_parallel=8 ("],
+        ),
+        (["ray.gpu_memory_gib=12"], "a rank needs about 62 GiB", "of the 12 GiB", ["train a smaller model"]),
         (
             ["rollout.vllm.tensor_parallel_size=1", "rollout.num_replicas=8", "ray.gpu_memory_gib=70"],
             "a replica of",
@@ -417,6 +426,18 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(
     error = " ".join(capsys.readouterr().err.split())
     for part in (asked, found, *do):
         assert part in error
+
+
+def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["recipes/dapo_qwen.yaml", "trainer.fsdp.context_parallel=4"]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "4 ranks share the tokens of a micro-batch, 2 micro-batches at once" in capsys.readouterr().out
+    for shards, together in (("2", 4), ("8", 8)):
+        recipe = load_recipe(ROOT / words[0], [words[1], f"trainer.fsdp.shard_ranks={shards}"])
+        assert Demand.of(recipe).ranks_together == together
+    assert cli.main([words[0], "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16", "--dry-run"]) == 2
+    assert "40 attention heads and 8 key-value heads" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, capsys, monkeypatch):
@@ -467,8 +488,7 @@ def test_experts_are_replayed_by_the_backend_that_can():
     assert load_recipe(QUICKSTART, ["trainer.router_replay=rollout"]).kept_arrays == ("experts",)
     with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
         load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.compile=true"])
-    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.backend=megatron"):
-        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])
+    load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])
 
 
 def test_sets_are_kept_where_they_are_bounded():

@@ -10,10 +10,11 @@ from asyncrl.config.load import load_recipe
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.inference.remote.labels import ForeignWeights, Labels
 from asyncrl.inference.remote.orders import read_order, write_order
 from asyncrl.inference.remote.publish_calls import require_reachable
-from asyncrl.inference.remote.requests import ForeignWeights, Labels, body_of, output_of
 from asyncrl.inference.remote.server_client import read_key
+from asyncrl.inference.remote.vllm_requests import body_of, output_of
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec, VllmNcclSource
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ import zmq.asyncio
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.sglang.host import _output, all_read
+from asyncrl.inference.sglang.host import all_read
+from asyncrl.inference.sglang.host_main import kv_cache
 from asyncrl.inference.sglang.host_process import engine_arguments
+from asyncrl.inference.sglang.outputs import output_of
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.shared.stamped_stream import Output
@@ -40,7 +43,7 @@ def outputs(rid):
     """What the host makes of the recorded responses."""
     sent, made = 0, []
     for out in RECORDED[rid]:
-        made.append(_output(rid, out, sent, incremental=False))
+        made.append(output_of(rid, out, sent, incremental=False))
         sent += len(made[-1].ids)
     return made
 
@@ -114,7 +117,7 @@ def test_a_refused_request_says_why():
     stream = SglangStream(make_request())
     stream.enter()
     with pytest.raises(GenerationError, match="too long"):
-        stream.take(_output("x", out, 0, incremental=False), 3)
+        stream.take(output_of("x", out, 0, incremental=False), 3)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -122,13 +125,13 @@ def test_a_last_response_that_repeats_tokens_adds_none(incremental):
     last = {"type": "abort", "message": "Abort in waiting queue"}
     meta = {"completion_tokens": 3, "finish_reason": last, "output_token_logprobs": [[-1, 7], [-2, 8], [-3, 9]]}
     out = {"output_ids": [9] if incremental else [7, 8, 9], "meta_info": meta}
-    assert len(_output("x", out, 3, incremental=incremental).ids) == 0
+    assert len(output_of("x", out, 3, incremental=incremental).ids) == 0
 
 
 def test_tokens_without_log_probabilities_are_an_error():
     out = {"output_ids": [7, 8], "meta_info": {"completion_tokens": 2, "output_token_logprobs": [[-1, 7]]}}
     with pytest.raises(RuntimeError, match="2 ids and 1"):
-        _output("x", out, 0, incremental=False)
+        output_of("x", out, 0, incremental=False)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -252,3 +255,13 @@ def test_arguments_leave_room_for_a_request_as_long_as_the_context():
 def test_arguments_that_would_break_a_promise_are_refused(name):
     with pytest.raises(ConfigError, match=rf"server_args\.{name}"):
         SglangEngineConfig(server_args={name: True})
+
+
+def test_the_size_of_the_cache_is_the_smallest_of_the_schedulers():
+    infos = [{"max_total_num_tokens": 900}, {"max_total_num_tokens": 800}]
+    arguments = SimpleNamespace(page_size=16)
+    newer = SimpleNamespace(server_args=arguments, _scheduler_init_result=SimpleNamespace(scheduler_infos=infos))
+    older = SimpleNamespace(server_args=SimpleNamespace(page_size=None), scheduler_info=infos[0])
+    assert kv_cache(newer) == (800, 16)
+    assert kv_cache(older) == (900, 1)
+    assert kv_cache(SimpleNamespace(server_args=arguments, scheduler_info={})) is None

@@ -70,7 +70,8 @@ def test_groups_do_not_share_with_each_other(share, tokens):
         (1, 0): trajectory([1, 2, 3], [4]),
     }
     planned = [
-        TrainSequence(*key, 1.0, Lengths(3, len(t.response_ids), len(t.response_ids))) for key, t in chosen.items()
+        TrainSequence(*key, 1.0, Lengths(3, len(t.response_ids), len(t.response_ids)), owner=key[1])
+        for key, t in chosen.items()
     ]
     batch = pack(tuple(planned), chosen, predict="trained", device=torch.device("cpu"), share_prompts=share)
     assert batch.tokens.input_ids.numel() == tokens

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,11 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.load import load_recipe
 from asyncrl.inference.replica import CpuTime, Outbox
 from asyncrl.rollout.draft import FIRST_CAPACITY, Draft
 from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 pytestmark = pytest.mark.unit
 
@@ -126,6 +130,18 @@ def test_collections_take_a_bounded_share_of_the_process(num_busy, shortest_s):
     assert num_busy * COLLECT_S <= COLLECT_SHARE * interval_s * 1.0001
     if num_busy * COLLECT_S <= COLLECT_SHARE * shortest_s:
         assert interval_s == shortest_s, "a few replicas are asked as often as the recipe says"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected_s"),
+    [
+        ([], 0.05),
+        (["rollout.environment=tool_use"], 0.005),
+        (["rollout.environment=tool_use", "rollout.poll_interval_s=0.2"], 0.2),
+    ],
+)
+def test_a_turn_that_the_next_one_waits_for_is_collected_soon(overrides, expected_s):
+    assert load_recipe(QUICKSTART, overrides).rollout.poll_every_s == expected_s
 
 
 class Cycle:

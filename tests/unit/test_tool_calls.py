@@ -13,6 +13,7 @@ from asyncrl.data.tool_calls import (
     ToolSignature,
     described,
     format_of,
+    parse_between,
     parse_hermes,
     parse_json,
     parse_tagged,
@@ -101,6 +102,17 @@ def test_the_ways_that_models_nest_a_call():
     assert parse_tagged('<calculator>{"expression": "2"}</calculator>', TOOLS) == [
         ToolCall("calculator", {"expression": "2"})
     ]
+
+
+def test_a_single_tool_may_be_called_in_every_nesting():
+    (tool,) = (t for t in TOOLS if t.name == "calculator")
+    for text in (
+        '{"function": {"name": "calculator", "arguments": {"expression": "2"}}}',
+        '{"name": "calculator", "arguments": {"expression": "2"}}',
+        '{"expression": "2"}',
+        "2",
+    ):
+        assert parse_between(text, [tool], "<a>", "</a>") == ToolCall("calculator", {"expression": "2"})
 
 
 def test_auto_follows_the_chat_template():

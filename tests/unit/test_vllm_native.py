@@ -49,7 +49,7 @@ def manifest_of(tensors, publish_id=1, **settings):
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
 
-VLLM_NCCL = ["weights.transport=vllm_nccl", "weights.verify=off", "rollout.engine=vllm"]
+VLLM_NCCL = ["weights.transport=vllm_nccl", "rollout.engine=vllm"]
 
 
 def test_a_recipe_for_gpus_can_choose_it():
@@ -60,7 +60,6 @@ def test_a_recipe_for_gpus_can_choose_it():
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("weights.verify=first", "weights.verify=first"),
         ("trainer.device=cpu", "trainer.device=cpu"),
     ],
 )
@@ -119,13 +118,6 @@ def test_the_walk_yields_what_it_was_given_without_gradients():
     assert list(checked_walk(manifest_of([]), [])) == []
     with pytest.raises(WeightTransferError, match="publish 0 tensors"):
         list(checked_walk(manifest_of([]), tensors))
-
-
-def test_digests_are_refused():
-    with closing(VllmNcclSender(BUCKET_BYTES, 1, open_endpoint=StoreEndpoint)) as sender:
-        sender.open()
-        with pytest.raises(WeightTransferError, match=r"weights\.verify=off"):
-            sender.send(manifest_of(weights(), verify=True), weights(), 1.0)
 
 
 def test_a_reserved_port_is_kept_for_a_server_alone():
@@ -233,9 +225,10 @@ class StoreGroup:
 class StoreBackend:
     """Makes vLLM's NCCL engines with the store in the place of NCCL."""
 
-    def __init__(self, stuck=None):
-        """`stuck`: an event for which they wait instead of receiving."""
-        self.stuck = stuck
+    def __init__(self, stuck=None, broken=None):
+        """`stuck`: an event for which they wait instead of receiving; `broken`: a tensor that arrives with one bit more
+        or less."""
+        self.stuck, self.broken = stuck, broken
         self.made = 0
 
     def require(self):
@@ -244,7 +237,7 @@ class StoreBackend:
     def make(self, model):
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        stuck, self.made = self.stuck, self.made + 1
+        stuck, broken, self.made = self.stuck, self.broken, self.made + 1
 
         class Engine(NCCLWeightTransferEngine):
             def __init__(self):
@@ -257,6 +250,9 @@ class StoreBackend:
                 if stuck is not None:
                     stuck.wait(30)
                 for tensors in self.model_update_group.chunks(update_info):
+                    for name, tensor in tensors:
+                        if name == broken:
+                            tensor.view(torch.int32)[0, 0] ^= 1
                     model.load_weights(tensors)
 
             def shutdown(self):
@@ -280,13 +276,14 @@ class Worker:
         self.backend = backend or StoreBackend()
         self.receiver = NativeReceiver(replace(source, receiver=receiver), Expected(), 0, self.backend)
         self.thread = ThreadPoolExecutor(1)
+        self.digest = None
 
     def receive(self, manifest, timeout_s=10.0):
         feed = Feed(len(manifest.tensors), timeout_s + 1)
         received = self.thread.submit(self.receiver.receive, manifest, feed, timeout_s)
         loaded = {name: tensor.clone() for name, tensor in feed}
         feed.finish()
-        received.result(timeout_s)
+        self.digest = received.result(timeout_s)
         return loaded
 
     def close(self):
@@ -302,12 +299,13 @@ class Transfer:
         self.received = []
         """What each worker loaded in the last publish, or raised."""
 
-    def publish(self, tensors, publish_id, timeout_s=10.0, given=None):
-        """`given`: what the sender gets in place of what the manifest says. Raises the sender's error."""
-        manifest = manifest_of(tensors, publish_id)
+    def publish(self, tensors, publish_id, timeout_s=10.0, given=None, **settings):
+        """`given`: what the sender gets in place of what the manifest says; `settings`: of the manifest. Returns the
+        digest. Raises the sender's error."""
+        manifest = manifest_of(tensors, publish_id, **settings)
         receiving = [self._pool.submit(worker.receive, manifest, timeout_s) for worker in self.workers]
         try:
-            assert self.sender.send(manifest, tensors if given is None else given, timeout_s) is None
+            return self.sender.send(manifest, tensors if given is None else given, timeout_s)
         finally:
             self.received = [f.exception(timeout_s + 5) or f.result() for f in receiving]
 
@@ -350,6 +348,19 @@ def test_every_worker_gets_every_tensor(num_workers):
             transfer.publish(weights(publish_id), publish_id)
             transfer.assert_received(weights(publish_id))
         assert transfer.groups_made == [1] * num_workers, "the group stays"
+
+
+@needs_vllm
+def test_both_sides_digest_what_is_sent_and_what_arrives():
+    broken = StoreBackend(broken="small.7")
+    with connected(3, {1: broken}) as transfer:
+        assert transfer.publish(weights(1), 1) is None
+        assert [worker.digest for worker in transfer.workers] == [None] * 3, "nobody asked"
+        sent = transfer.publish(weights(2), 2, verify=True)
+        found = [worker.digest for worker in transfer.workers]
+        assert found[0] == found[2] == sent
+        assert [weights()[i][0] for i, (a, b) in enumerate(zip(sent, found[1], strict=True)) if a != b] == ["small.7"]
+        assert transfer.publish(weights(3), 3, verify=True) != sent
 
 
 @needs_vllm

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: a vLLM server that runs elsewhere, behind the protocol of engines."""
+"""`RemoteEngine`: a server that runs elsewhere, behind the protocol of engines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import logging
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import BadRequest, GenerationError, explain
-from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, ReloadPublishCalls
-from asyncrl.inference.remote.requests import ABORT, GENERATE, ForeignWeights, Labels, abort_id, body_of, output_of
-from asyncrl.inference.remote.server_client import Refused, ServerClient, Unanswered, Unreachable, read_key
-from asyncrl.inference.remote.server_facts import UNAVAILABLE, ServerFacts, ask, require_usable
+from asyncrl.inference.remote.detect import ask
+from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ModelTokens, ServerDialect
+from asyncrl.inference.remote.labels import ForeignWeights, Labels
+from asyncrl.inference.remote.server_client import Call, Refused, ServerClient, Unanswered, Unreachable, read_key
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import StampedStream, end_output
@@ -43,10 +43,10 @@ _LEAVE_S = 2.0
 class RemoteStream(StampedStream):
     """The adapter's record of one request to a server, on a connection of its own."""
 
-    package = "the vLLM server"
+    package = "the server"
     no_spans = (
         "it was sampled under two versions, and the server does not say which token under which",
-        "set rollout.interrupt=abort_resume, or use a vLLM of version 0.32 or newer",
+        "set rollout.interrupt=abort_resume, or use a newer server",
     )
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -62,16 +62,16 @@ class RemoteStream(StampedStream):
 
 
 class RemoteEngine(ProcessEngine[RemoteStream]):
-    """An `InferenceEngine` over a vLLM server that somebody else has started, and restarts.
+    """An `InferenceEngine` over a server that somebody else has started, and restarts.
 
     The server samples with the weights of the last publish only as long as it is the same process: each version has a
     label there that no other process and no other run has. The engine looks for it all the time, and compares the
     labels of every response. Once it is gone the engine is dead; the next one waits for the server and starts anew.
 
-    Sampling is not deterministic, as vLLM's is not.
+    Sampling is not deterministic, as that of the servers is not.
     """
 
-    package = "the vLLM server"
+    package = "the server"
     key = "remote"
 
     def __init__(self, model: ModelConfig, settings: RemoteEngineConfig, *, load_real_weights: bool) -> None:
@@ -89,8 +89,10 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._label: str | None = None
         """What the server calls its weights; None while that changes."""
         self._client: ServerClient | None = None
-        self._facts: ServerFacts | None = None
+        self._dialect: ServerDialect | None = None
         self._publishes: PublishCalls | None = None
+        self._proven = False
+        """What the server does not say of itself has been seen; otherwise weights of a publish will show it."""
         self._receiving = False
         self._loads = 0
         """Publishes that the server was told of."""
@@ -109,18 +111,16 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         settings = self._settings
         client = self._client = ServerClient(self._url, read_key(settings.api_key_env))
         deadline = time.monotonic() + settings.wait_s
-        facts = await self._wait_for_server(client, deadline)
-        if facts.vocab_size is None:
-            vocab_size, tied = await asyncio.to_thread(_vocabulary, self._model)
-            facts = replace(facts, vocab_size=vocab_size, tied=tied)
-        self._facts = facts
-        require_usable(self._url, facts, settings)
-        left_s = max(1.0, deadline - time.monotonic())
-        # Of a replica before this one: its requests end, and a pause that it did not live to end.
-        await client.post("/pause", params={"mode": "abort", "clear_cache": "true"}, timeout_s=left_s)
-        await client.post("/resume", timeout_s=left_s)
+        dialect = await self._wait_for_server(client, deadline)
+        if dialect.needs_model:
+            dialect = dialect.of_model(await asyncio.to_thread(_tokens_of, self._model))
+        self._dialect = dialect
+        dialect.require_usable(self._url, settings)
+        for call in dialect.take_over():
+            await client.send(call, max(1.0, deadline - time.monotonic()))
         await self._set_label(self._labels.of(None))
-        self._publishes = (ExtensionPublishCalls if settings.weights == "extension" else ReloadPublishCalls)(client)
+        self._proven = await dialect.prove(client, self._url)
+        self._publishes = dialect.publish_calls(client, settings)
         self._spawn(self._look(client), "remote-look")
 
     async def _shut_down(self) -> None:
@@ -129,21 +129,26 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         client, self._client = self._client, None
         if client is None:
             return
-        if self._facts is not None and self._lost is None:
+        if self._dialect is not None and self._lost is None:
             # One that has ended, or that another replica has taken over, is left alone.
             with contextlib.suppress(Unreachable, Unanswered, Refused, ForeignWeights, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await self._check_server(client)
-                    await client.post("/resume", timeout_s=_LEAVE_S)
+                    await client.send(self._dialect.unfreeze(), _LEAVE_S)
         await client.close()
 
     def _death(self) -> str | None:
         return self._lost
 
     def _vocab_size(self) -> int:
-        assert self._facts is not None, "the engine was started"
-        assert self._facts.vocab_size is not None, "it is looked up at the start"
-        return self._facts.vocab_size
+        return self._spoken.vocab_size
+
+    def _check(self, request: GenerationRequest) -> None:
+        super()._check(request)
+        sampling = request.sampling
+        filtered = sampling.temperature and (sampling.top_p < 1 or sampling.top_k)
+        if (filtered or sampling.min_tokens) and not self._spoken.filters:
+            raise GenerationError(explain(f"generate {request.request_id!r}", *NO_FILTERS))
 
     def _new_stream(self, request: GenerationRequest) -> RemoteStream:
         return RemoteStream(request)
@@ -174,21 +179,35 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _abort_inside(self, streams: list[RemoteStream]) -> None:
         """The server answers for those that it has; the connections of the others are closed, which ends them too."""
+        dialect = self._spoken
         begun = [s for s in streams if s.num_tokens and s.fate == "abort" and s.reading is not None]
-        if begun and self._lost is None:
-            ids = [abort_id(stream.rid) for stream in begun]
-            with contextlib.suppress(Unreachable, Unanswered, Refused):  # the connections are closed below
-                await self._calls().post(ABORT, {"request_ids": ids}, timeout_s=_ABORT_S)
+        if self._lost is None:
+            await self._abort_at_server([s.rid for s in (streams if dialect.aborts_by_name_only else begun)])
+            if begun:
                 await asyncio.wait([s.reading for s in begun if s.reading is not None], timeout=_ABORT_S)
         for stream in streams:
             if stream.reading is not None:
                 stream.reading.cancel()
 
+    async def _abort_at_server(self, rids: list[str]) -> bool:
+        """Whether the server has answered: who calls it goes on without."""
+
+        async def send(call: Call) -> bool:
+            try:
+                await self._calls().send(call, _ABORT_S)
+            except (Unreachable, Unanswered, Refused):
+                return False
+            return True
+
+        return not rids or all(await asyncio.gather(*map(send, self._spoken.aborts(rids))))
+
     async def _freeze_inside(self) -> None:
-        await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
+        await self._send_all(self._spoken.freeze())
 
     async def _unfreeze_inside(self) -> None:
-        await self._post("/resume")
+        await self._send_all([self._spoken.unfreeze()])
+        if not self._proven and self._version is not None:
+            self._proven = await self._spoken.prove(self._calls(), self._url)
 
     async def _settle(self) -> None:
         """Returns when nothing has come for a moment. A token that comes later is told apart by its label."""
@@ -218,17 +237,20 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _read(self, stream: RemoteStream) -> None:
         """Moves the server's answer to one request into its stream. Raises Unreachable: the connection broke."""
-        salt, asked = str(self._salt), stream.request
-        body = body_of(asked, rid=stream.rid, cache_salt=salt, vocab_size=self._vocab_size())
+        dialect, asked = self._spoken, stream.request
+        reader, told = dialect.reader(asked, self._labels), False
+        body = dialect.body_of(asked, rid=stream.rid, cache_salt=self._labels.salt(self._salt))
         try:
-            async for line in self._calls().lines(GENERATE, body):
+            async for line in self._calls().lines(dialect.generate, body):
                 self._arrived_s = time.monotonic()
-                output = output_of(line, self._labels)
+                output = reader.take(line)
                 if output is not None:
                     is_last = output.reason is not None
                     self._hand_over(stream, stream.take(output, self._version), is_last=is_last)
                     if is_last:
                         return
+                if reader.over and not told:
+                    told = await self._abort_at_server([stream.rid])
         except ForeignWeights as error:
             self._lost = f"{self._url}: {error}"
             raise
@@ -242,16 +264,24 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     # -- the server ----------------------------------------------------------------------------------------------
 
+    @property
+    def _spoken(self) -> ServerDialect:
+        assert self._dialect is not None, "the engine was started"
+        return self._dialect
+
     def _calls(self) -> ServerClient:
         assert self._client is not None, "the engine was started"
         return self._client
 
-    async def _wait_for_server(self, client: ServerClient, deadline: float) -> ServerFacts:
+    async def _wait_for_server(self, client: ServerClient, deadline: float) -> ServerDialect:
         """Raises ConfigError as `ask`; GenerationError: it did not come up."""
         while True:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    return await ask(client, self._settings)
+                    dialect = await ask(client, self._settings)
+                    for call in dialect.wake(self._labels.of(None)):
+                        await client.send(call, max(0.0, deadline - time.monotonic()))
+                    return dialect
             except (Unreachable, Unanswered, Refused, TimeoutError) as error:
                 if isinstance(error, Refused) and error.status != UNAVAILABLE:
                     raise
@@ -263,20 +293,22 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _set_label(self, label: str) -> None:
         self._label = None
-        await self._post("/update_weight_version", {"new_version": label})
+        await self._send_all([self._spoken.relabel(label)])
         self._label = label
 
-    async def _post(self, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        """A call that ends soon and may be made twice: the second time when its connection breaks and the server is
-        well. Raises Unreachable, Unanswered, Refused; the server may then be lost."""
+    async def _send_all(self, calls: Sequence[Call]) -> None:
+        """Calls that end soon and may be made twice: the second time when the connection breaks and the server is well.
+        Raises Unreachable, Unanswered, Refused; the server may then be lost."""
         client, timeout_s = self._calls(), self._settings.lost_after_s
-        try:
-            return await client.post(path, body, params=params, timeout_s=timeout_s)
-        except (Unreachable, Unanswered) as error:
-            await self._examine(str(error))
-            if self._lost is not None or isinstance(error, Unanswered):
-                raise
-        return await client.post(path, body, params=params, timeout_s=timeout_s)
+        for call in calls:
+            try:
+                await client.send(call, timeout_s)
+                continue
+            except (Unreachable, Unanswered) as error:
+                await self._examine(str(error))
+                if self._lost is not None or isinstance(error, Unanswered):
+                    raise
+            await client.send(call, timeout_s)
 
     async def _look(self, client: ServerClient) -> None:
         """Ends the engine when its server is lost.
@@ -318,31 +350,33 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _check_server(self, client: ServerClient) -> None:
         """Raises Unreachable, Unanswered, Refused; ForeignWeights: it is not the process that has the last publish."""
-        timeout_s = self._settings.lost_after_s
-        await client.get("/health", timeout_s=timeout_s)
+        dialect, timeout_s = self._spoken, self._settings.lost_after_s
+        alive = await client.get(dialect.alive, timeout_s=timeout_s)
         expected = self._label
-        if expected is None or self._receiving:  # a server that loads weights answers for its health only
+        if expected is None or self._receiving:  # a server that loads weights answers whether it lives only
             return
         loads = self._loads
         try:
-            told = await client.get("/weight_info", timeout_s=timeout_s)
+            state = await client.get(dialect.state, timeout_s=timeout_s)
         except Unanswered:
             if self._receiving or self._loads != loads:
                 return  # it began to load weights before it could answer
             raise
         if self._label == expected:
-            label = told.get("weight_version") if isinstance(told, dict) else told  # a page of a gateway, say
-            self._labels.version(str(label))
+            self._labels.version(dialect.label_in(alive, state))
 
     def _lose(self, why: str) -> None:
         if self._lost is None:
             self._lost = f"the server {self._url} is lost: {why}"
 
 
-def _vocabulary(model: ModelConfig) -> tuple[int, bool]:
-    """Size of the vocabulary of the run's model, and whether its output layer uses the embeddings."""
-    from transformers import AutoConfig
+def _tokens_of(model: ModelConfig) -> ModelTokens:
+    from transformers import AutoConfig, GenerationConfig
 
-    read = AutoConfig.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    text = read.get_text_config()
-    return text.vocab_size, bool(text.tie_word_embeddings)
+    common = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    text = AutoConfig.from_pretrained(model.path, **common).get_text_config()
+    ends = [text.eos_token_id]
+    with contextlib.suppress(OSError):  # there is no such file
+        ends.append(GenerationConfig.from_pretrained(model.path, revision=model.revision or "main").eos_token_id)
+    eos = {i for each in ends if each is not None for i in (each if isinstance(each, list) else [each])}
+    return ModelTokens(text.vocab_size, bool(text.tie_word_embeddings), frozenset(eos))

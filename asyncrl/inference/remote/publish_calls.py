@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import psutil
 
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.remote.orders import write_order
-from asyncrl.inference.remote.server_client import ServerClient
+from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
 
@@ -40,16 +40,22 @@ class ReloadPublishCalls(PublishCalls):
     """The server's own loader reads the files of transport `disk`. The replica takes the part of the receiver: it reads
     all files and computes their digest, then names them to the server."""
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: ServerClient, reload: Callable[[str], Call]) -> None:
+        """`reload`: the call that names the directory of a publish to the server."""
         super().__init__(f"the server {client.url}")
         self._client = client
+        self._reload = reload
         self._thread = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._receiver: Any = None
+        self._closed = False
 
     def close(self) -> None:
+        """Idempotent."""
         super().close()
-        self._thread.submit(self._leave)
-        self._thread.shutdown(wait=False)
+        if not self._closed:
+            self._closed = True
+            self._thread.submit(self._leave)
+            self._thread.shutdown(wait=False)
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
         if not isinstance(source, DiskSource):
@@ -60,7 +66,7 @@ class ReloadPublishCalls(PublishCalls):
         digest = await loop.run_in_executor(self._thread, self._read, manifest, source, timeout_s)
         path = Path(source.directory) / f"publish-{manifest.publish_id}"
         left_s = max(0.0, ends_s - loop.time()) + _GRACE_S
-        await self._client.call_workers("reload_weights", [], left_s, weights_path=str(path))
+        await self._client.send(self._reload(str(path)), left_s)
         return [["", "", digest]]
 
     def _read(self, manifest: Manifest, source: DiskSource, timeout_s: float) -> Digest | None:

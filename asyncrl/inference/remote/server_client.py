@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import httpx
 
@@ -16,6 +17,16 @@ from asyncrl.config.serving import check_key
 _CONNECT_S = 10.0
 _IDLE_S = 2.0
 _TOLD_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP call."""
+
+    path: str
+    body: Any = None
+    params: dict[str, str] | None = None
+    method: Literal["GET", "POST"] = "POST"
 
 
 class Unreachable(Exception):
@@ -71,6 +82,11 @@ class ServerClient:
     async def post(self, path: str, body: Any = None, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
         """As `get`."""
         return await self._call("POST", path, timeout_s, params=params, json=body)
+
+    async def send(self, call: Call, timeout_s: float) -> Any:
+        """As `get`."""
+        request: dict[str, Any] = {"params": call.params} | ({} if call.method == "GET" else {"json": call.body})
+        return await self._call(call.method, call.path, timeout_s, **request)
 
     async def call_workers(self, method: str, arguments: Sequence[Any], timeout_s: float, **named: Any) -> list[Any]:
         """What the method returns in each of the server's workers. Raises as `get`."""

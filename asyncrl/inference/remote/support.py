@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.remote.detect import ask
+from asyncrl.inference.remote.dialect import NO_FILTERS
 from asyncrl.inference.remote.server_client import Refused, ServerClient, Unanswered, Unreachable, read_key
-from asyncrl.inference.remote.server_facts import ask, require_usable
 from asyncrl.types import ModelFacts
 
 
@@ -17,21 +17,26 @@ def check_servers(rollout: RolloutConfig, facts: ModelFacts) -> None:
 
     Raises ConfigError: the first one that does not answer or cannot be used.
     """
-    asyncio.run(_check(rollout.remote, facts))
+    asyncio.run(_check(rollout, facts))
 
 
-async def _check(remote: RemoteEngineConfig, facts: ModelFacts) -> None:
-    key = read_key(remote.api_key_env)
-    checks = (_check_one(url, key, remote, facts) for url in remote.urls)
+async def _check(rollout: RolloutConfig, facts: ModelFacts) -> None:
+    key = read_key(rollout.remote.api_key_env)
+    checks = (_check_one(url, key, rollout, facts) for url in rollout.remote.urls)
     for failure in await asyncio.gather(*checks, return_exceptions=True):
         if isinstance(failure, BaseException):
             raise failure
 
 
-async def _check_one(url: str, key: str | None, remote: RemoteEngineConfig, facts: ModelFacts) -> None:
+async def _check_one(url: str, key: str | None, rollout: RolloutConfig, facts: ModelFacts) -> None:
     client = ServerClient(url, key)
     try:
-        require_usable(url, await ask(client, remote), remote, facts)
+        dialect = await ask(client, rollout.remote)
+        dialect.require_usable(url, rollout.remote, facts)
+        sampling = rollout.sampling
+        if not dialect.filters and (sampling.top_p < 1 or sampling.top_k):
+            asked = f"{url} with rollout.sampling.top_p={sampling.top_p:g} and top_k={sampling.top_k}"
+            raise ConfigError(explain(asked, *NO_FILTERS))
     except (Unreachable, Unanswered, Refused) as error:
         do = "start the server first, or correct rollout.remote.urls; docs/remote.md has the whole command"
         raise ConfigError(explain(f"{url} as a replica", str(error), do)) from error

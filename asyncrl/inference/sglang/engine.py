@@ -14,6 +14,8 @@ from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments,
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
+from asyncrl.inference.shared.kv_admission import KvAdmission
+from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import Output
@@ -41,6 +43,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             max_running=settings.max_running_requests,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
+            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=not settings.disable_radix_cache),
         )
         self._settings = settings
         self._seed = seed
@@ -95,6 +98,10 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     def _vocab_size(self) -> int:
         return self._facts["vocab_size"]
+
+    def _kv_capacity(self) -> KvCapacity | None:
+        found = self._facts["kv"]
+        return None if found is None else KvCapacity(*found)
 
     def _new_stream(self, request: GenerationRequest) -> SglangStream:
         return SglangStream(request)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from asyncrl.inference.sglang.outputs import output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output, end_output
 
@@ -162,7 +163,7 @@ class Host:
         )
         try:
             async for out in self._manager.generate_request(request, None):
-                output = _output(rid, out, sent, incremental=self._incremental)
+                output = output_of(rid, out, sent, incremental=self._incremental)
                 sent += len(output.ids)
                 self._begun.add(rid)
                 if asked.stops and (at := np.flatnonzero(np.isin(output.ids, list(asked.stops)))).size:
@@ -216,33 +217,6 @@ async def all_read(socket: zmq.Socket[Any], turns: int) -> None:
     while quiet < turns:
         quiet = 0 if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN else quiet + 1
         await asyncio.sleep(0)
-
-
-def _output(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) -> Output:
-    """One of SGLang's responses. `sent`: tokens that came before. `incremental`: responses hold what is new; otherwise
-    all tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases."""
-    meta = out["meta_info"]
-    first, new = (0 if incremental else sent), meta["completion_tokens"] - sent
-    ids = np.asarray(out["output_ids"][first : first + new], np.int32)
-    logprobs = meta.get("output_token_logprobs") or []
-    values = np.array([entry[0] for entry in logprobs[first : first + new]], np.float32)
-    finish = meta.get("finish_reason")
-    if len(ids) != new or len(values) != new:
-        found = f"{new} new tokens with {len(ids)} ids and {len(values)} log-probabilities"
-        raise RuntimeError(f"SGLang answered {found}")
-    if finish is None:
-        return Output(rid, ids, values)
-    spans = meta.get("weight_versions")
-    refused = finish["type"] == "abort" and finish.get("status_code") is not None
-    return Output(
-        rid,
-        ids,
-        values,
-        finish["type"],
-        None if spans is None else tuple((span["version"], span["start"]) for span in spans),
-        meta.get("cached_tokens", 0),
-        str(finish.get("message", "")) if refused else "",
-    )
 
 
 def _require(answer: Any) -> None:

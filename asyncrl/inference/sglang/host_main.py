@@ -112,7 +112,8 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
     eos = sorted(getattr(config, "hf_eos_token_id", None) or ())
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     segments = [str(path) for process in processes for path in _segments(process.pid)]
-    send(("answer", 0, {"vocab_size": config.vocab_size, "eos": eos, "segments": segments}, ""))
+    facts = {"vocab_size": config.vocab_size, "eos": eos, "segments": segments, "kv": kv_cache(engine)}
+    send(("answer", 0, facts, ""))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
@@ -149,6 +150,14 @@ def main() -> None:
         logger.exception("SGLang's process ends")
     finally:
         end(directory)
+
+
+def kv_cache(engine: Any) -> tuple[int, int] | None:
+    """Tokens that the KV cache holds, and tokens of one page; None where this SGLang does not tell."""
+    found = getattr(engine, "_scheduler_init_result", None)
+    infos = [getattr(engine, "scheduler_info", None), *getattr(found, "scheduler_infos", ())]
+    sizes = [info["max_total_num_tokens"] for info in infos if info and info.get("max_total_num_tokens")]
+    return (int(min(sizes)), getattr(engine.server_args, "page_size", None) or 1) if sizes else None
 
 
 def _check_context(engine: Any, context_length: int) -> None:

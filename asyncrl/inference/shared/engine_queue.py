@@ -1,31 +1,40 @@
 """Decides which requests enter an engine that would queue requests itself, as vLLM does. Pure, given the clock.
 
 A request that waits inside the engine would start after a publish with the cache salt of the old weights, and a pause
-could not tell it from a running one. So the engine gets at most as many requests as it decodes at once, and none while
-it is paused.
+could not tell it from a running one. So the engine gets at most as many requests as it decodes at once and has KV cache
+for, and none while it is paused.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Stream = TypeVar("Stream")
 
 
 class EngineQueue(Generic[Stream]):
-    """A queue before `limit` places, and a gate that begins closed.
+    """A queue before `limit` places, and a gate that begins closed. No stream overtakes another.
 
     Args:
         start: called for each stream that gets a place, in the order of arrival.
         clock: seconds, monotonic.
+        fits: whether there is room for a stream beside the running ones; True where none run. Asked for the first in
+            the queue, at each change and by `ask_again`.
     """
 
-    def __init__(self, limit: int, start: Callable[[Stream], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        start: Callable[[Stream], None],
+        clock: Callable[[], float],
+        fits: Callable[[Stream, Sequence[Stream]], bool] = lambda stream, running: True,
+    ) -> None:
         self._limit = limit
         self._start = start
         self._clock = clock
+        self._fits = fits
         self._open = False
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -39,7 +48,8 @@ class EngineQueue(Generic[Stream]):
 
     def enter(self, stream: Stream) -> None:
         self.waiting.append(stream)
-        self._admit()
+        if len(self.waiting) == 1:  # otherwise the first one waits as before
+            self._admit()
 
     def leave(self, stream: Stream) -> None:
         """Removes a stream that has ended, running or queued; its place goes to the next one."""
@@ -59,8 +69,14 @@ class EngineQueue(Generic[Stream]):
         self._open = is_open
         self._admit()
 
+    def ask_again(self) -> None:
+        """The running streams have come nearer to their ends."""
+        self._admit()
+
     def _admit(self) -> None:
         while self._open and self.waiting and len(self.running) < self._limit:
+            if not self._fits(self.waiting[0], self.running):
+                break
             stream = self.waiting.popleft()
             self.running.append(stream)
             self._start(stream)

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import BadRequest, ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.shared.engine_queue import EngineQueue
+from asyncrl.inference.shared.kv_admission import KvAdmission
+from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
@@ -45,12 +47,24 @@ class ProcessEngine(ABC, Generic[S]):
     _max_top: int | None = None
     """Largest `SamplingParams.score_top`; None: the vocabulary."""
 
-    def __init__(self, model: ModelConfig, *, max_running: int, context_tokens: int, load_real_weights: bool) -> None:
-        """`load_real_weights`: start as version 0; otherwise with version None."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        max_running: int,
+        context_tokens: int,
+        load_real_weights: bool,
+        kv_admission: KvAdmission | None = None,
+    ) -> None:
+        """`load_real_weights`: start as version 0; otherwise with version None. `kv_admission`: None asks for no room
+        in a KV cache."""
         self._model = model
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
-        self._queue: EngineQueue[S] = EngineQueue(max_running, self._send, time.monotonic)
+        self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
+        self._queue: EngineQueue[S] = EngineQueue(
+            max_running, self._send, time.monotonic, lambda asked, running: self._kv.fits(asked, running, self._salt)
+        )
         self._streams: dict[str, S] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._drains: set[asyncio.Future[None]] = set()
@@ -84,6 +98,10 @@ class ProcessEngine(ABC, Generic[S]):
 
     @abstractmethod
     def _vocab_size(self) -> int: ...
+
+    def _kv_capacity(self) -> KvCapacity | None:
+        """Of the engine, which has started; None where it does not tell."""
+        return None
 
     @abstractmethod
     def _new_stream(self, request: GenerationRequest) -> S: ...
@@ -142,6 +160,7 @@ class ProcessEngine(ABC, Generic[S]):
         finally:
             launching.cancel()
         self._started = True
+        self._kv.learn(self._kv_capacity())
         self._spawn(self._watch(), f"{self.key}-watch")
         if self._real_weights:
             await self.commit(0)
@@ -261,7 +280,8 @@ class ProcessEngine(ABC, Generic[S]):
     def _hand_over(self, stream: S, chunks: list[TokenChunk], *, is_last: bool) -> None:
         """Takes the chunks of one output; `_sample` calls it. Drops the last output of a request that starts again: it
         has no token."""
-        self._generated += sum(len(chunk.token_ids) for chunk in chunks)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        self._generated += num_tokens
         if is_last and stream.fate == "requeue" and stream.num_tokens == 0:
             self._leave(stream)
             self._queue.requeue(stream)
@@ -270,7 +290,11 @@ class ProcessEngine(ABC, Generic[S]):
             if chunk.finish_reason is None:
                 stream.chunks.put_nowait(chunk)
             else:
+                if chunk.finish_reason != "abort":
+                    self._kv.ended(stream)
                 self._finish(stream, chunk)
+        if self._kv.sampled(num_tokens):
+            self._queue.ask_again()
 
     def _leave(self, stream: S) -> None:
         """Undoes the sending of the stream, so that it can be sent again."""

@@ -49,6 +49,8 @@ class RequestStream:
         self.request = request
         self.chunks = Mailbox()
         self.num_tokens = 0
+        self.prompt_key: int | None = None
+        """The same for streams in the engine that share the KV cache of one prompt; None: it shares none."""
         self.fate: Fate | None = None
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()

@@ -10,6 +10,8 @@ from typing import Any
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError, explain
+from asyncrl.inference.shared.kv_admission import KvAdmission
+from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
@@ -43,6 +45,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
             max_running=settings.max_num_seqs,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
+            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=settings.enable_prefix_caching),
         )
         self._settings = settings
         self._guided = settings.structured_outputs
@@ -90,6 +93,14 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     def _vocab_size(self) -> int:
         return self._llm.model_config.get_vocab_size()
+
+    def _kv_capacity(self) -> KvCapacity | None:
+        cache = self._llm.vllm_config.cache_config
+        if not cache.kv_cache_size_tokens or not cache.block_size:  # a model without attention has none
+            return None
+        return KvCapacity(
+            cache.kv_cache_size_tokens - cache.block_size, cache.block_size
+        )  # vLLM uses none of one block
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
         return VllmStream(request)

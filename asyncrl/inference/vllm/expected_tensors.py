@@ -15,18 +15,23 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import TensorSpec
 
 _DO = "train and serve the same model.path"
+_QUANTIZATION = "vllm.model_executor.layers.quantization."
+"""Where vLLM's methods of quantised layers are."""
 
 
 class ExpectedTensors:
-    """The expected tensors of one model. They are known for models without quantisation, dense or with experts. Where
-    vLLM arranges weights in other ways (quantised layers, duplicated experts) its own loader must find errors, and only
-    a missing whole parameter is noticed here."""
+    """The expected tensors of one model. They are known for dense models and mixtures of experts, also where vLLM
+    quantises their layers itself. Where vLLM arranges weights in other ways (duplicated experts) its own loader must
+    find errors, and only a missing whole parameter is noticed here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._shapes: dict[str, tuple[int, ...] | None] = {}
@@ -35,8 +40,12 @@ class ExpectedTensors:
         self._unknown: set[str] = set()
         """vLLM's parameters whose tensors in a checkpoint are unknown."""
         packed = getattr(model, "packed_modules_mapping", None) or {}
+        self._fixed: str | None = None
+        """A layer that cannot take published weights: its checkpoint is quantised; None: there is none."""
         for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(prefix, recurse=False):
+            if self._fixed is None and (method := _quantised_checkpoint(module)) is not None:
+                self._fixed = f"{prefix} ({method})"
+            for name, parameter in _loaded_parameters(prefix, module):
                 parts = dict(_parts(name, prefix, module, parameter, packed))
                 if parts:
                     self._shapes |= parts
@@ -64,6 +73,13 @@ class ExpectedTensors:
         shape = self._shapes[name]
         if shape is not None and shape != tuple(spec.shape):
             raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
+
+    def require_loadable(self) -> None:
+        """Raises WeightTransferError naming a layer that cannot take the weights of a trainer."""
+        if self._fixed is not None:
+            do = "serve a model.path without quantisation, and let vLLM quantise it (rollout.vllm.quantization)"
+            found = f"vLLM serves {self._fixed}, which takes weights that are quantised already"
+            raise WeightTransferError(explain("a publish of the trainer's weights", found, do))
 
     def layers_of(self, names: Collection[str]) -> list[str]:
         """Paths of the layers that these tensors of a checkpoint fill; none for an unknown tensor."""
@@ -97,6 +113,33 @@ class ExpectedTensors:
         return self._rename(name) or name
 
 
+def _quantises_itself(module: torch.nn.Module) -> bool:
+    """vLLM loads the layer's weights as a model without quantisation has them, and then quantises them."""
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, OnlineLinearBase):
+        return method.requantization_source is None
+    return isinstance(method, OnlineMoEMethodBase)
+
+
+def _quantised_checkpoint(module: torch.nn.Module) -> str | None:
+    """The method of a layer whose checkpoint is quantised; None: it is another layer."""
+    method = getattr(module, "quant_method", None)
+    if not isinstance(module, LinearBase | RoutedExperts | VocabParallelEmbedding) or _quantises_itself(module):
+        return None
+    kind = type(method)
+    return kind.__name__ if kind.__module__.startswith(_QUANTIZATION) else None
+
+
+def _loaded_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The layer's own parameters as a checkpoint fills them. Quantising replaces them, and adds its scales."""
+    now = dict(module.named_parameters(recurse=False))
+    if _quantises_itself(module):
+        loaded = get_layerwise_info(module).restore_metadata[0]
+        now = loaded | {name: now[name] for name in ("bias",) if name in now}  # of which vLLM keeps no record
+    for name, parameter in now.items():
+        yield f"{prefix}.{name}" if prefix else name, parameter
+
+
 def _parts(
     name: str, prefix: str, module: torch.nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, tuple[int, ...] | None]]:
@@ -104,7 +147,9 @@ def _parts(
     arranges them in its own way."""
     kind = name.rsplit(".", 1)[-1]
     if isinstance(module, LinearBase):
-        if kind not in ("weight", "bias") or not isinstance(module.quant_method, UnquantizedLinearMethod):
+        if not (isinstance(module.quant_method, UnquantizedLinearMethod) or _quantises_itself(module)):
+            return
+        if kind not in ("weight", "bias"):
             return
         path, _, last = prefix.rpartition(".")
         names, sizes = packed.get(last), _part_sizes(module)
@@ -127,7 +172,7 @@ def _expert_parts(kind: str, prefix: str, module: Any) -> Iterator[tuple[str, tu
     """A tensor for each expert and projection, of all ranks: vLLM itself would treat a missing one as padding."""
     config = module.moe_config
     single = len(module.get_expert_mapping()) == 3 * config.num_logical_experts
-    if not (single and isinstance(module.quant_method, UnquantizedFusedMoEMethod)):
+    if not (single and (isinstance(module.quant_method, UnquantizedFusedMoEMethod) or _quantises_itself(module))):
         return
     width, hidden = config.intermediate_size_per_partition_unpadded * config.tp_size, config.hidden_dim_unpadded
     projections = {

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.vllm.preemptions import VARIABLE, PreemptionCount, scheduler_class
 from asyncrl.inference.vllm.support import check_vllm
 
@@ -24,6 +25,8 @@ OWNER_VARIABLE = "ASYNCRL_VLLM_OWNER_PID"
 enters the key of its compile cache: a process id there would make every start compile again."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_ANY_CPU = "fp8_per_channel"
+"""The quantisation that needs no special instructions of a CPU."""
 _SHUTDOWN_S = 5.0
 """Time for vLLM's processes to end by themselves before they are killed."""
 
@@ -31,8 +34,10 @@ _SHUTDOWN_S = 5.0
 def engine_arguments(
     model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a directory that is not there."""
+    """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a directory that is not there, a quantisation that
+    vLLM does not have here."""
     check_place(model.path)
+    _check_quantization(model, settings, on_cpu=on_cpu)
     kv_cache_bytes = settings.kv_cache_memory_bytes
     if kv_cache_bytes is None and on_cpu:
         kv_cache_bytes = _CPU_KV_CACHE_BYTES
@@ -41,6 +46,7 @@ def engine_arguments(
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.inference_dtype,
+        "quantization": settings.quantization,
         "load_format": "auto" if load_real_weights else "dummy",
         "seed": seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -64,6 +70,23 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         **settings.engine_args,
     }
+
+
+def _check_quantization(model: ModelConfig, settings: VllmEngineConfig, *, on_cpu: bool) -> None:
+    asked = settings.quantization
+    if asked is None:
+        return
+    settings.check_dtype(model.inference_dtype, key="vllm", dtype_key="inference_dtype")
+    if on_cpu and asked != _ANY_CPU and not _has_amx():
+        found = f"on a CPU without AMX vLLM has kernels for {_ANY_CPU} only"
+        do = f"set vllm.quantization={_ANY_CPU}, or leave it out"
+        raise ConfigError(explain(f"vllm.quantization={asked}", found, do))
+
+
+def _has_amx() -> bool:
+    import torch
+
+    return torch.cpu._is_amx_tile_supported()
 
 
 def owner_pid() -> int:

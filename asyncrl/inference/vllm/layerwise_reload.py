@@ -34,7 +34,10 @@ class Reload:
         self.expected.check(spec)
 
     def start(self, names: Collection[str] | None) -> None:
-        """`names`: the tensors that will come, all of each layer; None: all of the model."""
+        """`names`: the tensors that will come, all of each layer; None: all of the model.
+
+        Raises WeightTransferError: the model cannot take published weights."""
+        self.expected.require_loadable()
         self._reloaded = self._model
         if names is not None:
             self._reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))

@@ -14,7 +14,8 @@ import torch
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.types import Manifest, VllmNcclSource
+from asyncrl.types import Digest, Manifest, VllmNcclSource
+from asyncrl.weights.packing import Digester
 from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel
 from asyncrl.weights.transports.vllm_nccl import (
@@ -23,7 +24,6 @@ from asyncrl.weights.transports.vllm_nccl import (
     NUM_BUFFERS,
     VLLM_NCCL,
     require_nccl,
-    require_unverified,
 )
 
 if TYPE_CHECKING:
@@ -73,13 +73,23 @@ class FedModel:
     """What vLLM's engine takes for the model: `load_weights` passes tensors on to a feed."""
 
     def __init__(self) -> None:
-        self.feed: Feed | None = None
+        self._feed: Feed | None = None
+        self._digester: Digester | None = None
+        self._number = 0
+
+    def begin(self, feed: Feed, digester: Digester) -> None:
+        """The tensors from now on are those of a manifest, in its order; they go to `feed`, and `digester` counts
+        them."""
+        self._feed, self._digester, self._number = feed, digester, 0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Called when the broadcast of these tensors is queued on the current stream. Raises what the feed raises."""
-        assert self.feed is not None, "an update is under way"
+        assert self._feed is not None, "an update is under way"
+        assert self._digester is not None, "it came with the feed"
         for name, tensor in weights:
-            self.feed.offer(name, tensor)
+            self._digester.add_whole(self._number, tensor)
+            self._number += 1
+            self._feed.offer(name, tensor)
 
 
 class NativeReceiver:
@@ -97,8 +107,9 @@ class NativeReceiver:
         self._channel: ReceiverChannel | None = None
         self._calls: BlockingCalls | None = None
 
-    def receive(self, manifest: Manifest, feed: Feed, timeout_s: float) -> None:
+    def receive(self, manifest: Manifest, feed: Feed, timeout_s: float) -> Digest | None:
         """Offers every tensor of the manifest to `feed`; returns when all are loaded and the sender has confirmed it.
+        The digest is of what was offered, if the manifest asks for it.
 
         Raises:
             WeightTransferError: no GPU, no NCCL, or the model has no such tensors: nothing was received then.
@@ -110,14 +121,15 @@ class NativeReceiver:
         try:
             channel.join(manifest, self._port)
             self._backend.require()
-            require_unverified(manifest)
             port = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
             for spec in manifest.tensors:
                 self._expected.check(spec)
             channel.ack(FITS)
-            self._update(channel, manifest, feed, port, deadline)
+            digester = Digester(manifest, self._source.digest)
+            self._update(channel, manifest, feed, digester, port, deadline)
             channel.ack(LOADED)
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
+            return digester.result()
         except BaseException as error:
             channel.fail(error)
             feed.fail(error)  # before the group is dropped: an incomplete broadcast must not be loaded
@@ -131,10 +143,19 @@ class NativeReceiver:
             self._channel.close()
             self._channel = None
 
-    def _update(self, channel: ReceiverChannel, manifest: Manifest, feed: Feed, port: int, deadline: Deadline) -> None:
+    def _update(
+        self,
+        channel: ReceiverChannel,
+        manifest: Manifest,
+        feed: Feed,
+        digester: Digester,
+        port: int,
+        deadline: Deadline,
+    ) -> None:
         if self._engine is None or port != self._port:
             self._join(channel, port, deadline)
-        engine, self._model.feed = self._engine, feed
+        engine = self._engine
+        self._model.begin(feed, digester)
         assert engine is not None, "this worker has joined"
         assert self._calls is not None, "an engine has its thread"
         info = engine.parse_update_info(update_info(manifest))

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from asyncrl.inference.remote.orders import read_order
-from asyncrl.inference.remote.server_facts import ServerFacts
+from asyncrl.inference.remote.vllm_facts import ServerFacts
 from asyncrl.inference.shared.weight_update import WorkerUpdate
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.weights.encodings.decoder import Decoder

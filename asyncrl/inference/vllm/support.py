@@ -38,6 +38,10 @@ NEEDED = {
 }  # fmt: skip
 
 
+_OF_EXPERTS = ("int8_per_channel_weight_only", "nvfp4_per_token")
+"""Quantisations that leave all other layers as they are."""
+
+
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
     """The reasons why vLLM cannot run a model. It runs nearly every decoder, whatever its layers, logits and inputs. An
     encoder is refused: its input is not a prompt of token ids that a response continues."""
@@ -48,9 +52,14 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
 def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Looks the names in `rollout.vllm.engine_args` up in vLLM's source, which takes no import of seconds.
 
-    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names.
+    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names, or a quantisation of experts is asked
+    for, and the model has none.
     """
-    del facts
+    quantization = rollout.vllm.quantization
+    if quantization in _OF_EXPERTS and facts.is_local and not facts.num_experts:
+        found = "it quantises experts only, and the model has none"
+        do = "choose one that quantises all layers, such as fp8_per_channel, or leave it out"
+        raise ConfigError(explain(f"rollout.vllm.quantization={quantization}", found, do))
     asked = rollout.vllm.engine_args
     known = _fields_of_engine_args() if asked else frozenset()
     for name in asked:

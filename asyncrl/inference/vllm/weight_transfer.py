@@ -93,8 +93,7 @@ class _VllmUpdate(WorkerUpdate):
     def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
         if not isinstance(receiver, NativeReceiver):
             return super()._take(receiver, manifest, plan, feed, timeout_s)
-        receiver.receive(manifest, feed, timeout_s)
-        return None
+        return receiver.receive(manifest, feed, timeout_s)
 
 
 class WorkerExtension:

@@ -1,57 +1,135 @@
-"""`packed_attention` as an attention implementation of transformers."""
+"""Attention inside the sequences of packed rows, as attention implementations of transformers: `packed_attention`, and
+torch's own kernel for sequences of different lengths."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from asyncrl.trainer.fsdp.context import HeadExchange
 from asyncrl.trainer.packed_attention import packed_attention
 from asyncrl.trainer.step.batch import PackedLayout
 
-PACKED_SDPA = "packed_sdpa"
+PACKED_SDPA, VARLEN = "packed_sdpa", "varlen"
+
+Attend = Callable[..., torch.Tensor]
+"""(query [N, H, D], key and value [N, K, D], layout, dropout=, scaling=, sliding_window=) -> [N, H, D]; see
+`packed_attention`."""
 
 
 def register_packed_attention() -> None:
-    """Makes `attn_implementation="packed_sdpa"` known to transformers. Idempotent."""
-    AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+    """Makes `attn_implementation` "packed_sdpa" and "varlen" known to transformers. Idempotent."""
+    # a compiled layer calls it: traced, each number of classes would be compiled again
+    AttentionInterface.register(PACKED_SDPA, torch.compiler.disable(RowAttention(PACKED_SDPA, packed_attention)))
+    if (kernel := varlen_kernel()) is not None:
+        AttentionInterface.register(VARLEN, torch.compiler.disable(RowAttention(VARLEN, VarlenAttention(kernel))))
 
 
-@torch.compiler.disable  # a compiled layer calls it: traced, each number of classes would be compiled again
-def packed_sdpa(  # noqa: PLR0913 the signature is that of transformers' interface
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packed_layout: PackedLayout,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each sequence of a packed row.
+def varlen_kernel() -> Callable[..., Any] | None:
+    """Torch's `varlen_attn`; None where torch has none with windows and shared keys."""
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return None
+    return kernel if {"window_size", "enable_gqa", "scale"} <= inspect.signature(kernel).parameters.keys() else None
 
-    Legend: H query heads, K key heads, N packed tokens, D head size.
 
-    Args:
-        query: [1, H, N, D]; key, value: [1, K, N, D], H a multiple of K.
-        attention_mask: None; the layout says all there is to mask.
-        sliding_window: a token sees itself and the `sliding_window - 1` before it.
+class RowAttention:
+    """The signature of transformers around `attend`, and the exchange of tokens for heads where ranks share a row."""
 
-    Returns:
-        [1, N, H, D], and None for the weights, which are never formed.
+    def __init__(self, name: str, attend: Attend) -> None:
+        """`name`: for errors."""
+        self._name, self._attend = name, attend
 
-    Raises:
-        ValueError: the model asks for a feature of attention that this implementation does not have.
-    """
-    unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if features.get(name) is not None)
-    if unknown or attention_mask is not None:
-        raise ValueError(f"{PACKED_SDPA} supports neither an attention mask nor {unknown or 'other features'}")
-    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_NHD = packed_attention(
-        q_NHD, k_NKD, v_NKD, packed_layout, dropout=dropout, scaling=scaling, sliding_window=sliding_window
-    )
-    return out_NHD.unsqueeze(0), None
+    def __call__(  # noqa: PLR0913 the signature is that of transformers' interface
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_layout: PackedLayout,
+        exchange: HeadExchange | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **features: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Causal attention inside each sequence of a packed row.
+
+        Legend: H query heads, K key heads, N packed tokens, D head size.
+
+        Args:
+            query: [1, H, N, D]; key, value: [1, K, N, D], H a multiple of K.
+            attention_mask: None; the layout says all there is to mask.
+            packed_layout: of the row; with `exchange` of all ranks that share it, and N are this rank's tokens.
+            sliding_window: a token sees itself and the `sliding_window - 1` before it.
+
+        Returns:
+            [1, N, H, D], and None for the weights, which are never formed.
+
+        Raises:
+            ValueError: the model asks for a feature of attention that this implementation does not have.
+        """
+        unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if features.get(name) is not None)
+        if unknown or attention_mask is not None:
+            raise ValueError(f"{self._name} supports neither an attention mask nor {unknown or 'other features'}")
+        q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        if exchange is not None:
+            q_NHD, k_NKD, v_NKD = exchange.to_heads(q_NHD, k_NKD, v_NKD)
+        out_NHD = self._attend(
+            q_NHD, k_NKD, v_NKD, packed_layout, dropout=dropout, scaling=scaling, sliding_window=sliding_window
+        )
+        if exchange is not None:
+            out_NHD = exchange.to_tokens(out_NHD)
+        return out_NHD.unsqueeze(0), None
+
+
+class VarlenAttention:
+    """`packed_attention` by one call of a kernel that reads sequences of different lengths: nothing is padded."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        """`kernel`: with the signature of `torch.nn.attention.varlen.varlen_attn`."""
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """[N, H, D]; see `packed_attention`. Raises ValueError: the model drops weights of attention in training."""
+        if dropout:
+            raise ValueError(
+                f"trainer.fsdp.attention={VARLEN} has no dropout; set trainer.fsdp.attention={PACKED_SDPA}"
+            )
+        order, places, ends = layout.order, layout.places, layout.boundaries
+        if order is None or places is None or len(order) == len(places):
+            order = places = None  # sequences lie one behind the other
+        else:  # sequences with a prompt in common get their own copies of its keys
+            query, key, value = (x.index_select(0, order) for x in (query, key, value))
+            ends = layout.class_boundaries
+        out = self._kernel(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            ends,
+            ends,
+            layout.max_length,
+            layout.max_length,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out if places is None else out.index_select(0, places)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp import lora, sharded_state
-from asyncrl.trainer.fsdp.attention import PACKED_SDPA
-from asyncrl.trainer.fsdp.model import choose_attention
+from asyncrl.trainer.fsdp.context import ContextRanks
+from asyncrl.trainer.fsdp.model import FLASH_ATTENTION, Kernels, choose_attention
 from asyncrl.trainer.fsdp.models import Models
 from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.host_copies import HostCopies
@@ -32,12 +32,26 @@ def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConf
     if shards in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
     numbers = torch.arange(world_size).view(-1, shards)
-    timeout = timedelta(seconds=trainer.collective_timeout_s)  # groups that a mesh makes itself have torch's own
-    own = []
-    for groups in (numbers.T.tolist(), numbers.tolist()):
-        made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in groups]
-        own += [group for ranks, group in made if rank in ranks]
+    own = [_own_group(parts, rank, trainer) for parts in (numbers.T.tolist(), numbers.tolist())]
     return DeviceMesh.from_group(own, device.type, numbers, mesh_dim_names=("copies", "shards"))
+
+
+def _shares(rank: int, world_size: int, trainer: TrainerConfig) -> tuple[ContextRanks, Peers]:
+    """The ranks that share the rows of this rank, and one rank of each row: consecutive ranks share. Collective."""
+    if trainer.fsdp.context_parallel == 1:
+        return ContextRanks(), Peers(dist.group.WORLD)
+    numbers = torch.arange(world_size).view(-1, trainer.fsdp.context_parallel)
+    context, peers = (_own_group(parts, rank, trainer) for parts in (numbers.tolist(), numbers.T.tolist()))
+    return ContextRanks(context), Peers(peers)
+
+
+def _own_group(parts: list[list[int]], rank: int, trainer: TrainerConfig) -> dist.ProcessGroup:
+    """Of the groups of ranks `parts`, the one with this rank. Collective."""
+    timeout = timedelta(seconds=trainer.collective_timeout_s)  # groups that a mesh makes itself have torch's own
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in parts]
+    own = next(group for ranks, group in made if rank in ranks)
+    assert isinstance(own, dist.ProcessGroup), "this rank is a member"
+    return own
 
 
 class FsdpBackend:
@@ -48,16 +62,17 @@ class FsdpBackend:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._rank, self._device = spec, rank, device
         torch.manual_seed(spec.seed)  # random initial weights (adapters) are the same on any number of ranks
-        self._models = Models(spec, _mesh(device, rank, world_size, spec.trainer))
+        context, peers = _shares(rank, world_size, spec.trainer)
+        self._models = Models(spec, _mesh(device, rank, world_size, spec.trainer), context)
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
         self._policy = self._models.policy
         fsdp = spec.trainer.fsdp
         self._step = TrainingStep(
             spec,
             self._models.of_step(),
-            peers=Peers(dist.group.WORLD),
+            peers=peers,
             device=device,
-            share_prompts=fsdp.share_prompts and choose_attention(fsdp, device) == PACKED_SDPA,
+            share_prompts=fsdp.share_prompts and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
         )
         self._publication = Publication(self._policy.causal_lm, spec, device)
         self._copies = HostCopies()

@@ -17,9 +17,12 @@ from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, S
 _FLOAT32, _MOMENTS = 4, 8
 _BYTES = {"float32": 4, "bfloat16": 2}
 _HEAD = 128
-"""Size of an attention head, as most models have it."""
-LOGITS_PER_CHUNK = 1 << 26
-"""Entries of one block of logits: 256 MiB in float32."""
+"""Size of an attention head, as most models have it; those that norm their heads say it."""
+
+
+def logits_per_chunk(device: str) -> int:
+    """Entries of one block of logits: 1 GiB in float32 on GPUs, whose products want many rows, and 256 MiB on CPUs."""
+    return 1 << 26 if device == "cpu" else 1 << 28
 
 
 def rank_memory(
@@ -99,14 +102,17 @@ class _Passes:
 
     @classmethod
     def of(cls, trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens: int, experts_per_token: int) -> _Passes:
+        """`tokens`: of the micro-batch, which `context_parallel` ranks share."""
         width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
+        ranks = trainer.fsdp.context_parallel
+        tokens = -(-tokens // ranks)
         layers: dict[int, dict[str, Shape]] = {}
         for name, shape in tensors.items():
             if (number := layer_of(name)) is not None:
                 layers.setdefault(number, {})[name.split(".", 3)[3]] = shape
         vocabulary, hidden = tensors[EMBEDDING]
         inner = [_inner(own, experts_per_token) for own in layers.values()]
-        saved = [_saved(own, width, experts_per_token, recomputes=recomputes) for own in layers.values()]
+        saved = [_saved(own, width, experts_per_token, recomputes=recomputes, ranks=ranks) for own in layers.values()]
         output = prod(tensors.get(OUTPUT, tensors[EMBEDDING]))
         root = sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)
         kept = len(layers) * width * hidden if recomputes else sum(saved)
@@ -119,7 +125,7 @@ class _Passes:
             gathered_layer=width * max(sum(map(prod, own.values())) for own in layers.values()),
             output=output,
             hidden=width * hidden * tokens,
-            logits=min(tokens * vocabulary, LOGITS_PER_CHUNK),
+            logits=min(tokens * vocabulary, logits_per_chunk(trainer.device)),
             width=width,
             trains_all=not trainer.lora.rank,
         )
@@ -129,8 +135,9 @@ class _Passes:
         of the backward pass is, or while the gradients of embedding and output layer are reduced."""
         before = self.checkpoints + self.last + self.gathered_root
         forward = before + 2 * _FLOAT32 * self.logits
-        of_output = _FLOAT32 * self.output if self.trains_all else 0
-        backward = before + (_FLOAT32 + self.width) * self.logits + of_output + self.hidden + self.gathered_layer
+        of_output = (_FLOAT32 + self.width) * self.output if self.trains_all else 0  # their sum, and those of a chunk
+        of_logits = _FLOAT32 + self.width * (self.width < _FLOAT32)  # those of 16 bits beside those of 32
+        backward = before + of_logits * self.logits + of_output + self.hidden + self.gathered_layer
         reduced = _FLOAT32 * self.gathered_layer // self.width if self.trains_all else 0
         layer = self.checkpoints + self.layer + self.gradients + self.gathered_root + 2 * self.gathered_layer + reduced
         layer += self.width * self.output if self.trains_all else 0
@@ -143,8 +150,9 @@ def _norm(size: int, width: int) -> int:
     return (_FLOAT32 + 2 * width if width < _FLOAT32 else 3 * width) * size
 
 
-def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, recomputes: bool) -> int:
-    """Bytes a token that a layer saves for its backward pass."""
+def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, recomputes: bool, ranks: int) -> int:
+    """Bytes a token that a layer saves for its backward pass, where `ranks` share the row: each has a key head, and the
+    output of attention is there by heads and by tokens."""
     query, hidden = layer["self_attn.q_proj.weight"]
     key = layer["self_attn.k_proj.weight"][0]
     norms = 2 * _norm(hidden, width)
@@ -153,7 +161,10 @@ def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, re
     if recomputes and width == _FLOAT32:
         norms -= width * hidden  # the input of the first one is the checkpoint itself
     inner, of_experts = _inner(layer, experts_per_token)
-    return norms + 2 * width * (query + key) + width * (4 * inner + 3 * of_experts)
+    attention = 2 * (query + key)
+    if ranks > 1:
+        attention += query + 2 * (max(key, ranks * layer.get("self_attn.q_norm.weight", (_HEAD,))[0]) - key)
+    return norms + width * attention + width * (4 * inner + 3 * of_experts)
 
 
 def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
-from asyncrl.trainer.fsdp.supports import unsupported
-from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
+from asyncrl.trainer.fsdp.context import RowPart
+from asyncrl.trainer.fsdp.supports import check_heads, unsupported
 from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES, is_fused
 
 FLASH_ATTENTION = "flash_attention_2"
+_AMPERE = (8, 0)
 
 
 def load_model(
@@ -46,13 +48,14 @@ def load_model(
         key: the key of the recipe that names the model, for errors.
 
     Raises:
-        ConfigError: the model cannot be read, or its architecture computes something that packing would get wrong.
+        ConfigError: the model cannot be read, its heads do not divide over the ranks that share a row, or its
+            architecture computes something that packing would get wrong.
     """
     check_place(model.path, key)
     register_packed_attention()
     kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    how = {"dtype": dtype, "attn_implementation": choose_attention(fsdp, torch.device(mesh.device_type))}
+    how = {"dtype": dtype, "attn_implementation": choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))}
     try:
         if _reads(mesh):
             found = kind.from_pretrained(model.path, **hub, **how)
@@ -67,24 +70,28 @@ def load_model(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
     check_supported(found, head=head)
+    _without_dropout(found, fsdp)
+    check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
     return found
 
 
 def packed_forward(
-    model: PreTrainedModel, tokens: PackedTokens, *, routing: bool = False
+    model: PreTrainedModel, part: RowPart, *, routing: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """[n, hidden size], the last layer's output at the predictor of each predicted token; with `routing` for each layer
-    with experts the logits of its router, [N, experts]."""
-    layout = tokens.layout
+    """[n, hidden size], the last layer's output at the predictor of each predicted token of this rank's part; with
+    `routing` for each layer with experts the logits of its router, [N, experts]. Collective over the ranks that share
+    the row."""
+    tokens, layout = part.tokens, part.tokens.layout
     asked: dict[str, Any] = {"output_router_logits": True} if routing else {}
     found = model.base_model(
         input_ids=tokens.input_ids,
         position_ids=tokens.position_ids,
         use_cache=False,
         packed_layout=layout,
-        # what flash attention reads; packed_sdpa reads the layout
+        exchange=part.exchange,
+        # what flash attention reads; the others read the layout
         cu_seq_lens_q=layout.boundaries,
         cu_seq_lens_k=layout.boundaries,
         max_length_q=layout.max_length,
@@ -92,7 +99,7 @@ def packed_forward(
         **asked,
     )
     hidden = found.last_hidden_state[0].index_select(0, tokens.predictors)
-    return hidden, found.router_logits if routing else ()
+    return hidden, tuple(logits[: part.num_real] for logits in found.router_logits) if routing else ()
 
 
 def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
@@ -107,24 +114,60 @@ def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
         )
 
 
-def choose_attention(fsdp: FsdpConfig, device: torch.device) -> str:
-    """What `trainer.fsdp.attention` resolves to. Raises ConfigError: flash attention was asked for and cannot run."""
-    missing = []
-    if device.type != "cuda":
-        missing.append("a CUDA device")
-    if importlib.util.find_spec("flash_attn") is None:
-        missing.append("the package flash-attn")
-    if fsdp.param_dtype != "bfloat16":
-        missing.append("trainer.fsdp.param_dtype=bfloat16")
-    if fsdp.attention == FLASH_ATTENTION and missing:
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a rank's device and its packages allow.
+
+    Attributes:
+        capability: of its CUDA device; None: there is none.
+        flash_attn: the package is installed.
+        varlen: torch has a kernel for sequences of different lengths.
+    """
+
+    capability: tuple[int, int] | None
+    flash_attn: bool = False
+    varlen: bool = True
+
+    @classmethod
+    def of(cls, device: torch.device) -> Kernels:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(capability, importlib.util.find_spec("flash_attn") is not None, varlen_kernel() is not None)
+
+
+def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
+    """What `trainer.fsdp.attention` resolves to. Raises ConfigError: an attention was asked for that cannot run."""
+    needs = ["a CUDA device"] * (kernels.capability is None)
+    needs += ["trainer.fsdp.param_dtype=bfloat16"] * (fsdp.param_dtype != "bfloat16")
+    missing = {FLASH_ATTENTION: list(needs), VARLEN: list(needs)}
+    missing[FLASH_ATTENTION] += ["the package flash-attn"] * (not kernels.flash_attn)
+    missing[FLASH_ATTENTION] += ["trainer.fsdp.context_parallel=1"] * (fsdp.context_parallel > 1)
+    if kernels.capability is not None and kernels.capability < _AMPERE:
+        missing[VARLEN].append("a GPU of Ampere or later")
+    missing[VARLEN] += ["torch 2.13 or later"] * (not kernels.varlen)
+    if fsdp.attention == "auto":
+        return next((name for name, lacks in missing.items() if not lacks), PACKED_SDPA)
+    if lacks := missing.get(fsdp.attention):
         raise ConfigError(
             explain(
-                f"trainer.fsdp.attention={FLASH_ATTENTION}",
-                f"it needs {' and '.join(missing)}",
+                f"trainer.fsdp.attention={fsdp.attention}",
+                f"it needs {' and '.join(lacks)}",
                 f"provide that, or set trainer.fsdp.attention={PACKED_SDPA}",
             )
         )
-    return FLASH_ATTENTION if not missing and fsdp.attention != PACKED_SDPA else PACKED_SDPA
+    return fsdp.attention
+
+
+def _without_dropout(model: PreTrainedModel, fsdp: FsdpConfig) -> None:
+    """Puts another attention in place of the kernel without dropout, where the model drops weights of attention in
+    training and the recipe leaves the choice open. Raises ConfigError: it does not."""
+    dropout = getattr(model.config, "attention_dropout", 0.0) or 0.0
+    if not dropout or model.config._attn_implementation != VARLEN:
+        return
+    if fsdp.attention == VARLEN:
+        found = f"the model drops attention weights in training (attention_dropout={dropout}), and this kernel cannot"
+        do = f"set trainer.fsdp.attention={PACKED_SDPA}, or attention_dropout to 0 in the model's config.json"
+        raise ConfigError(explain(f"trainer.fsdp.attention={VARLEN}", found, do))
+    model.set_attn_implementation(PACKED_SDPA)
 
 
 def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:

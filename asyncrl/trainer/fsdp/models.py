@@ -16,10 +16,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
+from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.critic import Critic
 from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.model import StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -28,9 +30,10 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 class Models:
     """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
 
-    def __init__(self, spec: TrainerSpec, mesh: DeviceMesh) -> None:
+    def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, context: ContextRanks) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
-        self._spec, self._mesh = spec, mesh
+        self._spec, self._mesh, self._context = spec, mesh, context
+        self._logits = LogitRules(in_float32=spec.trainer.fsdp.head_dtype == "float32")
         self._reference: Policy | None = None
         self.policy = self._policy()
         self.critic = self._critic() if spec.algorithm.needs_critic else None
@@ -91,7 +94,9 @@ class Models:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        policy = Policy(model, replays=spec.trainer.router_replay == "rollout")
+        policy = Policy(
+            model, context=self._context, logits=self._logits, replays=spec.trainer.router_replay == "rollout"
+        )
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
 
@@ -102,7 +107,7 @@ class Models:
         key = "algorithm.kl.path" if path else "model.path"
         model = load_model(named, fsdp, self._mesh, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
-        reference = Policy(model.requires_grad_(False).eval())
+        reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits)
         shard(reference, model, self._mesh, fsdp)
         return reference
 
@@ -114,7 +119,7 @@ class Models:
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
-        critic = Critic(backbone)
+        critic = Critic(backbone, self._context)
         shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
 

@@ -9,39 +9,61 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
+from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import packed_forward
 from asyncrl.trainer.fsdp.router_replay import RouterReplay
-from asyncrl.trainer.fsdp.token_logprobs import among_kept, logprobs_beside, token_logprobs
+from asyncrl.trainer.fsdp.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 
 
 class Policy(nn.Module):
     """`causal_lm` is the model as Hugging Face builds it; its names are the names of the weights."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, replays: bool = False) -> None:
-        """`replays`: the routers take the experts of the packed tokens. Raises ConfigError: the model has none."""
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        context: ContextRanks | None = None,
+        logits: LogitRules | None = None,
+        replays: bool = False,
+    ) -> None:
+        """
+        Args:
+            context: the ranks that share each row; None: this rank has whole rows.
+            logits: how they are formed; None: by the default.
+            replays: the routers take the experts of the packed tokens.
+
+        Raises:
+            ConfigError: with `replays`, the model has no routers.
+        """
         super().__init__()
         self.causal_lm = causal_lm
+        self._context, self._logits = context or ContextRanks(), logits or LogitRules()
         self._replay = RouterReplay(causal_lm) if replays else None
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
         """Log-probability and entropy of each predicted token, [n] float32 each; see `token_logprobs`. With `routing`
         also what the routers of a mixture did with all tokens of the row; see `routing_sums`. Where other tokens are
-        asked for, last their log-probabilities, [n, k] float32."""
+        asked for, last their log-probabilities, [n, k] float32. The same on all ranks that share the row."""
+        part = self._context.part_of(tokens)
+        tokens = part.tokens
         if self._replay is not None:
             self._replay.set(tokens.experts)
-        hidden, router_logits = packed_forward(self.causal_lm, tokens, routing=routing)
+        hidden, router_logits = packed_forward(self.causal_lm, part, routing=routing)
         head: Any = self.causal_lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        of_targets = hidden, head.weight, bias, tokens.targets
+        of_targets, rules = (hidden, head.weight, bias, tokens.targets), self._logits
         others: tuple[torch.Tensor, ...] = ()
         if tokens.kept is not None:  # never with other tokens: a teacher sees no filters
             kept = tokens.kept.clamp(min=0)
-            found = among_kept(*logprobs_beside(*of_targets, kept, temperature=temperature), tokens.kept >= 0)
+            found = among_kept(
+                *logprobs_beside(*of_targets, kept, temperature=temperature, rules=rules), tokens.kept >= 0
+            )
         elif tokens.others is not None:
-            *found, of_others = logprobs_beside(*of_targets, tokens.others, temperature=temperature)
+            *found, of_others = logprobs_beside(*of_targets, tokens.others, temperature=temperature, rules=rules)
             others = (of_others,)
         else:
-            found = token_logprobs(*of_targets, temperature=temperature)
+            found = token_logprobs(*of_targets, temperature=temperature, rules=rules)
         sums = routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok) if routing else ()
-        return *found, *sums, *others
+        of_row = tuple(part.of_row(values) for values in (*found, *others))
+        return *of_row[:2], *(part.summed(values) for values in sums), *of_row[2:]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import ConfigError, explain
-from asyncrl.weights.experts import MODEL_TYPES, routers_of
+from asyncrl.trainer.recorded_experts import Routers, no_routers, taken
+from asyncrl.weights.experts import routers_of
 
 
 class RouterReplay:
@@ -29,15 +29,9 @@ class RouterReplay:
         """Raises ConfigError: the model has no routers that are known here."""
         routers = routers_of(model)
         if not routers:
-            raise ConfigError(
-                explain(
-                    "trainer.router_replay=rollout",
-                    f"a {type(model).__name__} has no routers that are known here",
-                    f"set it to off, or train a mixture of experts ({', '.join(MODEL_TYPES)})",
-                )
-            )
-        self._row = (len(routers), int(model.config.num_experts_per_tok))
-        self._num_experts = int(model.config.num_experts)
+            raise no_routers(f"a {type(model).__name__}")
+        config = model.config
+        self._routers = Routers(len(routers), int(config.num_experts_per_tok), int(config.num_experts))
         self._experts: torch.Tensor | None = None
         for place, router in enumerate(routers):
             router.register_forward_hook(partial(self._replayed, place))
@@ -48,12 +42,7 @@ class RouterReplay:
         Raises ValueError: they are of another model.
         """
         if experts is not None:
-            found = tuple(experts.shape[1:])
-            if found != self._row or int(experts.max()) >= self._num_experts:
-                raise ValueError(
-                    f"recorded experts of shape {found}, the largest {int(experts.max())}: the model has (layers, "
-                    f"experts per token) {self._row} and {self._num_experts} experts"
-                )
+            self._routers.require(experts)
         self._experts = experts
 
     def _replayed(
@@ -63,9 +52,8 @@ class RouterReplay:
         if self._experts is None:
             return None
         logits, weights, chosen = output
-        recorded = self._experts[:, place]
-        taken = torch.where(recorded >= 0, recorded, chosen)
-        found = logits.softmax(-1, dtype=torch.float32).gather(-1, taken)
+        through = taken(self._experts[:, place], chosen)
+        found = logits.softmax(-1, dtype=torch.float32).gather(-1, through)
         if router.norm_topk_prob:
             found = found / found.sum(-1, keepdim=True)
-        return logits, found.to(weights.dtype), taken
+        return logits, found.to(weights.dtype), through

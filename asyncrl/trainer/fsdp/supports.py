@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
+_BY_LENGTH = ("longrope", "dynamic")
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -21,3 +24,41 @@ def unsupported(facts: ModelFacts) -> list[str]:
     if facts.num_experts and facts.model_type not in MODEL_TYPES and not facts.has_custom_code:
         problems.append(f"the experts of {facts.model_type}")
     return problems
+
+
+def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
+    """See `BackendSpec.layout`."""
+    check_heads(trainer.fsdp, facts, key)
+
+
+def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:
+    """Raises ConfigError: the ranks that share a row cannot share the attention heads of the model at `key`, or would
+    rotate them differently. The message names the nearest number of ranks that can. What `facts` does not know is not
+    checked."""
+    moving = [found for kind in _BY_LENGTH for found in facts.unusual if found == f"rotary positions of kind {kind}"]
+    if fsdp.context_parallel > 1 and moving:
+        raise ConfigError(
+            explain(
+                f"trainer.fsdp.context_parallel={fsdp.context_parallel}",
+                f"the model at {key} has {moving[0]}: they follow the longest position that a rank sees, and ranks "
+                "that share a row see parts of it",
+                "set trainer.fsdp.context_parallel to 1",
+            )
+        )
+    ranks, heads, kv_heads = fsdp.context_parallel, facts.sizes.heads, facts.sizes.kv_heads
+    if heads is None or _divides(ranks, heads, kv_heads or heads):
+        return
+    can = [n for n in range(1, heads + 1) if _divides(n, heads, kv_heads or heads)]
+    nearest = [*[n for n in can if n < ranks][-1:], *[n for n in can if n > ranks][:1]]
+    raise ConfigError(
+        explain(
+            f"trainer.fsdp.context_parallel={ranks}",
+            f"the model at {key} has {heads} attention heads and {kv_heads or heads} key-value heads: it must divide "
+            "the former, and divide the latter or be a multiple of them",
+            f"set it to {' or '.join(map(str, nearest))}",
+        )
+    )
+
+
+def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
+    return heads % ranks == 0 and max(kv_heads, ranks) % min(kv_heads, ranks) == 0

@@ -8,14 +8,29 @@ Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary, K further to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from asyncrl.trainer.fsdp.memory import LOGITS_PER_CHUNK
+from asyncrl.trainer.fsdp.memory import logits_per_chunk
 
 IMPOSSIBLE = -1e4
 """Log-probability of a token that is not in the vocabulary: its probability is 0 in float32, and it is finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """How logits are formed.
+
+    Attributes:
+        per_chunk: entries of one chunk; None: as many as the device likes.
+        in_float32: products of 16-bit numbers are not rounded to 16 bits. In the backward pass the same logits are
+            formed again, and their gradients are rounded to the dtype of the weight.
+    """
+
+    per_chunk: int | None = None
+    in_float32: bool = False
 
 
 def token_logprobs(
@@ -25,13 +40,13 @@ def token_logprobs(
     targets: torch.Tensor,
     *,
     temperature: float,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    rules: LogitRules = LogitRules(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`log_softmax((hidden @ weight.T + bias) / temperature)` at the targets, in float32.
 
     Args:
         hidden: [N, D], weight: [V, D], bias: [V] or None, all of one dtype; logits are formed in it, as the replicas
-            do, and everything after them in float32.
+            do, or as `rules` say, and everything after them in float32.
         targets: [N] int64.
 
     Returns:
@@ -39,9 +54,7 @@ def token_logprobs(
         nothing in the backward pass.
     """
     none = targets.new_zeros(len(targets), 0)
-    found = logprobs_beside(
-        hidden, weight, bias, targets, none, temperature=temperature, logits_per_chunk=logits_per_chunk
-    )
+    found = logprobs_beside(hidden, weight, bias, targets, none, temperature=temperature, rules=rules)
     return found[0], found[1]
 
 
@@ -53,7 +66,7 @@ def logprobs_beside(
     others: torch.Tensor,
     *,
     temperature: float,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    rules: LogitRules = LogitRules(),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `token_logprobs`, and the log-probabilities of further tokens at the same places, from the same logits.
 
@@ -64,9 +77,8 @@ def logprobs_beside(
         As `token_logprobs`, then [N, K] float32, differentiable; `IMPOSSIBLE` for tokens from V on.
     """
     rows = weight.shape[0]
-    chunk = max(1, logits_per_chunk // rows)
     logprobs, entropy, of_others = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden, weight, bias, targets, others.clamp(max=rows - 1), 1.0 / temperature, chunk
+        hidden, weight, bias, targets, others.clamp(max=rows - 1), 1.0 / temperature, rules
     )
     return logprobs, entropy, of_others.masked_fill(others >= rows, IMPOSSIBLE)
 
@@ -99,24 +111,27 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: torch.Tensor,
         others_NK: torch.Tensor,
         scale: float,
-        chunk: int,
+        rules: LogitRules,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logprobs_N, normalizers_N, entropies_N = (
             torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
         )
         logprobs_NK = torch.empty(others_NK.shape, dtype=torch.float32, device=hidden_ND.device)
+        product = _Product(weight_VD, bias_V, scale, in_float32=rules.in_float32)
+        chunk = max(1, (rules.per_chunk or logits_per_chunk(hidden_ND.device.type)) // len(weight_VD))
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
-            logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, scale)
-            normalizer_C = logits_CV.logsumexp(-1)
-            normalizers_N[rows] = normalizer_C
-            logp_CV = logits_CV.sub_(normalizer_C[:, None])
+            logits_CV = product(hidden_ND[rows])
+            largest_C = logits_CV.amax(-1)
+            rest_C = logits_CV.sub_(largest_C[:, None]).exp().sum(-1).log_()  # logsumexp would hold one more chunk
+            normalizers_N[rows] = largest_C + rest_C
+            logp_CV = logits_CV.sub_(rest_C[:, None])
             logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
             logprobs_NK[rows] = logp_CV.gather(-1, others_NK[rows])
             entropies_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(-1)
             del logits_CV, logp_CV  # or the next chunk would be computed beside it
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N)
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.scale, ctx.chunk, ctx.in_float32 = scale, chunk, rules.in_float32
         ctx.set_materialize_grads(False)
         return logprobs_N, entropies_N, logprobs_NK
 
@@ -131,9 +146,10 @@ class _TokenLogprobs(torch.autograd.Function):
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither where the output layer is frozen
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        product = _Product(weight_VD, bias_V, ctx.scale, in_float32=ctx.in_float32)
         for start in range(0, len(targets_N), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, ctx.scale)
+            logits_CV = product(hidden_ND[rows])
             scaled_C1 = whole_N[rows, None] * ctx.scale
             # d logprob / d logit = onehot(token) - softmax
             logp_CV = logits_CV.sub_(normalizers_N[rows, None])
@@ -157,9 +173,23 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None
 
 
-def _logits(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """[C, V] float32, a tensor of its own that may be overwritten."""
-    logits = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).float()
-    return logits if scale == 1.0 else logits.mul_(scale)
+class _Product:
+    """The output layer: logits of a chunk of hidden states, [C, V] float32 each, a tensor that may be overwritten."""
+
+    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float, *, in_float32: bool) -> None:
+        self._in_float32 = in_float32 and weight_VD.dtype != torch.float32
+        # a GPU multiplies 16-bit numbers and keeps the sums in float32; elsewhere they are widened, once
+        self._widens = self._in_float32 and weight_VD.device.type != "cuda"
+        self._weight, self._bias, self._scale = weight_VD.float() if self._widens else weight_VD, bias_V, scale
+
+    def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        if not self._in_float32:
+            logits = torch.nn.functional.linear(hidden_CD, self._weight, self._bias).float()
+        else:
+            if self._widens:
+                logits = hidden_CD.float() @ self._weight.T
+            else:
+                logits = torch.mm(hidden_CD, self._weight.T, out_dtype=torch.float32)
+            if self._bias is not None:
+                logits += self._bias
+        return logits if self._scale == 1.0 else logits.mul_(self._scale)

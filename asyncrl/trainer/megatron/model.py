@@ -214,10 +214,10 @@ class DecoderChunk(GPTModel):
             self.value_head = nn.Linear(sizes.hidden_size, 1, device=_device(config))
 
     def watch_routers(self, sizes: ModelSizes) -> None:
-        """From now on the routers of this chunk fill the `routing` of rows."""
+        """From now on the routers of this chunk fill the `routing` of rows and take their `experts`."""
         places = {number: place for place, number in enumerate(sorted(sizes.expert_layers))}
         numbered = enumerate(self.decoder.layers, self.first_layer)
-        watch_routers([(places[number], layer) for number, layer in numbered if number in places])
+        watch_routers([(places[n], layer) for n, layer in numbered if n in places])
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states

@@ -15,10 +15,12 @@ from asyncrl.trainer.megatron.heads import Head, PolicyHead, ValueHead
 from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_config
 from asyncrl.trainer.megatron.names import LocalTensor
 from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, DistributedUpdate, Share, wrap
+from asyncrl.trainer.megatron.routing import WatchedRouters
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.source import PretrainedModel, Source
 from asyncrl.trainer.megatron.stored_state import RankFiles
 from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
+from asyncrl.trainer.recorded_experts import Routers, no_routers
 from asyncrl.trainer.step.model import Output, StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
@@ -108,12 +110,18 @@ class TrainedModel(Generic[Output]):
                     share.state[kind].copy_(values.flatten()[share.start : share.stop])
         self.update.set_steps(written.numbers[name])
 
-    def of_step(self, head: Head[Output], groups: Groups, *, routing: bool = False) -> PipelineTrained[Output]:
-        """The same as the training step sees it. `routing`: with what the routers of a mixture do."""
-        routers = (len(self.sizes.expert_layers), self.sizes.num_experts) if routing else None
-        for chunk in self.chunks if routing else ():
-            decoder_of(chunk).watch_routers(self.sizes)
-        return PipelineTrained(self.chunks, self.config, head, groups, self.update, routers)
+    def of_step(
+        self, head: Head[Output], groups: Groups, *, routing: bool = False, replays: bool = False
+    ) -> PipelineTrained[Output]:
+        """The same as the training step sees it. `routing`: with what the routers of a mixture do. `replays`: they take
+        the experts of the packed tokens."""
+        sizes, watched = self.sizes, None
+        if routing or replays:
+            routers = Routers(len(sizes.expert_layers), sizes.experts_per_token, sizes.num_experts)
+            watched = WatchedRouters(routers, routing, replays)
+            for chunk in self.chunks:
+                decoder_of(chunk).watch_routers(sizes)
+        return PipelineTrained(self.chunks, self.config, head, groups, self.update, watched)
 
 
 class MegatronModels:
@@ -125,6 +133,8 @@ class MegatronModels:
         algorithm = spec.algorithm
         source = PretrainedModel(spec.model)
         _check_routers(source.sizes, algorithm.router_aux_coefficient)
+        if spec.trainer.router_replay == "rollout" and not source.sizes.expert_layers:
+            raise no_routers("the model at model.path")
         self.policy: TrainedModel[Any] = TrainedModel(source, spec, groups, critic=False, on_cpu=on_cpu)
         self.critic: TrainedModel[Any] | None = None
         if algorithm.needs_critic:
@@ -137,7 +147,9 @@ class MegatronModels:
         head = PolicyHead(self.policy.sizes.vocab_size, self._groups.tensor)
         critic = self.critic.of_step(ValueHead(), self._groups) if self.critic is not None else None
         balanced = self._spec.algorithm.router_aux_coefficient > 0
-        return StepModels(self.policy.of_step(head, self._groups, routing=balanced), critic, self._reference)
+        replays = self._spec.trainer.router_replay == "rollout"
+        policy = self.policy.of_step(head, self._groups, routing=balanced, replays=replays)
+        return StepModels(policy, critic, self._reference)
 
     def trained(self) -> Sequence[tuple[str, TrainedModel[Any]]]:
         """By their names in a checkpoint."""

@@ -1,19 +1,39 @@
-"""The load-balancing loss of a mixture: watches the routers of Megatron-core's layers, and adds its gradient there.
+"""What is done at the routers of Megatron-core's layers: the load-balancing loss of a mixture, and router replay.
 
 Megatron-core's own loss balances each micro-batch by itself. The one of `algorithms/router_balance.py` is a sum over
 tokens with weights that are known before the pass, so each rank adds the part of its layers and of its tokens: under
 pipeline parallelism no gradient comes from the last stage, under sequence parallelism a rank routes a part of the row.
+
+Replay (`fsdp/router_replay.py` says what it is) takes the place that Megatron-core has for it in its choice of the
+largest logits. Its own replay keeps the experts of all layers in one list of the process, in the order of the passes;
+here they travel with the row, so any schedule and any recomputation finds its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from asyncrl.trainer.recorded_experts import Routers, taken
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRouters:
+    """The routers of a model in training, and what is done at them.
+
+    Attributes:
+        balances: they fill the `routing` of rows.
+        replays: they take the `experts` of rows.
+    """
+
+    routers: Routers
+    balances: bool
+    replays: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +52,8 @@ class RowRouting:
     given: torch.Tensor
 
     @classmethod
-    def begin(cls, shape: tuple[int, int], real: torch.Tensor, balance: torch.Tensor | None) -> RowRouting:
+    def begin(cls, routers: Routers, real: torch.Tensor, balance: torch.Tensor | None) -> RowRouting:
+        shape = (routers.layers, routers.experts)
         chosen, given = (torch.zeros(shape, dtype=torch.float32, device=real.device) for _ in range(2))
         return cls(real, balance, chosen, given)
 
@@ -55,7 +76,7 @@ class RoutingSums:
 
 
 def watch_routers(layers: Sequence[tuple[int, Any]]) -> None:
-    """Makes the layers fill the `routing` of the row that they get.
+    """Makes the layers fill the `routing` of the row that they get, and take its `experts`, where it has them.
 
     Args:
         layers: (place among the model's layers with experts, a TransformerLayer with experts).
@@ -71,11 +92,31 @@ class _Watch:
     def __init__(self, place: int, layer: Any) -> None:
         self._place = place
         self._row: RowRouting | None = None
+        self._experts: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None  # what the router chose where it takes others
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.mlp.router.register_forward_hook(self._routed)
+        layer.mlp.router.router_replay = self
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._row = kwargs["packed_seq_params"].routing
+        row = kwargs["packed_seq_params"]
+        self._row, self._experts = row.routing, row.experts
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron-core's name for it: the scores, [n, k], of the experts that the tokens take, and these, [n, k]."""
+        values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self._own = None if self._experts is None else chosen
+        if self._experts is None:
+            return values, chosen
+        through = taken(self._experts[:, self._place], chosen)
+        return scores.gather(1, through), through
 
     def _routed(
         self, router: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
@@ -88,7 +129,10 @@ class _Watch:
         # the router returns the weights of the chosen experts alone
         logits = router.gating(args[0])
         given = (logits.flatten(0, -2).float().softmax(-1) * row.real[:, None]).sum(0)
-        row.chosen[self._place] = (routes & row.real[:, None]).sum(0)
+        own = routes  # by the router itself: balance is about what it would do
+        if self._own is not None:
+            own = torch.zeros_like(routes).scatter(1, self._own, True)
+        row.chosen[self._place] = (own & row.real[:, None]).sum(0)
         row.given[self._place] = given.detach()
         if row.balance is None or not torch.is_grad_enabled():
             return None

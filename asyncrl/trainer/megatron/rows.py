@@ -19,18 +19,20 @@ from torch import nn
 
 from asyncrl.trainer.megatron.context import SplitRow, split_row
 from asyncrl.trainer.megatron.names import Place
-from asyncrl.trainer.megatron.routing import RowRouting
+from asyncrl.trainer.megatron.routing import RowRouting, WatchedRouters
 from asyncrl.trainer.packed_attention import packed_attention, split_attention
 from asyncrl.trainer.step.batch import PackedTokens
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What layers read of a packed row. `split` is for `PackedAttention`, `routing` for `watch_routers`; the other
-    fields are Megatron-core's, over the rows of all context-parallel ranks."""
+    """What layers read of a packed row. `split` is for `PackedAttention`, `routing` and `experts`, those of the
+    tokens that this rank routes, for `watch_routers`; the other fields are Megatron-core's, over the rows of all
+    context-parallel ranks."""
 
     split: SplitRow | None = None
     routing: RowRouting | None = None
+    experts: torch.Tensor | None = None
 
 
 def packed_row(
@@ -39,7 +41,7 @@ def packed_row(
     context: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
-    routers: tuple[int, int] | None = None,
+    watched: WatchedRouters | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PackedRow]:
     """This rank's token ids and positions, [1, n], and the row. Tokens that fill it up are predicted by nothing.
 
@@ -47,7 +49,10 @@ def packed_row(
         place: this rank's.
         context: the context-parallel ranks.
         sequence_parallel: n is a multiple of the tensor-parallel ranks.
-        routers: number of layers with experts, and of experts in each, to watch their routers.
+        watched: the routers, where something is done at them.
+
+    Raises:
+        ValueError: the recorded experts are of another model.
     """
     multiple = place.num_tensor if sequence_parallel else 1
     split = split_row(tokens.layout, ranks=context.size(), rank=context.rank(), multiple=multiple)
@@ -61,9 +66,13 @@ def packed_row(
         max_seqlen_kv=split.whole.max_length,
         split=split,
     )
-    if routers is not None:
-        own = real.chunk(multiple)[place.tensor] if sequence_parallel else real
-        row.routing = RowRouting.begin(routers, own, tokens.balance)
+    routed = split.tokens.chunk(multiple)[place.tensor] if sequence_parallel else split.tokens
+    if watched is not None and watched.balances:
+        row.routing = RowRouting.begin(watched.routers, routed >= 0, tokens.balance)
+    if watched is not None and watched.replays and tokens.experts is not None:
+        watched.routers.require(tokens.experts)
+        found = tokens.experts[routed.clamp(min=0)]
+        row.experts = found.masked_fill_((routed < 0)[:, None, None], -1)
     return ids, split.positions[None], row
 
 

@@ -18,7 +18,7 @@ from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.trainer.megatron.heads import Head
 from asyncrl.trainer.megatron.model import DecoderChunk, Groups
 from asyncrl.trainer.megatron.optimizer import DistributedUpdate
-from asyncrl.trainer.megatron.routing import RoutingSums, RowRouting
+from asyncrl.trainer.megatron.routing import RoutingSums, RowRouting, WatchedRouters
 from asyncrl.trainer.megatron.rows import on_predictors, packed_row
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.trainer.step.model import LossFunction, Output, Part
@@ -33,15 +33,15 @@ class PipelineFrozen(Generic[Output]):
         config: TransformerConfig,
         head: Head[Output],
         groups: Groups,
-        routers: tuple[int, int] | None = None,
+        watched: WatchedRouters | None = None,
     ) -> None:
         """
         Args:
             chunks: of this rank; `DecoderChunk`s, maybe wrapped.
-            routers: number of layers with experts and of experts in each, if their routers are watched.
+            watched: the routers, where something is done at them.
         """
         self._chunks, self._config, self._head, self._groups = list(chunks), config, head, groups
-        self._routers = routers
+        self._watched = watched
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
@@ -72,7 +72,7 @@ class PipelineFrozen(Generic[Output]):
         stages = self._groups.pipeline.size()
         if len(self._chunks) > 1:  # the interleaved schedule takes whole groups of micro-batches
             rows += [_nothing(rows[0])] * (-len(rows) % stages)
-        watched: dict[int, RowRouting] = {}
+        routings: dict[int, RowRouting] = {}
 
         def forward(numbers: Iterator[int], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             at = next(numbers)
@@ -81,10 +81,10 @@ class PipelineFrozen(Generic[Output]):
                 self._groups.place,
                 self._groups.context,
                 sequence_parallel=config.sequence_parallel,
-                routers=self._routers,
+                watched=self._watched,
             )
             if row.routing is not None:  # of every chunk: each has its layers
-                row.routing = watched.setdefault(at, row.routing)
+                row.routing = routings.setdefault(at, row.routing)
             hidden = chunk(ids, positions, None, packed_seq_params=row)
 
             def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -110,10 +110,10 @@ class PipelineFrozen(Generic[Output]):
             micro_batch_size=1,
             forward_only=not learns,
         )
-        if self._routers is None:
+        if not routings:
             return [None] * len(batches)
         split = (self._groups.tensor, self._groups.context, self._groups.pipeline)
-        return RoutingSums.of_all_ranks([watched[at] for at in range(len(batches))], split)
+        return RoutingSums.of_all_ranks([routings[at] for at in range(len(batches))], split)
 
     def _from_last_stage(self, values: torch.Tensor) -> None:
         """Replaces `values` by those of the last stage. Collective over the stages."""
@@ -132,10 +132,10 @@ class PipelineTrained(PipelineFrozen[Output]):
         head: Head[Output],
         groups: Groups,
         update: DistributedUpdate,
-        routers: tuple[int, int] | None = None,
+        watched: WatchedRouters | None = None,
     ) -> None:
         """`chunks`: wrapped for `update`, their optimizer."""
-        super().__init__(chunks, config, head, groups, routers)
+        super().__init__(chunks, config, head, groups, watched)
         self.clip_gradients, self.update, self.drop_gradients = update.clip, update.step, update.drop
 
     def train(self, mode: bool) -> None:

@@ -45,6 +45,7 @@ class PackedLayout:
     Attributes:
         max_length: tokens of the longest sequence.
         boundaries: [sequences + 1] int32, cumulative lengths from 0: where the sequences lie, if they share nothing.
+        class_boundaries: [sequences + 1] int32, the same in the order of `classes`.
         classes: hold every sequence once, longest first.
         order: [M] int64, which token of the row comes at each place of the order of `classes`.
         places: [N] int64, a place of each token of the row in that order. None, both: the row is in that order.
@@ -52,6 +53,7 @@ class PackedLayout:
 
     max_length: int
     boundaries: torch.Tensor
+    class_boundaries: torch.Tensor
     classes: tuple[PaddedClass, ...]
     order: torch.Tensor | None = None
     places: torch.Tensor | None = None
@@ -85,6 +87,7 @@ class PackedLayout:
         return cls(
             max_length=int(sizes.max()),
             boundaries=place(np.append(0, ends), dtype=torch.int32),
+            class_boundaries=place(np.append(0, sizes[chosen].cumsum()), dtype=torch.int32),
             classes=tuple(_padded_classes([sizes[members] for members in classes], place)),
             order=None if is_ordered else place(order),
             places=None if is_ordered else place(np.unique(order, return_index=True)[1]),
@@ -196,12 +199,12 @@ def pack(
     Args:
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
-        share_prompts: trajectories of a group with the same prompt share its tokens in the row.
-        extra: names of the arrays of `Trajectory.extra` that every trajectory with a response has. With "experts" the
+        share_prompts: sequences of a group with the same prompt share its tokens in the row.
+        extra: names of the arrays of `Trajectory.extra` that every sequence with a response has. With "experts" the
             routers take those; prompts must not be shared: the last token of one has others for each response.
 
     Raises:
-        ValueError: a trajectory is missing, differs from the lengths that it was planned with, or lacks an array.
+        ValueError: a sequence is missing, differs from the lengths that it was planned with, or lacks an array.
     """
     chosen = [_checked(microbatch, i, trajectories) for i in range(len(microbatch))]
     row = SharedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
@@ -214,7 +217,7 @@ def pack(
     weights = np.array([s.token_weight for s in microbatch])[sequences] if not empty else np.zeros(1)
     for s, t in zip(microbatch, chosen, strict=True):
         if len(t.response_ids) and (lacking := [name for name in extra if name not in t.extra]):
-            raise ValueError(f"trajectory {s.index} of group {s.ordinal} has no {lacking[0]}")
+            raise ValueError(f"sequence {s.index} of group {s.ordinal} has no {lacking[0]}")
     further = {name: _gathered(name, chosen, picks) for name in extra if name != "experts"}
     experts = _experts(row, chosen) if "experts" in extra else None
     versions = [_versions(t)[p] for t, p in zip(chosen, picks, strict=True)] if not empty else [[step]]
@@ -286,12 +289,12 @@ def _checked(microbatch: Microbatch, at: int, trajectories: Trajectories) -> Tra
     sequence = microbatch[at]
     trajectory = trajectories.get((sequence.ordinal, sequence.index))
     if trajectory is None:
-        raise ValueError(f"trajectory {sequence.index} of group {sequence.ordinal} is planned but was not fetched")
+        raise ValueError(f"sequence {sequence.index} of group {sequence.ordinal} is planned but was not fetched")
     found = (len(trajectory.prompt_ids), len(trajectory.response_ids), trajectory.num_trained_tokens)
     planned = (sequence.lengths.prompt, sequence.lengths.response, sequence.lengths.trained)
     if found != planned:
         raise ValueError(
-            f"trajectory {sequence.index} of group {sequence.ordinal} has (prompt, response, trained) tokens {found}, "
+            f"sequence {sequence.index} of group {sequence.ordinal} has (prompt, response, trained) tokens {found}, "
             f"planned were {planned}"
         )
     return trajectory

@@ -1,4 +1,4 @@
-"""Lays the sequences of a micro-batch out in one row, where trajectories of a group may share their prompt.
+"""Lays the sequences of a micro-batch out in one row, where those of a group may share their prompt.
 
 A prompt that is computed once gives the same keys, values and hidden states to all responses that follow it, because
 under a causal mask none of these depends on a response. Its gradient is the sum over the responses.
@@ -36,17 +36,16 @@ class SharedRow:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], families: Sequence[int]) -> SharedRow:
-        """Trajectories of one family share their prompt where it is the same; `families`: [S]."""
+        """Sequences of one family share their prompt where it is the same; `families`: [S]."""
         ids, positions, rows = [], [], []
         prompt_ends, responses = [], []
-        known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        known: dict[tuple[int, bytes], np.ndarray] = {}
         end = 0
         for trajectory, family in zip(trajectories, families, strict=True):
             prompt, response = trajectory.prompt_ids, trajectory.response_ids
-            shared, its_rows = known.get(family, (None, _NONE))
-            if shared is None or not np.array_equal(shared, prompt):
-                its_rows = np.arange(end, end + len(prompt))
-                known[family] = prompt, its_rows
+            key = family, prompt.tobytes()
+            if (its_rows := known.get(key, _NONE)) is _NONE:
+                its_rows = known[key] = np.arange(end, end + len(prompt))
                 ids.append(prompt)
                 positions.append(np.arange(len(prompt)))
                 end += len(prompt)

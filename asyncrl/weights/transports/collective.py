@@ -2,7 +2,9 @@
 
 Two buckets are in transfer: while one is on the wire, the sender packs the next and the receivers unpack the previous.
 Over gloo the wire itself needs the processor, so large slices are not copied: each is broadcast on its own, straight
-from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together.
+from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together. A GPU copies faster
+than any wire carries: over NCCL all are packed, so that the next tensors are gathered during a broadcast, and there are
+as few broadcasts as buckets.
 The group is formed at the first publish, and again after a publish failed or a receiver came back without it. Control
 messages travel beside it (`control_channel.py`): a broadcast cannot name the receiver that is missing.
 """
@@ -74,7 +76,7 @@ class CollectiveSender:
         check_fits(manifest, self._bucket_bytes)
         channel, deadline = self._channel, Deadline(timeout_s)
         packer = Packer(manifest, weights, digest_for(self._device))
-        buckets = _separate(manifest, self._bucket_bytes)
+        buckets = broadcasts(manifest, self._bucket_bytes, self._device)
         try:
             generations = channel.gather(manifest, deadline)
             group = self._begin(channel, generations, deadline)
@@ -155,7 +157,7 @@ class CollectiveReceiver:
             self._buffers = _buffers(self._source.bucket_bytes, self._device)
         channel, deadline = self._channel, Deadline(timeout_s)
         unpacker = Unpacker(manifest, sink, self._source.digest)
-        buckets = _separate(manifest, self._source.bucket_bytes)
+        buckets = broadcasts(manifest, self._source.bucket_bytes, self._device)
         places: deque[torch.Tensor | None] = deque()
 
         def start(bucket: Bucket) -> None:
@@ -252,8 +254,11 @@ def _explained(channel: SenderChannel, group: BroadcastGroup) -> Iterator[None]:
         raise kind(f"{error}\nbehind: {channel.laggards()}{reported}") from error
 
 
-def _separate(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets as they are broadcast; both sides cut them the same way."""
+def broadcasts(manifest: Manifest, bucket_bytes: int, device: torch.device) -> tuple[Bucket, ...]:
+    """The buckets as they are broadcast; both sides cut them the same way. `device`: of either side; a group has one
+    kind."""
+    if device.type == "cuda":
+        return manifest.buckets
     return separate(manifest.buckets, max(1, bucket_bytes // _SMALL_SHARE))
 
 

@@ -7,7 +7,8 @@ cannot say who is missing, and a worker that refuses the weights has to say so b
     receiver: READY (the port of the group that it is in) -> sender: BEGIN (the port of the group that is used)
     -> receiver: ACK 0 (the weights fit) -> vLLM's broadcasts -> receiver: ACK 1 (loaded) -> sender: DONE
 
-Nothing is digested: vLLM's backends have no such thing.
+Where the manifest asks for it, both sides digest each tensor whole: the sender before it hands it to vLLM, the workers
+when vLLM hands it to them, before it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Digest, Manifest, VllmNcclSource
-from asyncrl.weights.packing import dtype_name
+from asyncrl.weights.digest import digest_for
+from asyncrl.weights.packing import Digester, dtype_name
 from asyncrl.weights.transports.blocking import BlockingCalls, HandOver, wait_for
 from asyncrl.weights.transports.control_channel import Deadline, Kind, SenderChannel
 
@@ -100,24 +102,25 @@ class VllmNcclSender:
             num_receivers=self._num_receivers,
             epoch=secrets.randbits(63),
             key=self._channel.key,
+            digest=digest_for(self._device),
         )
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        """As `WeightSender.send`; the result is None. Raises WeightTransferError too: `manifest.verify` is set."""
+        """As `WeightSender.send`."""
         if self._channel is None:
             raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
         channel, deadline = self._channel, Deadline(timeout_s)
+        digester = Digester(manifest, digest_for(self._device))
         try:
-            require_unverified(manifest)
             self._begin(channel, channel.gather(manifest, deadline), deadline)
-            self._broadcast(channel, manifest, weights, deadline)
+            self._broadcast(channel, digested(checked_walk(manifest, weights), digester), deadline)
             _wait_acked(channel, LOADED, deadline, "load the weights")
             channel.finish()
         except BaseException as error:
             channel.abort(f"{type(error).__name__}: {error}")
             self._drop_group()
             raise
-        return None
+        return digester.result()
 
     def interrupt(self) -> None:
         """As `Interruptible.interrupt`."""
@@ -155,7 +158,6 @@ class VllmNcclSender:
     def _broadcast(
         self,
         channel: SenderChannel,
-        manifest: Manifest,
         weights: Iterable[tuple[str, torch.Tensor]],
         deadline: Deadline,
     ) -> None:
@@ -166,7 +168,7 @@ class VllmNcclSender:
         what = "broadcast the first tensor"
         sending = self._calls.submit(lambda: endpoint.broadcast(_on_this_stream(hand_over), self._bucket_bytes))
         try:
-            for name, tensor in checked_walk(manifest, weights):
+            for name, tensor in weights:
                 what = f"broadcast {name}"
                 item = (name, tensor, _ready_event(tensor))
                 while not hand_over.offer(item):
@@ -257,11 +259,11 @@ def _require_end(walk: Iterator[tuple[str, torch.Tensor]], expected: int) -> Non
         raise WeightTransferError(explain(f"publish {expected} tensors", f"one more: {extra[0]}", do))
 
 
-def require_unverified(manifest: Manifest) -> None:
-    if manifest.verify:
-        asked = f"digests of publish {manifest.publish_id}"
-        found = "vLLM's own weight transfer has none"
-        raise WeightTransferError(explain(asked, found, "set weights.verify=off, or weights.transport=collective"))
+def digested(weights: Iterable[tuple[str, torch.Tensor]], digester: Digester) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights`, all of a manifest in its order; each is counted before it is passed on."""
+    for number, (name, tensor) in enumerate(weights):
+        digester.add_whole(number, tensor)
+        yield name, tensor
 
 
 def require_nccl(group: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a server says about itself, and whether a run can use it."""
+"""What a vLLM server says about itself, and whether a run can use it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Any
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_up
 from asyncrl.inference.remote.server_client import Refused, ServerClient
 from asyncrl.json_records import from_plain
 from asyncrl.types import ModelFacts
 
 EXTENSION = "asyncrl.inference.vllm.serve_extension.ServeExtension"
 """What `--worker-extension-cls` names."""
-_DOCS = "docs/remote.md has the whole command"
-UNAVAILABLE = 503
-"""Status of a server whose engine is dead, and of a gateway whose server is not up."""
-_ASK_S = 60.0
-"""Time for one answer. The first /server_info of a server takes seconds: it looks its machine over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,39 +39,26 @@ class ServerFacts:
     tied: bool | None = None
 
 
-async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerFacts:
-    """Asks the server for all that a run needs of it; changes nothing there.
-
-    Raises:
-        ConfigError: it is no vLLM server, lacks a route or the extension, or refuses the key.
-        Unreachable, Unanswered: it does not answer.
-        Refused: it is starting, or its engine is dead.
-    """
+async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: str) -> ServerFacts:
+    """Asks a vLLM server of this version for all that a run needs of it; changes nothing there. Raises as `ask`."""
     try:
-        await client.get("/health", timeout_s=_ASK_S)
+        await client.get("/health", timeout_s=ASK_S)
     except Refused as error:
-        _require_up(error)
-    version = await _version(client)
-    await _require_routes(client, version)
+        require_up(error)
+    named = f"vLLM {version}"
+    await _require_routes(client, named)
     if remote.weights == "extension":
-        return await _described(client, version)
-    info = await _get(client, "/server_info", version, params={"config_format": "json"})
+        return await _described(client, named)
+    info = await _get(client, "/server_info", named, params={"config_format": "json"})
     return _from_server_info(client.url, info)
 
 
 def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
-    """Raises ConfigError: the server serves another model than `model`, or not as a run needs it."""
+    """As `ServerDialect.require_usable`."""
     _require_settings(url, facts, remote)
     _require_start(url, facts, remote)
-    if model is None:
-        return
-    for what, there, here in (
-        ("architecture", facts.architecture, model.architecture),
-        ("vocabulary", facts.vocab_size, model.vocab_size),
-    ):
-        if here is not None and there is not None and here != there:
-            found = f"the server has the {what} {there}, {model.path} has {here}"
-            raise ConfigError(explain(f"{url} as a replica of {model.name}", found, "serve the model that is trained"))
+    if model is not None:
+        require_same_model(url, model, facts.architecture, facts.vocab_size)
 
 
 def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> None:
@@ -94,11 +77,11 @@ def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) 
 def _require_start(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> None:
     if facts.logprobs_mode != "processed_logprobs":
         found = f"it reports {facts.logprobs_mode}: not those of the distribution that it samples from"
-        do = f"start it with --logprobs-mode processed_logprobs; {_DOCS}"
+        do = f"start it with --logprobs-mode processed_logprobs; {DOCS}"
         raise ConfigError(explain(f"log-probabilities of {url}", found, do))
     if facts.device == "cpu" and facts.chunked_prefill:
         found = "it computes prompts in parts, and on a CPU vLLM then fails requests that have a seed"
-        do = f"start it with --no-enable-chunked-prefill; {_DOCS}"
+        do = f"start it with --no-enable-chunked-prefill; {DOCS}"
         raise ConfigError(explain(f"{url}, a server on a CPU", found, do))
     if remote.weights == "reload":
         _require_reload(url, facts)
@@ -115,63 +98,41 @@ def _require_reload(url: str, facts: ServerFacts) -> None:
         raise ConfigError(explain(asked, found, do))
 
 
-async def _version(client: ServerClient) -> str:
-    """As a message names it. Raises ConfigError: something else answers."""
-    try:
-        answer = await client.get("/version", timeout_s=_ASK_S)
-    except Refused as error:
-        _require_up(error)
-        answer = {"error": str(error)}
-    if not isinstance(answer, dict) or "version" not in answer:
-        found = f"it answers /version with {str(answer)[:200]}"
-        do = "name the address of `vllm serve`; other servers are not used"
-        raise ConfigError(explain(f"{client.url} as a vLLM server", found, do))
-    return f"vLLM {answer['version']}"
-
-
 async def _require_routes(client: ServerClient, version: str) -> None:
     """Raises ConfigError: the server was started without routes that a run needs, or wants another key."""
     await _get(client, "/v1/models", version)
     await _get(client, "/weight_info", version)
     try:  # an empty request: refused for what it lacks where the route is there
-        await client.post("/inference/v1/generate", {}, timeout_s=_ASK_S)
+        await client.post("/inference/v1/generate", {}, timeout_s=ASK_S)
     except Refused as error:
         if error.status in (400, 422):
             return
-        _require_up(error)
+        require_up(error)
         raise _lacks(client, version, "/inference/v1/generate", error) from error
-
-
-def _require_up(error: Refused) -> None:
-    """Raises the error again, if it says that the server is not up."""
-    if error.status == UNAVAILABLE:
-        raise error
 
 
 async def _get(client: ServerClient, path: str, version: str, **params: Any) -> Any:
     try:
-        return await client.get(path, timeout_s=_ASK_S, **params)
+        return await client.get(path, timeout_s=ASK_S, **params)
     except Refused as error:
-        _require_up(error)
+        require_up(error)
         raise _lacks(client, version, path, error) from error
 
 
 def _lacks(client: ServerClient, version: str, path: str, error: Refused) -> ConfigError:
     asked = f"{path} of {client.url} ({version})"
-    if error.status == 401:
-        do = "set rollout.remote.api_key_env to the environment variable that holds its key"
-        return ConfigError(explain(asked, "it refuses the key", do))
+    require_key(client.url, version, path, error)
     flag = "--enable-scale-out" if path.startswith("/inference") else "VLLM_SERVER_DEV_MODE=1"
-    do = f"start a vLLM of version 0.32 or newer with {flag}; {_DOCS}"
+    do = f"start a vLLM of version 0.32 or newer with {flag}; {DOCS}"
     return ConfigError(explain(asked, str(error), do))
 
 
 async def _described(client: ServerClient, version: str) -> ServerFacts:
     asked = f"asyncrl in the workers of {client.url} ({version})"
     try:
-        workers = await client.call_workers("asyncrl_describe", [], _ASK_S)
+        workers = await client.call_workers("asyncrl_describe", [], ASK_S)
     except Refused as error:
-        _require_up(error)
+        require_up(error)
         do = f"start it with --worker-extension-cls {EXTENSION}, asyncrl installed beside it; or set "
         raise ConfigError(explain(asked, str(error), f"{do}rollout.remote.weights=reload")) from error
     try:

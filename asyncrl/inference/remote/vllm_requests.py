@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.remote.labels import Labels
 from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl.inference.vllm.sampling_params import stream_seed
@@ -18,17 +19,8 @@ ABORT = "/inference/v1/abort_requests"
 _DATA, _DONE = "data: ", "[DONE]"
 
 
-class ForeignWeights(Exception):
-    """The server sampled with weights that this run has not published."""
-
-
 def body_of(request: GenerationRequest, *, rid: str, cache_salt: str, vocab_size: int) -> dict[str, Any]:
-    """The body of `GENERATE`. Only `stop_token_ids` end a response: the model's own end token counts if it is there.
-
-    Args:
-        rid: the server's name of this attempt.
-        cache_salt: requests with the same one share the KV cache of prompts.
-    """
+    """As `ServerDialect.body_of`."""
     sampling = request.sampling
     return {
         "request_id": rid,
@@ -53,28 +45,6 @@ def body_of(request: GenerationRequest, *, rid: str, cache_salt: str, vocab_size
 def abort_id(rid: str) -> str:
     """The name by which `ABORT` knows an attempt."""
     return f"generate-tokens-{rid}"
-
-
-class Labels:
-    """The names that the versions of one replica have on its server: those of another run, or of a server that has
-    restarted, differ.
-
-    Args:
-        nonce: of this start of the replica.
-    """
-
-    def __init__(self, nonce: str) -> None:
-        self._nonce = nonce
-
-    def of(self, version: int | None) -> str:
-        return f"asyncrl-{self._nonce}:{'none' if version is None else version}"
-
-    def version(self, label: str) -> str:
-        """The version behind a label, as text. Raises ForeignWeights."""
-        prefix = f"asyncrl-{self._nonce}:"
-        if not label.startswith(prefix):
-            raise ForeignWeights(f"the server calls its weights {label[:80]!r}: it has restarted, or has another user")
-        return label.removeprefix(prefix)
 
 
 def output_of(line: str, labels: Labels) -> Output | None:

@@ -1,0 +1,95 @@
+"""The tools of a recipe, wherever they run: in tool processes, or in MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.config.environments import ToolUseConfig
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.tool_calls import Call, MalformedCall, ToolSignature
+from asyncrl.environments.packages import require_package_of
+from asyncrl.environments.tools import build_tools, schema_of
+from asyncrl.environments.tools.mcp_server import McpServer, McpTool, list_mcp_tools
+from asyncrl.environments.tools.tool import ToolDescription, ToolResult, no_such_tool
+from asyncrl.environments.tools.tool_pool import ToolPool
+from asyncrl.errors import ConfigError, explain
+
+
+def check_tools(config: ToolUseConfig) -> None:
+    """Raises ConfigError: a tool cannot be made, or the package for MCP servers is missing. Starts nothing."""
+    build_tools(config)
+    if config.mcp:
+        require_package_of("mcp")
+
+
+def tool_schemas(config: ToolUseConfig) -> tuple[Mapping[str, Any], ...]:
+    """OpenAI's function schema of each tool. Blocks while it asks MCP servers for theirs.
+
+    Raises ConfigError: a tool cannot be made, a server cannot be started or reached, or two tools have one name.
+    """
+    check_tools(config)
+    return tuple(map(schema_of, _all_named_once([*build_tools(config), *list_mcp_tools(config.mcp)])))
+
+
+class Toolbox:
+    """Owns the tool processes and the MCP servers of `rollout.tool_use`. Errors of calls are results to be read."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._config = config = recipe.rollout.tool_use
+        self._own_tools = build_tools(config)
+        self._pool = ToolPool(config, start_timeout_s=recipe.ray.start_timeout_s)
+        self._servers: tuple[McpServer, ...] = ()
+        self._served: dict[str, tuple[McpServer, McpTool]] = {}
+        """Name of a tool -> its MCP server."""
+        self.signatures = tuple(map(_signature, self._own_tools))
+        """Of all tools; those of MCP servers are known from the start on."""
+
+    async def start(self) -> None:
+        """Starts the tool processes, and the MCP servers or the connections to them.
+
+        Raises ConfigError, ProcessDied, DeadlineExceeded.
+        """
+        timeout_s = self._config.tool_timeout_s
+        try:
+            if self._own_tools:
+                await self._pool.start()
+            self._servers = tuple(McpServer(n, c, timeout_s=timeout_s) for n, c in self._config.mcp.items())
+            await asyncio.gather(*(server.start() for server in self._servers))
+        except BaseException:
+            await self.close()
+            raise
+        self._served = {tool.name: (server, tool) for server in self._servers for tool in server.tools}
+        tools = [tool for server in self._servers for tool in server.tools]
+        self.signatures = tuple(map(_signature, _all_named_once([*self._own_tools, *tools])))
+
+    async def close(self) -> None:
+        """Ends the tool processes and MCP servers. Idempotent."""
+        await asyncio.gather(self._pool.close(), *(server.close() for server in self._servers))
+
+    async def call(self, call: Call) -> ToolResult:
+        """Raises ProcessDied: no process can be had, or the box was closed; what a lost MCP server raises."""
+        if isinstance(call, MalformedCall):
+            return ToolResult(f"Error: {call.error}", failed=True)
+        if (served := self._served.get(call.name)) is not None:
+            server, tool = served
+            return await server.call(tool, call.arguments)
+        known = [tool.name for tool in self.signatures]
+        if call.name not in known:
+            return no_such_tool(call.name, known)
+        return await self._pool.call(call.name, call.arguments)
+
+
+def _all_named_once(tools: Sequence[ToolDescription]) -> Sequence[ToolDescription]:
+    """Raises ConfigError: two have one name."""
+    for name, number in Counter(tool.name for tool in tools).items():
+        if number > 1:
+            do = "choose among the tools of a server: rollout.tool_use.mcp.NAME.tools"
+            raise ConfigError(explain("the tools of rollout.tool_use", f"{number} are called {name}", do))
+    return tools
+
+
+def _signature(tool: ToolDescription) -> ToolSignature:
+    return ToolSignature(tool.name, next(iter(tool.parameters.get("properties", {})), None))

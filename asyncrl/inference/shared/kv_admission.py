@@ -1,0 +1,73 @@
+"""Holds requests back from an engine whose KV cache has no room for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from asyncrl.config.rollout import KvAdmissionMode
+from asyncrl.inference.shared.kv_room import KvCapacity, KvRoom, Occupant, quantile_of
+from asyncrl.inference.shared.streams import RequestStream
+from asyncrl.types import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+
+class KvAdmission:
+    """What the queue before an engine asks about room. Owns the `KvRoom` of the engine's cache, once its size is known;
+    before that, where the engine does not tell it, and with mode off, there is always room."""
+
+    def __init__(self, mode: KvAdmissionMode, *, shares_prompts: bool) -> None:
+        """`shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
+        self._mode = mode
+        self._shares_prompts = shares_prompts and mode == "expected"  # a prompt in parts may be computed twice
+        self._room: KvRoom | None = None
+        self._sampled = 0
+        """Tokens sampled since a request had no room; `ask_again` is due after some."""
+
+    def learn(self, capacity: KvCapacity | None) -> None:
+        """`capacity`: of the engine that has started; None: it does not tell."""
+        if capacity is None and self._mode != "off":
+            logger.warning("the engine does not tell the size of its KV cache: kv_admission=%s is off", self._mode)
+        if capacity is not None and self._mode != "off":
+            self._room = KvRoom(capacity, full=self._mode == "full")
+
+    def fits(self, stream: RequestStream, running: Sequence[RequestStream], weights: int) -> bool:
+        """Whether the stream may join those running. `weights`: a number for each set of weights; prompts that were
+        computed with others are not shared."""
+        if self._room is None:
+            return True
+        self._sampled = 0
+        prompt = stream.request.prompt_ids
+        stream.prompt_key = hash((weights, prompt.tobytes())) if self._shares_prompts else None
+        return self._room.fits(_occupant(stream), [_occupant(other) for other in running])
+
+    def sampled(self, num_tokens: int) -> bool:
+        """Counts tokens of any stream. True: the queue should be asked again."""
+        if self._room is None:
+            return False
+        self._sampled += num_tokens
+        return self._sampled >= self._room.worth_asking_again
+
+    def ended(self, stream: RequestStream) -> None:
+        """The response ended by itself, or at its limit."""
+        if self._room is not None and stream.request.sampling.score_from is None:
+            self._room.ended(stream.request.first_position + stream.num_tokens)
+
+
+def _occupant(stream: RequestStream) -> Occupant:
+    request, sampled = stream.request, stream.num_tokens
+    prompt_tokens = len(request.prompt_ids)
+    return Occupant(
+        prompt_tokens + sampled,
+        request.first_position + sampled,
+        max(1, _limit(request) - sampled),
+        stream.prompt_key,
+        prompt_tokens,
+        quantile_of(request.request_id),
+    )
+
+
+def _limit(request: GenerationRequest) -> int:
+    """Tokens that the engine may sample; one where the tokens are only scored."""
+    return request.sampling.max_tokens if request.sampling.score_from is None else 1

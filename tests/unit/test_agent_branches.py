@@ -1,0 +1,159 @@
+"""Agents whose requests are a tree of conversations: what of it is recorded, and that each sampled token is it once."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.environments.agent_requests import parse_request
+from asyncrl.environments.agent_session import AgentSession, TurnLimit
+from asyncrl.environments.limits import TrajectoryLimits
+from asyncrl.rewards import RewardResult
+from asyncrl.serving.errors import ApiError
+from asyncrl.types import Generation, Segment
+from tests.environments import chat_with
+
+pytestmark = pytest.mark.unit
+
+CHAT = chat_with()
+LIMITS = TrajectoryLimits(total_tokens=5000, response_tokens=5000, turn_tokens=500)
+LAST_PLACE = 10
+"""A request continues an earlier reply by its place; from here on it begins a conversation."""
+
+requests = st.lists(
+    st.tuples(st.integers(0, LAST_PLACE + 3), st.sampled_from(["a", "b"]), st.sampled_from(["yes", "no", "12"])),
+    min_size=1,
+    max_size=12,
+)
+
+
+class Policy:
+    """Says what it is told; every token has a log-probability that no other has, and every response two versions."""
+
+    chat = CHAT
+
+    def __init__(self, replies):
+        self.made: list[Generation] = []
+        self._replies = iter(replies)
+
+    async def generate(self, prompt_ids, max_tokens=None):
+        ids = np.concatenate([CHAT.encode(next(self._replies)), CHAT.encode("<|im_end|>")])
+        told = sum(len(each.token_ids) for each in self.made)
+        logprobs = -1 - np.arange(told, told + len(ids)).astype(np.float32)
+        version = 2 * len(self.made)
+        segments = Segment(0, 1, version, 0), Segment(1, len(ids), version + 1, 0)
+        self.made.append(Generation(np.array(prompt_ids), ids, logprobs, segments, "stop"))
+        return self.made[-1]
+
+    def decode(self, token_ids):
+        return CHAT.decode(token_ids)
+
+
+def conversed(drawn, *, all_branches=True):
+    """The policy, and the trajectory of an agent that makes these requests."""
+    policy = Policy([reply for _, _, reply in drawn])
+    session = AgentSession(policy, LIMITS, TurnLimit(100, "max_turns"), "hermes", all_branches=all_branches)
+
+    async def agent():
+        nodes = []
+        for place, text, _ in drawn:
+            before = nodes[place] if place < len(nodes) else []
+            messages = [*before, {"role": "user", "content": text}]
+            reply = await session.answer(parse_request({"messages": messages}))
+            nodes.append([*messages, reply.message])
+
+    asyncio.run(agent())
+    return policy, session.trajectory(RewardResult(1.0)).normalized().validate()
+
+
+def test_what_an_agent_leaves_under_way_is_in_no_trajectory():
+    """It would come after the reward was asked for."""
+    policy, held = Policy(["final answer", "stray"]), asyncio.Event()
+    session = AgentSession(policy, LIMITS, TurnLimit(100, "max_turns"), "hermes", all_branches=True)
+    ask = parse_request({"messages": [{"role": "user", "content": "a"}]})
+
+    async def agent():
+        await session.answer(ask)
+        generate = policy.generate
+
+        async def late(*args):
+            await held.wait()
+            return await generate(*args)
+
+        policy.generate = late
+        stray = asyncio.create_task(session.answer(ask))
+        await asyncio.sleep(0)
+        session.close()
+        held.set()
+        with pytest.raises(ApiError, match="has returned"):
+            await stray
+
+    asyncio.run(agent())
+    assert session.last_text() == "final answer"
+    assert not session.trajectory(RewardResult(1.0)).branches
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests)
+def test_every_sampled_token_is_trained_once_after_what_it_was_sampled_after(drawn):
+    policy, trajectory = conversed(drawn)
+    sampled = {}
+    for made in policy.made:
+        whole = np.concatenate([made.prompt_ids, made.token_ids]).tolist()
+        for segment in made.segments:
+            for i in range(segment.start, segment.stop):
+                sampled[float(made.logprobs[i])] = whole[: len(made.prompt_ids) + i + 1], segment.version
+    trained = []
+    for sequence in trajectory.sequences:
+        whole = np.concatenate([sequence.prompt_ids, sequence.response_ids]).tolist()
+        for segment in sequence.segments:
+            for i in range(segment.start, segment.stop):
+                assert sequence.loss_mask[i] == (segment.kind == "policy")
+                if sequence.loss_mask[i]:
+                    trained.append(float(sequence.logprobs[i]))
+                    assert sampled[trained[-1]] == (whole[: len(sequence.prompt_ids) + i + 1], segment.version)
+                else:
+                    assert sequence.logprobs[i] == 0
+    assert sorted(trained) == sorted(sampled)
+    assert dict(trajectory.reward_parts) == {"agent_requests": len(drawn), "agent_branches": len(trajectory.sequences)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(requests)
+def test_the_trajectory_is_what_it_is_without_its_branches(drawn):
+    _, whole = conversed(drawn)
+    _, last = conversed(drawn, all_branches=False)
+    assert not last.branches
+    for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(last, name))
+    same = {"started_s": 0.0, "finished_s": 0.0, "branches": ()}
+    described = [
+        (t.segments, t.reward, t.reward_parts, t.finish_reason, t.turns)
+        for t in (replace(whole, **same), replace(last, **same))
+    ]
+    assert described[0] == described[1]
+
+
+def test_what_a_sub_agent_says_between_two_requests_is_one_branch():
+    """The main conversation goes on after it: that forks nothing."""
+    drawn = [(99, "solve", "ask"), (99, "help", "first"), (1, "and", "second"), (0, "it says", "done")]
+    policy, trajectory = conversed(drawn)
+    main, sub = trajectory.sequences
+    assert dict(trajectory.reward_parts) == {"agent_requests": 4, "agent_branches": 2}
+    assert (main.turns, sub.turns) == (2, 2)
+    assert main.policy_ids.tolist() == [*policy.made[0].token_ids, *policy.made[3].token_ids]
+    assert sub.policy_ids.tolist() == [*policy.made[1].token_ids, *policy.made[2].token_ids]
+    np.testing.assert_array_equal(sub.prompt_ids, policy.made[1].prompt_ids)
+
+
+def test_a_fork_has_what_it_shares_as_its_prompt():
+    drawn = [(99, "draft", "one"), (0, "again", "bad"), (1, "more", "worse"), (0, "better", "good")]
+    policy, trajectory = conversed(drawn)
+    main, fork = trajectory.sequences
+    np.testing.assert_array_equal(fork.prompt_ids, policy.made[1].prompt_ids)
+    assert main.policy_ids.tolist() == [*policy.made[0].token_ids, *policy.made[3].token_ids]
+    assert fork.policy_ids.tolist() == [*policy.made[1].token_ids, *policy.made[2].token_ids]
+    assert [s.version for s in fork.segments] == [2, 3, 3, 4, 5]
