@@ -32,6 +32,7 @@ from asyncrl.inference.engine import InferenceEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource
+from asyncrl.weights.experts import routers_of
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import WeightSender
@@ -95,6 +96,40 @@ async def assert_serves(engine: InferenceEngine, model: Any, version: int) -> No
         assert set(client.versions) == {version}
         reference = reference_logprobs(model, client.request.prompt_ids.tolist(), client.ids)
         np.testing.assert_allclose(client.logprobs, reference, rtol=0, atol=2e-5)
+
+
+async def assert_experts_are_told(engine: InferenceEngine, model: Any) -> None:
+    """Each token comes with what Hugging Face's routers choose at the token before it: also in a response that ends at
+    a stop token, that has begun elsewhere, or that is ended from outside."""
+    greedy = await Client(engine, make_request(max_tokens=40, temperature=0.0)).done()
+    requests = [make_request(max_tokens=40, seed=seed, experts=True) for seed in range(4)]
+    requests.append(make_request(max_tokens=40, temperature=0.0, stop=(greedy.ids[17],), experts=True))
+    requests.append(make_request(prompt=[5, 6, 7, 8, *greedy.ids[:9]], first_position=9, temperature=0.0, experts=True))
+    aborted = Client(engine, make_request(max_tokens=400, experts=True))
+    clients = await asyncio.gather(*(Client(engine, request).done() for request in requests))
+    await within(engine.abort([aborted.request.request_id]))
+    for client in (*clients, await aborted.done()):
+        chunks = [chunk for chunk in client.chunks if len(chunk.token_ids)]
+        for chunk in chunks:
+            assert (len(chunk.extra["experts"]), chunk.extra["experts"].dtype) == (len(chunk.token_ids), np.int16)
+        if chunks:
+            found = np.concatenate([chunk.extra["experts"] for chunk in chunks])
+            wanted = reference_experts(model, client.request.prompt_ids.tolist(), client.ids)
+            np.testing.assert_array_equal(np.sort(found), np.sort(wanted))
+    assert clients[4].ids == greedy.ids[: greedy.ids.index(greedy.ids[17]) + 1]
+    assert clients[5].ids == greedy.ids[9 : 9 + len(clients[5].ids)]
+    assert all(clients[i].ids for i in range(6))
+
+
+@torch.no_grad()
+def reference_experts(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+    """[len(ids), L, k]: the choices of `model`'s routers at the tokens before `ids`."""
+    chosen: list[torch.Tensor] = []
+    hooks = [r.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for r in routers_of(model)]
+    model(torch.tensor([[*prompt, *ids]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)[len(prompt) - 1 : -1].numpy()
 
 
 def _without(part: str) -> Callable[[Weights], Weights]:
@@ -231,6 +266,9 @@ class ServedWeightsConformance:
             await publish(engine, (sender, sender.open()), model.named_parameters(), 70)
             await assert_serves(engine, model, 70)
 
+    records_experts = False
+    """`make_engine` lets the engine record the experts of a mixture."""
+
     @pytest.mark.usefixtures("process_group")
     async def test_experts_from_the_trainer_are_served(
         self, tmp_path: Path, link: Link, make_engine: MakeEngine
@@ -256,5 +294,7 @@ class ServedWeightsConformance:
                     await publish(engine, link, wrong, 3)
             await publish(engine, link, trained[1], 4)
             await assert_serves(engine, models[1], 4)
+            if self.records_experts:
+                await assert_experts_are_told(engine, models[1])
         finally:
             await within(engine.stop())

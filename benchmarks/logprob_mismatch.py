@@ -9,7 +9,7 @@ Every engine loads the model's files and samples responses; the FSDP backend com
 tokens from the same files. What differs is the arithmetic: kernels, the order of sums, the dtype. Writes
 benchmarks/results/logprob_mismatch.md. The model is the quickstart's unless one is named; with --mixture it is a random
 mixture of experts with the quickstart's tokenizer, whose tokens the trainer also computes through the experts that the
-embedded engine recorded (`trainer.router_replay=rollout`).
+engine recorded (torch, and sglang) (`trainer.router_replay=rollout`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def records_experts(engine: str, model: str) -> bool:
     from asyncrl.inference.engines import ENGINES
     from asyncrl.weights.experts import MODEL_TYPES
 
-    return "experts" in ENGINES[engine].records and check_model(model, "--model").model_type in MODEL_TYPES
+    spec = ENGINES[engine]
+    records = "experts" in spec.records and spec.records_on_cpu
+    return records and check_model(model, "--model").model_type in MODEL_TYPES
 
 
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
@@ -72,6 +74,7 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
     from asyncrl.types import GenerationRequest, SamplingParams
 
     config = ModelConfig(path=model, inference_dtype=dtype)  # type: ignore[arg-type]
+    records = records_experts(engine_name, model)
     tokenizer = load_tokenizer(config)
     renderer = PromptRenderer(tokenizer, config)
     rows = load_rows(str(ROOT / "data" / "arithmetic_test.jsonl"))[:count]
@@ -80,11 +83,12 @@ async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
         sampling=SamplingConfig(max_response_tokens=64),
         torch=TorchEngineConfig(num_slots=64, max_model_len=256),
         vllm=VllmEngineConfig(max_model_len=256, max_num_seqs=64, enforce_eager=True, kv_cache_memory_bytes=1 << 26),
-        sglang=SglangEngineConfig(max_model_len=256, max_running_requests=64, max_total_tokens=1 << 15),
+        sglang=SglangEngineConfig(
+            max_model_len=256, max_running_requests=64, max_total_tokens=1 << 15, record_experts=records
+        ),
     )
     engine = build_engine(rollout, config, load_real_weights=True)
     await engine.start()
-    records = records_experts(engine_name, model)
     stops = stop_token_ids(tokenizer, config, ())
     sampling = SamplingParams(max_tokens=64, stop_token_ids=stops, experts=records)
 

@@ -23,7 +23,7 @@ from asyncrl.config.placement import Placement, require_turns, require_wakes, wi
 from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.rollout import RolloutConfig, with_experts
 from asyncrl.config.run import RayConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
 from asyncrl.config.trainer import TrainerConfig
@@ -161,6 +161,8 @@ class Recipe:
             require_turns(self.mode, self.rollout, staleness, self.eval)
             require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))
+        if self.trainer.router_replay == "rollout":
+            object.__setattr__(self, "rollout", with_experts(self.rollout))
 
     def _resolve_lengths(self) -> None:
         """Sets every length that the recipe leaves out."""

@@ -137,7 +137,7 @@ OWN_ENGINE_ARGS = frozenset([
     "weight_transfer_config", "additional_config", "pipeline_parallel_size",
     "decode_context_parallel_size", "nnodes", "enable_lora", "runner", "convert",
     "kv_transfer_config", "disable_log_stats", "prefill_context_parallel_size", "node_rank", "model_weights",
-    "quantization",
+    "quantization", "enable_return_routed_experts", "aux_output_config",
 ])  # fmt: skip
 """Arguments of vLLM that the adapter sets, or that it does not work with, as with all names in `data_parallel...` and
 `spec...`."""
@@ -175,6 +175,9 @@ class VllmEngineConfig:
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
+    record_experts: bool = False
+    """Mixtures of experts: report what the routers chose for each token. On GPUs, with enable_prefix_caching.
+    trainer.router_replay=rollout sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
     max_logprobs: PositiveInt = 20
@@ -237,7 +240,7 @@ OWN_SERVER_ARGS = frozenset([
     "enable_weights_cpu_backup", "skip_tokenizer_init", "incremental_streaming_output",
     "enable_custom_logit_processor", "custom_weight_loader", "dp_size", "pp_size", "nnodes",
     "allow_auto_truncate", "disaggregation_mode", "enable_mixed_chunk", "preferred_sampling_params",
-    "tokenizer_worker_num",
+    "tokenizer_worker_num", "enable_return_routed_experts",
 ])  # fmt: skip
 """Arguments of SGLang that the adapter sets, or that it does not work with, as with all names in `speculative...`."""
 
@@ -272,6 +275,10 @@ class SglangEngineConfig:
     """Skip CUDA graphs."""
     enable_memory_saver: bool = False
     """Let the engine give its GPU memory back while it is paused. Not on a CPU. placement=colocated sets it."""
+    record_experts: bool = False
+    """Mixtures of experts: report what the routers chose for each token. The tokens of a response then arrive at its
+    end, so those of a replica that dies are lost. trainer.router_replay=rollout sets it, and disable_overlap_schedule
+    with rollout.interrupt=keep."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of SGLang's ServerArgs, by their names in Python, such as attention_backend or ep_size."""
 
@@ -474,3 +481,24 @@ class RolloutConfig:
     def max_model_len(self) -> int:
         """`max_model_len` of the chosen engine, in tokens."""
         return self.settings.context_tokens
+
+
+def with_experts(rollout: RolloutConfig) -> RolloutConfig:
+    """The same, with the settings of the engine that let it report the experts of its tokens.
+
+    Raises ConfigError: the settings contradict that.
+    """
+    if rollout.engine == "vllm":
+        require(
+            rollout.vllm.enable_prefix_caching,
+            asked="trainer.router_replay=rollout with rollout.vllm.enable_prefix_caching=false",
+            found="vLLM keeps the experts of tokens with the blocks of its prefix cache",
+            do="set rollout.vllm.enable_prefix_caching=true",
+        )
+        return replace(rollout, vllm=replace(rollout.vllm, record_experts=True))
+    if rollout.engine == "sglang":
+        # Otherwise SGLang would compute the tokens before a publish again, and tell the experts of the new weights.
+        in_place = rollout.sglang.disable_overlap_schedule or rollout.interrupt == "keep"
+        settings = replace(rollout.sglang, record_experts=True, disable_overlap_schedule=in_place)
+        return replace(rollout, sglang=settings)
+    return rollout

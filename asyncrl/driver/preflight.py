@@ -154,17 +154,18 @@ def check_server(serve: ServeSection, key: str | None) -> None:
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
     """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
     if trains:
-        if recipe.is_colocated and (recipe.trainer.device == "cpu" or _is_cpu_build()):
+        on_cpu = recipe.trainer.device == "cpu" or _is_cpu_build()
+        if recipe.is_colocated and on_cpu:
             require_sleep(recipe.rollout.engine)
         require_transport(recipe.rollout.engine, recipe.weights.transport)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
         check_memory_fits(recipe, facts, gpu_bytes(recipe))
         if recipe.trainer.router_replay == "rollout":
-            require_recording(recipe.rollout.engine, "experts", "trainer.router_replay=rollout")
+            require_recording(recipe.rollout.engine, "experts", "trainer.router_replay=rollout", on_cpu=on_cpu)
             require_routers(facts)
         if recipe.rollout.sampling.keep_sets:
-            require_recording(recipe.rollout.engine, "kept_ids", "rollout.sampling.keep_sets=true")
+            require_recording(recipe.rollout.engine, "kept_ids", "rollout.sampling.keep_sets=true", on_cpu=on_cpu)
     require_runs(recipe.rollout, facts)
 
 

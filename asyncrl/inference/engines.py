@@ -56,6 +56,8 @@ class EngineSpec:
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
     records: tuple[str, ...] = ()
     """Arrays of `TOKEN_ARRAYS` that it records while it samples."""
+    records_on_cpu: bool = True
+    """It does so on a CPU too."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
@@ -78,6 +80,8 @@ ENGINES: dict[str, EngineSpec] = {
         takes_whole_gpus=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
         transports=(*_EVERYWHERE, "vllm_nccl"),
+        records=("experts",),
+        records_on_cpu=False,
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
         local_environment={"VLLM_RPC_BASE_PATH": SCRATCH, "VLLM_HOST_IP": "127.0.0.1"},
         serving=("structured_outputs=true",),
@@ -89,6 +93,7 @@ ENGINES: dict[str, EngineSpec] = {
         check="asyncrl.inference.sglang.support:check_installed",
         install="pip install 'asyncrl[sglang]', in an environment of its own; docs/sglang.md says how on a CPU",
         takes_whole_gpus=True,
+        records=("experts",),
         stop_timeout_s=12.0,  # its processes get 10 s to end by themselves
         local_environment={"ASYNCRL_SGLANG_SCRATCH": SCRATCH},
         serving=("stream_interval=1",),
@@ -146,15 +151,15 @@ def require_sleep(engine: str) -> None:
     )
 
 
-def require_recording(engine: str, array: str, asked: str) -> None:
+def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> None:
     """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: what in the recipe needs
     it."""
-    able = " or ".join(name for name, spec in ENGINES.items() if array in spec.records)
+    able = [name for name, spec in ENGINES.items() if array in spec.records and (spec.records_on_cpu or not on_cpu)]
     require(
-        array in ENGINES[engine].records,
+        engine in able,
         asked=f"{asked} with rollout.engine={engine}",
-        found=f"engine {engine} does not report {array} with its tokens",
-        do=f"set rollout.engine={able}, or leave {asked.partition('=')[0]} out",
+        found=f"engine {engine} does not report {array} with its tokens{' on a CPU' if on_cpu else ''}",
+        do=f"set rollout.engine={' or '.join(able)}, or leave {asked.partition('=')[0]} out",
     )
 
 

@@ -116,7 +116,7 @@ class ModelFacts:
                 layers=text.get("num_hidden_layers"),
                 hidden=text.get("hidden_size"),
                 head_dim=text.get("head_dim"),
-                expert_layers=frozenset(_expert_layers(text)),
+                expert_layers=frozenset(expert_layers_of(text)),
                 tied=bool(text.get("tie_word_embeddings")),
                 heads=text.get("num_attention_heads"),
                 kv_heads=text.get("num_key_value_heads") or text.get("num_attention_heads"),
@@ -128,12 +128,12 @@ class ModelFacts:
         )
 
 
-def _expert_layers(text: Mapping[str, Any]) -> Iterator[int]:
-    """Numbers of the layers with experts, of models that say it as Qwen does; all layers of a mixture otherwise."""
+def expert_layers_of(text: Mapping[str, Any]) -> list[int]:
+    """Numbers of the layers with experts, of models that say it as Qwen does; all layers of a mixture otherwise.
+    `text`: the language model's part of config.json."""
     dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step") or 1
-    if any(text.get(key) for key in _EXPERTS):
-        layers = range(text.get("num_hidden_layers") or 0)
-        yield from (layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+    layers = range(text.get("num_hidden_layers") or 0) if any(text.get(key) for key in _EXPERTS) else ()
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def _unusual(text: Mapping[str, Any]) -> Iterator[str]:

@@ -13,11 +13,14 @@ from tests.make import require_sglang
 pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
 
 
-def make_settings():
-    return SglangEngineConfig(max_model_len=512, max_running_requests=16, stream_interval=1, max_total_tokens=1 << 14)
+def make_settings(**more):
+    sizes = {"max_running_requests": 16, "stream_interval": 1, "max_total_tokens": 1 << 14}
+    return SglangEngineConfig(max_model_len=512, **sizes, **more)
 
 
 class TestSglangServesWhatIsPublished(ServedWeightsConformance):
+    records_experts = True
+
     @pytest.fixture(scope="class")
     @classmethod
     def make_engine(cls):
@@ -25,7 +28,8 @@ class TestSglangServesWhatIsPublished(ServedWeightsConformance):
         from asyncrl.inference.sglang import SglangEngine
 
         async def make(path):
-            engine = SglangEngine(ModelConfig(path=str(path)), make_settings(), load_real_weights=False)
+            settings = make_settings(record_experts="num_experts" in (path / "config.json").read_text())
+            engine = SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
             await within(engine.start(), 240.0)
             return engine
 

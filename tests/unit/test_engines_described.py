@@ -209,11 +209,19 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
 
 
 def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_routers():
-    for array, asked in (("experts", "trainer.router_replay=rollout"), ("kept_ids", "rollout.sampling.keep_sets=true")):
-        require_recording("torch", array, asked)
-        for engine in ("vllm", "sglang"):
-            with pytest.raises(ConfigError, match=rf"engine {engine} does not report {array}(?s:.*)engine=torch"):
-                require_recording(engine, array, asked)
+    cases = {
+        ("experts", "trainer.router_replay=rollout"): {True: ("torch", "sglang"), False: ("torch", "vllm", "sglang")},
+        ("kept_ids", "rollout.sampling.keep_sets=true"): {True: ("torch",), False: ("torch",)},
+    }
+    for (array, asked), engines in cases.items():
+        for on_cpu, able in engines.items():
+            for engine in ENGINES:
+                if engine in able:
+                    require_recording(engine, array, asked, on_cpu=on_cpu)
+                    continue
+                names = " or ".join(able)
+                with pytest.raises(ConfigError, match=rf"engine {engine} does not report {array}(?s:.*)engine={names}"):
+                    require_recording(engine, array, asked, on_cpu=on_cpu)
     require_routers(ModelFacts.of_config("m", CONFIGS["qwen3_moe"]))
     require_routers(ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
     with pytest.raises(ConfigError, match=r"it has no routers(?s:.*)router_replay=off"):

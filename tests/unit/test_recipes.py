@@ -489,6 +489,14 @@ def test_experts_are_replayed_by_the_backend_that_can():
     with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
         load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.compile=true"])
     load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])
+    sglang = ["trainer.router_replay=rollout", "rollout.engine=sglang", "rollout.sglang.stream_interval=1"]
+    for interrupt in ("keep", "abort_resume"):
+        settings = load_recipe(QUICKSTART, [*sglang, f"rollout.interrupt={interrupt}"]).rollout.sglang
+        assert (settings.record_experts, settings.disable_overlap_schedule) == (True, interrupt == "keep")
+    vllm = ["trainer.router_replay=rollout", "rollout.engine=vllm"]
+    assert load_recipe(QUICKSTART, vllm).rollout.vllm.record_experts
+    with pytest.raises(ConfigError, match=r"prefix cache"):
+        load_recipe(QUICKSTART, [*vllm, "rollout.vllm.enable_prefix_caching=false"])
 
 
 def test_sets_are_kept_where_they_are_bounded():

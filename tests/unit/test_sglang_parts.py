@@ -1,6 +1,7 @@
 """The parts of the SGLang adapter that need no SGLang, against what a real one has answered (`make record-sglang`)."""
 
 import asyncio
+import base64
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.sglang.host import all_read
 from asyncrl.inference.sglang.host_main import kv_cache
 from asyncrl.inference.sglang.host_process import engine_arguments
-from asyncrl.inference.sglang.outputs import output_of
+from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.shared.stamped_stream import Output
@@ -118,6 +119,43 @@ def test_a_refused_request_says_why():
     stream.enter()
     with pytest.raises(GenerationError, match="too long"):
         stream.take(output_of("x", out, 0, incremental=False), 3)
+
+
+EXPERTS = np.arange(24, dtype=np.int32).reshape(3, 4, 2)
+"""Of three tokens, in the four layers of a model, as SGLang tells them."""
+
+
+def recording(last, *, experts=EXPERTS):
+    """Two outputs of a request whose experts are wanted: two tokens, and `last`."""
+    stream = SglangStream(make_request(experts=True))
+    stream.enter()
+    first = Output("x", np.array([4, 5], np.int32), np.array([-1, -2], np.float32))
+    assert (stream.take(first, 3), stream.num_tokens, stream.num_sampled) == ([], 0, 2)
+    ids = np.array([6], np.int32)
+    return stream.take(Output("x", ids, np.array([-3], np.float32), last, (("3", 0), ("4", 1)), experts=experts), 4)
+
+
+def test_experts_come_at_the_end_and_go_with_their_tokens():
+    text = base64.b64encode(EXPERTS.tobytes()).decode()
+    chunks = recording("stop", experts=ExpertRows(4, [1, 2]).of(text, 3))
+    assert [(c.version, c.token_ids.tolist(), c.finish_reason) for c in chunks] == [
+        (3, [4], None),
+        (4, [5, 6], "stop"),
+    ]
+    found = np.concatenate([chunk.extra["experts"] for chunk in chunks])
+    np.testing.assert_array_equal(found, EXPERTS[:, 1:3])
+    assert found.dtype == np.int16
+
+
+def test_tokens_whose_experts_sglang_had_no_time_to_tell_count_as_never_sampled():
+    (chunk,) = recording("abort", experts=None)
+    assert (len(chunk.token_ids), chunk.finish_reason, chunk.extra) == (0, "abort", {})
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS[:2]], ids=["none", "too few"])
+def test_a_whole_response_without_all_its_experts_is_an_error(experts):
+    with pytest.raises(GenerationError, match="for 3"):
+        recording("length", experts=experts)
 
 
 @pytest.mark.parametrize("incremental", [False, True])

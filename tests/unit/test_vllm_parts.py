@@ -69,6 +69,35 @@ def entered(starts):
     return stream
 
 
+def rows(*tokens):
+    """As vLLM tells the experts of a step: a row per token, with all four layers of the model."""
+    return np.array([[[t * 10 + layer, t * 10 + layer + 5] for layer in range(4)] for t in tokens], np.uint8)
+
+
+def test_experts_go_with_their_tokens():
+    """vLLM tells those of a step with its tokens; an output may hold fewer tokens than steps have been told."""
+    stream = VllmStream(make_request(experts=True), [1, 3])
+    told = [rows(1), rows(2)]
+    state = SimpleNamespace(weight_version_starts=[("1", 0), ("2", 3)], routed_experts_chunks=told)
+    stream.enter(SimpleNamespace(request_id="x", output=None), state)
+    told.append(rows(3))
+    made = stream.take(delta([5, 6]), 1)
+    told += [rows(4), rows(5)]
+    made += stream.take(delta([7, 8, 9], reason="length"), 2)
+    assert [(c.token_ids.tolist(), c.version) for c in made] == [([5, 6], 1), ([7], 1), ([8, 9], 2)]
+    found = np.concatenate([chunk.extra["experts"] for chunk in made])
+    np.testing.assert_array_equal(found, rows(1, 2, 3, 4, 5)[:, [1, 3]])
+    assert found.dtype == np.int16
+
+
+def test_tokens_without_experts_that_were_asked_for_are_an_error():
+    stream = VllmStream(make_request(experts=True), [0])
+    state = SimpleNamespace(weight_version_starts=[("1", 0)], routed_experts_chunks=[rows(1)])
+    stream.enter(SimpleNamespace(request_id="x", output=None), state)
+    with pytest.raises(GenerationError, match="experts of 1 tokens for 2"):
+        stream.take(delta([5, 6]), 1)
+
+
 def test_a_delta_that_is_late_keeps_the_version_that_sampled_it():
     starts = [("1", 0)]
     stream = entered(starts)

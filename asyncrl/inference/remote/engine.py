@@ -102,7 +102,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     def health(self) -> EngineHealth:
         """Counts tokens as they arrive, also those that wait for the end of their response."""
         found = super().health()
-        held = sum(stream.num_held for stream in self._queue.running)
+        held = sum(stream.num_sampled - stream.num_tokens for stream in self._queue.running)
         return replace(found, generated_tokens=found.generated_tokens + held)
 
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             kv_admission=KvAdmission(settings.kv_admission, shares_prompts=not settings.disable_radix_cache),
         )
         self._settings = settings
+        self._records = ("experts",) if settings.record_experts else ()
         self._seed = seed
         self._pause_mode = ""
         self._host = HostProcess(self._distribute)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zmq
 
-from asyncrl.inference.sglang.outputs import output_of
+from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output, end_output
+from asyncrl.types.models import expert_layers_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class Host:
         self._workers = engine.server_args.tp_size
         self._abilities = abilities()
         self._incremental = bool(getattr(engine.server_args, "incremental_streaming_output", False))
+        config = self._manager.model_config.hf_text_config.to_dict()
+        self._experts = ExpertRows(config["num_hidden_layers"], expert_layers_of(config))
         self._filter = LogitFilter.to_str()
         self._send = send
         self._outputs: list[Output] = []
@@ -149,9 +153,15 @@ class Host:
         """Moves what SGLang samples for one request into outputs, until the last."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        rid, sent, params = asked.rid, 0, asked.sampling_params
+        rid, sent, length, params = asked.rid, 0, 0, asked.sampling_params
+        last: Output | None = None
+        """Ends the response here, at a stop token that SGLang does not look at."""
+        recording: dict[str, Any] = {}
         if asked.filters is not None:
             params = params | {"custom_params": asked.filters}
+        if asked.experts:
+            # The hidden state of the token before predicts a token: its experts are the token's.
+            recording = {"return_routed_experts": True, "routed_experts_start_len": len(asked.input_ids) - 1}
         request = GenerateReqInput(
             rid=rid,
             input_ids=asked.input_ids,
@@ -160,19 +170,24 @@ class Host:
             stream=True,
             extra_key=asked.extra_key,
             custom_logit_processor=None if asked.filters is None else self._filter,
+            **recording,
         )
         try:
             async for out in self._manager.generate_request(request, None):
-                output = output_of(rid, out, sent, incremental=self._incremental)
-                sent += len(output.ids)
+                output = output_of(rid, out, sent, incremental=self._incremental, experts=self._experts)
+                before, sent = sent, sent + len(output.ids)
                 self._begun.add(rid)
-                if asked.stops and (at := np.flatnonzero(np.isin(output.ids, list(asked.stops)))).size:
-                    until = int(at[0]) + 1
-                    self._emit(Output(rid, output.ids[:until], output.logprobs[:until], "stop", output.spans))
-                    self._manager.abort_request(rid)
-                    return
-                self._emit(output)
-                if output.reason is not None:
+                if last is None and (until := _first_of(output.ids, asked.stops)):
+                    last, length = Output(rid, output.ids[:until], output.logprobs[:until], "stop"), before + until
+                    if output.reason is None:
+                        self._manager.abort_request(rid)
+                if last is None:
+                    self._emit(output)
+                    if output.reason is not None:
+                        return
+                elif output.reason is not None or not asked.experts:
+                    experts = None if output.experts is None else output.experts[:length]
+                    self._emit(replace(last, spans=output.spans, experts=experts))
                     return
             self._emit(end_output(rid, error="SGLang ended it without a word"))
         except asyncio.CancelledError:
@@ -209,6 +224,11 @@ class Host:
         async with asyncio.timeout(_SETTLE_S):
             await all_read(self._manager.recv_from_detokenizer, _TURNS + len(self._requests) // _TURNS)
         self.flush()
+
+
+def _first_of(ids: np.ndarray, stops: Collection[int]) -> int:
+    """How many tokens end with the first of `stops`; 0 where none is there."""
+    return next((number for number, token in enumerate(ids.tolist(), 1) if token in stops), 0)
 
 
 async def all_read(socket: zmq.Socket[Any], turns: int) -> None:

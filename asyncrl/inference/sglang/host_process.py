@@ -72,6 +72,7 @@ def engine_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
         "watchdog_timeout": _WATCHDOG_S,
+        "enable_return_routed_experts": settings.record_experts,
         "sleep_on_idle": True,  # a scheduler without work takes a whole core otherwise
         "log_level": "warning",
     }

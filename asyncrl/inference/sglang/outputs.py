@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,9 +12,31 @@ import numpy as np
 from asyncrl.inference.shared.stamped_stream import Output
 
 
-def output_of(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) -> Output:
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """How SGLang tells the experts of a response.
+
+    Attributes:
+        layers: of the model; SGLang has rows for all of them.
+        chosen: numbers of those that have experts.
+    """
+
+    layers: int
+    chosen: Sequence[int]
+
+    def of(self, text: str, tokens: int) -> np.ndarray:
+        """[tokens, L, k] int16: of the tokens of the response. `text`: `routed_experts` of a request that asked for
+        them from the last token of its prompt on."""
+        rows = np.frombuffer(base64.b64decode(text), np.int32)
+        return rows.reshape(tokens, self.layers, -1)[:, list(self.chosen)].astype(np.int16)
+
+
+def output_of(
+    rid: str, out: dict[str, Any], sent: int, *, incremental: bool, experts: ExpertRows | None = None
+) -> Output:
     """One of SGLang's responses. `sent`: tokens that came before. `incremental`: responses hold what is new; otherwise
-    all tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases."""
+    all tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases.
+    `experts`: None where no request asks for them."""
     meta = out["meta_info"]
     first, new = (0 if incremental else sent), meta["completion_tokens"] - sent
     ids = np.asarray(out["output_ids"][first : first + new], np.int32)
@@ -24,6 +49,7 @@ def output_of(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) ->
     if finish is None:
         return Output(rid, ids, values)
     spans = meta.get("weight_versions")
+    text, tokens = meta.get("routed_experts"), meta["completion_tokens"]
     refused = finish["type"] == "abort" and finish.get("status_code") is not None
     return Output(
         rid,
@@ -33,4 +59,5 @@ def output_of(rid: str, out: dict[str, Any], sent: int, *, incremental: bool) ->
         None if spans is None else tuple((span["version"], span["start"]) for span in spans),
         meta.get("cached_tokens", 0),
         str(finish.get("message", "")) if refused else "",
+        experts.of(text, tokens) if experts is not None and text and tokens else None,
     )

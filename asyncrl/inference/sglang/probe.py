@@ -1,8 +1,8 @@
-"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [--model ARCHITECTURE]
+"""Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [--experts] [--model ARCHITECTURE]
 [SERVER_ARGUMENT...]`.
 
-Exit code 0: it can be used, for rollout.interrupt=keep and for the model too if asked, and knows these arguments. 2: it
-cannot; the reason is on stdout.
+Exit code 0: it can be used, also for rollout.interrupt=keep, record_experts and the model, where these are asked, and
+knows these arguments. 2: it cannot; the reason is on stdout.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import sys
 
 from asyncrl.errors import ConfigError
 from asyncrl.inference.sglang.support import (
+    EXPERTS,
     KEEP,
     MODEL,
     check_architecture,
+    check_experts,
     check_keep,
     check_server_args,
     check_sglang,
@@ -25,6 +27,7 @@ from asyncrl.inference.sglang.support import (
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument(KEEP, action="store_true")
+    parser.add_argument(EXPERTS, action="store_true")
     parser.add_argument(MODEL)
     parser.add_argument("server_args", nargs="*")
     asked = parser.parse_args()
@@ -37,6 +40,8 @@ def main() -> int:
         check_server_args(asked.server_args)
         if asked.keep:
             check_keep()
+        if asked.experts:
+            check_experts()
         if asked.model is not None:
             check_architecture(asked.model, os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
     except ConfigError as error:

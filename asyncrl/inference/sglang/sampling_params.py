@@ -18,6 +18,7 @@ class Asked:
         rid: unique and of fixed length: SGLang aborts by prefix.
         filters: parameters of `logit_filter`, which does what SGLang's own filters would; None without any.
         stops: tokens that end the response and that SGLang does not look at; the host does.
+        experts: the experts of the tokens are wanted too.
     """
 
     rid: str
@@ -26,6 +27,7 @@ class Asked:
     extra_key: str
     filters: dict[str, Any] | None
     stops: frozenset[int]
+    experts: bool = False
 
 
 def asked(request: GenerationRequest, *, rid: str, extra_key: str, vocab_size: int, eos: Collection[int]) -> Asked:
@@ -68,4 +70,5 @@ def asked(request: GenerationRequest, *, rid: str, extra_key: str, vocab_size: i
         extra_key=extra_key,
         filters=filters or None,
         stops=frozenset() if native else frozenset(stops),
+        experts=sampling.experts,
     )

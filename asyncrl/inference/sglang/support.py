@@ -43,6 +43,8 @@ NEEDED = {
 _PROBE_S = 300.0
 KEEP = "--keep"
 """Asks the probe about `rollout.interrupt=keep`."""
+EXPERTS = "--experts"
+"""Asks the probe about `record_experts`."""
 MODEL = "--model"
 """Asks the probe about the architecture that follows."""
 _MODELS = "sglang.srt.models"
@@ -55,11 +57,13 @@ class Abilities:
     Attributes:
         update_session: weights are updated between `begin_weight_update` and `end_weight_update`.
         version_spans: a finished response says which of its tokens were sampled under which version.
+        experts: a finished response has the experts of its tokens.
         filtered_logprobs: log-probabilities after top-p and top-k.
     """
 
     update_session: bool
     version_spans: bool
+    experts: bool
     filtered_logprobs: bool
 
 
@@ -68,6 +72,7 @@ def abilities() -> Abilities:
     return Abilities(
         update_session=not lacks(f"{_MANAGER}.begin_weight_update", ("obj",)),
         version_spans=not lacks(f"{_MANAGER}.update_weight_version", ("obj",)),
+        experts=not lacks(f"{_IO}:GenerateReqInput", ("return_routed_experts", "routed_experts_start_len")),
         filtered_logprobs=not lacks(f"{_IO}:GenerateReqInput", ("sampling_logprobs_mode",)),
     )
 
@@ -83,11 +88,11 @@ def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Probes the installed SGLang in a process of its own: the import takes seconds and changes the process.
 
     Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; `keep` with an SGLang that
-    keeps no count of versions; a model as `check_model`; no answer in time.
+    keeps no count of versions; experts that it does not tell; a model as `check_model`; no answer in time.
     """
     asked = "rollout.engine=sglang"
     command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *rollout.sglang.server_args]
-    command += [KEEP] * (rollout.interrupt == "keep")
+    command += [KEEP] * (rollout.interrupt == "keep") + [EXPERTS] * rollout.sglang.record_experts
     if facts.architecture is not None and not facts.has_custom_code:
         command += [MODEL, facts.architecture]
     try:
@@ -125,6 +130,16 @@ def check_keep() -> None:
         raise ConfigError(
             explain("rollout.interrupt=keep", found, "install sglang>=0.5.19, or set rollout.interrupt=abort_resume")
         )
+
+
+def check_experts() -> None:
+    """Raises ConfigError: SGLang does not tell the experts of its tokens, or not which of these were sampled under
+    which weights: they arrive together at the end of a response. Imports SGLang."""
+    found = abilities()
+    if not (found.experts and found.version_spans):
+        told = f"SGLang {version_of(('sglang',))} tells no experts, or no versions, of the tokens of a response"
+        do = "install sglang>=0.5.19, or set trainer.router_replay=off"
+        raise ConfigError(explain("rollout.sglang.record_experts=true (trainer.router_replay=rollout)", told, do))
 
 
 def check_architecture(name: str, extra_package: str | None = None) -> None:

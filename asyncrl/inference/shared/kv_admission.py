@@ -56,7 +56,7 @@ class KvAdmission:
 
 
 def _occupant(stream: RequestStream) -> Occupant:
-    request, sampled = stream.request, stream.num_tokens
+    request, sampled = stream.request, stream.num_sampled
     prompt_tokens = len(request.prompt_ids)
     return Occupant(
         prompt_tokens + sampled,

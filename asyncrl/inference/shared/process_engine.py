@@ -45,6 +45,8 @@ class ProcessEngine(ABC, Generic[S]):
     _scores: ClassVar[bool] = False
     """The engine scores given tokens (`SamplingParams.score_from`)."""
     _max_top: int | None = None
+    _records: tuple[str, ...] = ()
+    """As `misfit`."""
     """Largest `SamplingParams.score_top`; None: the vocabulary."""
 
     def __init__(
@@ -345,7 +347,7 @@ class ProcessEngine(ABC, Generic[S]):
                 await self._ask(self._freeze_inside())
                 self._paused = True
             await self._settle()
-            unborn = [s for s in self._queue.running if s.num_tokens == 0 and s.fate is None]
+            unborn = [s for s in self._queue.running if s.num_sampled == 0 and s.fate is None]
             for stream in unborn:  # without tokens: they start again with the new weights
                 stream.fate = "requeue"
             if unborn:
@@ -426,6 +428,7 @@ class ProcessEngine(ABC, Generic[S]):
             guided=self._guided,
             scores=self._scores,
             max_top=self._max_top,
+            records=self._records,
         )
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

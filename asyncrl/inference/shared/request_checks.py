@@ -75,7 +75,10 @@ def _lacking(request: GenerationRequest, guided: bool, records: Collection[str])
     if sampling.json_schema is not None and request.first_position:
         return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
     if sampling.experts and "experts" not in records:
-        return "experts, and this engine records none of this model", "use torch with a mixture of experts"
+        return (
+            "experts, and this engine records none of this model",
+            "use a mixture of experts with torch, or with vllm or sglang and record_experts=true",
+        )
     if sampling.kept and "kept_ids" not in records:
         return "kept, and this engine does not record what filters keep", "use torch"
     if sampling.kept and (sampling.top_k < 1 or sampling.temperature == 0):

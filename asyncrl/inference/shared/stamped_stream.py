@@ -23,6 +23,8 @@ class Output:
         reason: stop, length or abort on the last output; None before.
         spans: (version, index of its first response token) of the whole response, on the last output of an engine that
             knows them.
+        experts: [T, L, k] int16 of the whole response, on the last output of an engine that recorded them; see
+            `TOKEN_ARRAYS`.
         error: why the engine ended the request, if it refused it.
     """
 
@@ -33,6 +35,7 @@ class Output:
     spans: tuple[tuple[str, int], ...] | None = None
     cached_tokens: int = 0
     error: str = ""
+    experts: np.ndarray | None = None
 
 
 def end_output(rid: str = "", error: str = "") -> Output:
@@ -45,7 +48,8 @@ class StampedStream(RequestStream):
 
     Tokens that arrive are of the version of the last commit: a pause returns when all earlier ones have arrived. Where
     that cannot be known (`hold`), tokens wait for the end of the response: the engine then says which are of which
-    version, and what was stamped before is held against it.
+    version, and what was stamped before is held against it. So do the tokens of a request whose experts are recorded:
+    these come at the end.
     """
 
     package: ClassVar[str] = ""
@@ -61,7 +65,7 @@ class StampedStream(RequestStream):
 
     def enter(self) -> None:
         """The request goes to the engine."""
-        self._starts, self._held = [], None
+        self._starts, self._held = [], [] if self.request.sampling.experts else None
 
     def hold(self) -> None:
         """A commit comes, and tokens from before it may still arrive."""
@@ -72,9 +76,8 @@ class StampedStream(RequestStream):
         self._held = None if self._held is None else []
 
     @property
-    def num_held(self) -> int:
-        """Tokens that have arrived and wait for the end of the response."""
-        return sum(len(output.ids) for output in self._held or ())
+    def num_sampled(self) -> int:
+        return self.num_tokens + sum(len(output.ids) for output in self._held or ())
 
     def take(self, output: Output, version: int | None) -> list[TokenChunk]:
         """The chunks of one output, each of one version. `version`: of the last commit.
@@ -109,10 +112,18 @@ class StampedStream(RequestStream):
         logprobs = np.concatenate([output.logprobs for output in self._held])
         if not len(ids):
             return []
+        extra = None
+        if self.request.sampling.experts:
+            if last.experts is None and last.reason == "abort":  # the engine had no time to say them
+                return []
+            if last.experts is None or len(last.experts) != self.num_tokens + len(ids):
+                found = f"experts of {0 if last.experts is None else len(last.experts)} tokens for {len(ids)}"
+                raise self._failed(found, "report this: without them the trainer would route the tokens otherwise")
+            extra = {"experts": last.experts[self.num_tokens :]}
         if last.spans is None:
             raise self._failed(*self.no_spans)
         self._starts = list(last.spans)
-        return self.cut(ids, logprobs, spans_of(last.spans, self.num_tokens, len(ids)))
+        return self.cut(ids, logprobs, spans_of(last.spans, self.num_tokens, len(ids)), extra)
 
     def _failed(self, found: str, do: str) -> GenerationError:
         return GenerationError(explain(f"generate {self.request.request_id!r} in {self.package}", found, do))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -49,18 +49,35 @@ class RequestStream:
         self.request = request
         self.chunks = Mailbox()
         self.num_tokens = 0
+        """Tokens that have been handed over."""
         self.prompt_key: int | None = None
         """The same for streams in the engine that share the KV cache of one prompt; None: it shares none."""
         self.fate: Fate | None = None
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
 
-    def cut(self, ids: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, int]]) -> list[TokenChunk]:
-        """Chunks of one version each, of tokens that follow those so far. `spans`: as `spans_of` returns them."""
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that have arrived, also those that wait to be handed over."""
+        return self.num_tokens
+
+    def cut(
+        self,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        spans: Sequence[tuple[int, int, int]],
+        extra: Mapping[str, np.ndarray] | None = None,
+    ) -> list[TokenChunk]:
+        """Chunks of one version each, of tokens that follow those so far. `spans`: as `spans_of` returns them.
+        `extra`: further arrays of these tokens, as in a chunk."""
         self.num_tokens += len(ids)
+        name, extra = self.request.request_id, extra or {}
         if len(spans) == 1:
-            return [TokenChunk(self.request.request_id, ids, logprobs, spans[0][0])]
-        return [TokenChunk(self.request.request_id, ids[a:b], logprobs[a:b], v) for v, a, b in spans]
+            return [TokenChunk(name, ids, logprobs, spans[0][0], extra=extra)]
+        return [
+            TokenChunk(name, ids[a:b], logprobs[a:b], v, extra={key: rows[a:b] for key, rows in extra.items()})
+            for v, a, b in spans
+        ]
 
     def finished(
         self, chunks: list[TokenChunk], version: int | None, reason: str, cached_tokens: int

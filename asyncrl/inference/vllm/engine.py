@@ -18,6 +18,7 @@ from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
+from asyncrl.types.models import expert_layers_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._settings = settings
         self._guided = settings.structured_outputs
         self._max_top = settings.max_logprobs
+        self._records = ("experts",) if settings.record_experts else ()
+        self._expert_layers: list[int] = []
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None
@@ -80,6 +83,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._launcher.start()
         self._llm = await asyncio.shield(asyncio.wrap_future(self._launcher.started))
         self._transfer = VllmPublishCalls(self._llm)
+        self._expert_layers = expert_layers_of(self._llm.model_config.hf_text_config.to_dict())
 
     async def _shut_down(self) -> None:
         if self._transfer is not None:
@@ -103,7 +107,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         )  # vLLM uses none of one block
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
-        return VllmStream(request)
+        return VllmStream(request, self._expert_layers)
 
     async def _sample(self, stream: VllmStream) -> None:
         from vllm.exceptions import VLLMClientError

@@ -15,7 +15,7 @@ from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.vllm.preemptions import VARIABLE, PreemptionCount, scheduler_class
-from asyncrl.inference.vllm.support import check_vllm
+from asyncrl.inference.vllm.support import RECORDING, check_vllm
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
 BACKEND = "asyncrl"
@@ -68,6 +68,7 @@ def engine_arguments(
         "max_logprobs": settings.max_logprobs,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
+        **({RECORDING: True} if settings.record_experts else {}),
         **settings.engine_args,
     }
 

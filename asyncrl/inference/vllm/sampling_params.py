@@ -23,7 +23,7 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
         scored = {"max_tokens": 1, "prompt_logprobs": sampling.score_top, "ignore_eos": True, "detokenize": False}
         return SamplingParams(temperature=0, output_kind=RequestOutputKind.DELTA, **scored)
     guide = None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)
-    return SamplingParams(
+    params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -37,6 +37,9 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=guide,
     )
+    if sampling.experts:  # the hidden state of the token before predicts a token: its experts are the token's
+        params.routed_experts_prompt_start = len(request.prompt_ids) - 1
+    return params
 
 
 def stream_seed(seed: int, first_position: int) -> int:

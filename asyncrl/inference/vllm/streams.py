@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.shared.streams import NO_VERSION, RequestStream, spans_of
 from asyncrl.types import GenerationRequest, TokenChunk
 
@@ -14,10 +15,18 @@ from asyncrl.types import GenerationRequest, TokenChunk
 class VllmStream(RequestStream):
     """The adapter's record of one request to vLLM."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, expert_layers: Sequence[int] = ()) -> None:
+        """`expert_layers`: numbers of the layers that have experts; vLLM's rows have all layers."""
         super().__init__(request)
+        self.expert_layers = list(expert_layers)
         self._collector: Any = None
         self._starts: Sequence[tuple[str, int]] | None = None
+        self._rows: list[np.ndarray] | None = None
+        """What vLLM has told of the experts of this attempt's tokens, an array per step, [n, layers, k]."""
+        self._used = 0
+        """Of `_rows`: arrays that were read."""
+        self._unused: list[np.ndarray] = []
+        """Rows of tokens that have not come yet."""
         self._scores: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
         """Log-probabilities of tokens that are only scored, and the likeliest tokens of their places."""
 
@@ -36,6 +45,9 @@ class VllmStream(RequestStream):
         request has ended already, and its last output carries the tags."""
         self._collector = collector
         self._starts = None if state is None else state.weight_version_starts
+        self._rows, self._used, self._unused = None, 0, []
+        if state is not None and self.request.sampling.experts:
+            self._rows = state.routed_experts_chunks
         self.entered.set()
 
     def leave(self) -> None:
@@ -61,10 +73,26 @@ class VllmStream(RequestStream):
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-        chunks = self.cut(ids, logprobs, spans_of(starts, self.num_tokens, len(ids)))
+        extra = {"experts": self._experts(completion, len(ids))} if self.request.sampling.experts else None
+        chunks = self.cut(ids, logprobs, spans_of(starts, self.num_tokens, len(ids)), extra)
         if not output.finished:
             return chunks
         return self.finished(chunks, version, str(completion.finish_reason), output.num_cached_tokens or 0)
+
+    def _experts(self, completion: Any, count: int) -> np.ndarray:
+        """[count, L, k] int16: of the next tokens. Raises GenerationError: vLLM has told fewer."""
+        if self._rows is None:  # the request had ended when it was entered, and this is its only output
+            self._unused = [] if completion.routed_experts is None else [completion.routed_experts]
+        else:
+            self._unused += self._rows[self._used :]
+            self._used = len(self._rows)
+        rows = np.concatenate(self._unused) if self._unused else np.zeros((0, 0, 0), np.int16)
+        if len(rows) < count:
+            asked, found = f"generate {self.request.request_id!r}", f"experts of {len(rows)} tokens for {count}"
+            do = "report this: without them the trainer would route the tokens otherwise"
+            raise GenerationError(explain(asked, found, do))
+        self._unused = [rows[count:]]
+        return rows[:count, self.expert_layers].astype(np.int16)
 
     def _scored(self, output: Any, start: int, version: int | None) -> list[TokenChunk]:
         """The answer to a request whose tokens are given: the log-probabilities of its prompt; nothing of one that was

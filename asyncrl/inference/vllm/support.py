@@ -38,6 +38,7 @@ NEEDED = {
 }  # fmt: skip
 
 
+RECORDING = "enable_return_routed_experts"
 _OF_EXPERTS = ("int8_per_channel_weight_only", "nvfp4_per_token")
 """Quantisations that leave all other layers as they are."""
 
@@ -52,16 +53,20 @@ def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
 def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Looks the names in `rollout.vllm.engine_args` up in vLLM's source, which takes no import of seconds.
 
-    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names, or a quantisation of experts is asked
-    for, and the model has none.
+    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names, or none for recorded experts, or a
+    quantisation of experts is asked for, and the model has none.
     """
     quantization = rollout.vllm.quantization
     if quantization in _OF_EXPERTS and facts.is_local and not facts.num_experts:
         found = "it quantises experts only, and the model has none"
         do = "choose one that quantises all layers, such as fp8_per_channel, or leave it out"
         raise ConfigError(explain(f"rollout.vllm.quantization={quantization}", found, do))
-    asked = rollout.vllm.engine_args
-    known = _fields_of_engine_args() if asked else frozenset()
+    asked, records = rollout.vllm.engine_args, rollout.vllm.record_experts
+    known = _fields_of_engine_args() if asked or records else frozenset()
+    if records and RECORDING not in known:
+        found = f"vLLM {version_of(_DISTRIBUTIONS)} does not tell the experts of its tokens"
+        do = "install vllm>=0.32, or set trainer.router_replay=off"
+        raise ConfigError(explain("rollout.vllm.record_experts=true (trainer.router_replay=rollout)", found, do))
     for name in asked:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
