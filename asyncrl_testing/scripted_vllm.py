@@ -86,7 +86,11 @@ class ScriptedVllm(ScriptedServer):
                 "max_model_len": facts.max_model_len,
                 "logprobs_mode": facts.logprobs_mode,
             },
-            "parallel_config": {"world_size": facts.world_size, "data_parallel_size": 1},
+            "parallel_config": {
+                "world_size": facts.world_size,
+                "data_parallel_size": facts.data_parallel,
+                "pipeline_parallel_size": facts.pipeline_parallel,
+            },
             "device_config": {"device": facts.device},
             "scheduler_config": {"enable_chunked_prefill": facts.chunked_prefill},
             "load_config": {"load_format": "dummy" if facts.dummy else "auto"},

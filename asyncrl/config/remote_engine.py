@@ -23,7 +23,9 @@ class RemoteEngineConfig:
     too, and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its
     own loader; nothing of asyncrl is there, and what it has loaded is not verified. SGLang's servers take this only."""
     tensor_parallel_size: PositiveInt = 1
-    """Workers of one server."""
+    """Workers of one engine of a server, on one machine or several."""
+    data_parallel_size: PositiveInt = 1
+    """Engines of one server (vLLM's --data-parallel-size), with or without shared experts."""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512; at most that of the servers."""
     max_num_seqs: PositiveInt = 256
@@ -66,7 +68,7 @@ class RemoteEngineConfig:
     @property
     def num_workers(self) -> int:
         """Receivers of a publish in one replica: the workers of its server, or the replica itself."""
-        return self.tensor_parallel_size if self.weights == "extension" else 1
+        return self.tensor_parallel_size * self.data_parallel_size if self.weights == "extension" else 1
 
     @property
     def gpu_share(self) -> float:

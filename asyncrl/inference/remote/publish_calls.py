@@ -15,7 +15,7 @@ import psutil
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.remote.orders import write_order
 from asyncrl.inference.remote.server_client import Call, ServerClient
-from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.inference.shared.publish_calls import PublishCalls, agree
 from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
 
 _GRACE_S = 5.0
@@ -25,15 +25,20 @@ _GRACE_S = 5.0
 class ExtensionPublishCalls(PublishCalls):
     """The server's workers receive: they have asyncrl's `ServeExtension`."""
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: ServerClient, num_engines: int = 1) -> None:
         super().__init__(f"the server {client.url}")
         self._client = client
+        self._num_engines = num_engines
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
         if source != self._joined:
             await asyncio.to_thread(require_reachable, source, self._client.url)
         order = write_order(manifest, source, timeout_s)
-        return await self._client.call_workers("asyncrl_publish", [order], timeout_s + _GRACE_S)
+        outcomes = await self._client.call_workers("asyncrl_publish", [order], timeout_s + _GRACE_S)
+        if self._num_engines > 1 and not any(outcome[0] for outcome in outcomes):
+            digest = agree(outcomes)
+            await self._client.call_workers("asyncrl_confirm", [digest and list(digest)], _GRACE_S)
+        return outcomes
 
 
 class ReloadPublishCalls(PublishCalls):

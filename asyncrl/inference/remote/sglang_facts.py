@@ -105,6 +105,10 @@ def require_usable(url: str, facts: SglangFacts, remote: RemoteEngineConfig, mod
         found = f"the server has --tp-size {facts.tensor_parallel_size}"
         do = f"set rollout.remote.tensor_parallel_size={facts.tensor_parallel_size}"
         raise ConfigError(explain(asked, found, do))
+    if remote.data_parallel_size != 1:
+        asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
+        found = f"it is a server of SGLang with --dp-size {facts.replicas}, and only those with 1 can be replicas"
+        raise ConfigError(explain(asked, found, "set rollout.remote.data_parallel_size=1"))
     for flag, here, needed in (
         ("--dp-size", facts.replicas, 1),
         ("--pp-size", facts.stages, 1),

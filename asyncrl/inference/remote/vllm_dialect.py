@@ -74,7 +74,7 @@ class VllmDialect(ServerDialect):
 
     def publish_calls(self, client: ServerClient, remote: RemoteEngineConfig) -> PublishCalls:
         if remote.weights == "extension":
-            return ExtensionPublishCalls(client)
+            return ExtensionPublishCalls(client, self._facts.data_parallel)
         return ReloadPublishCalls(client, _reload)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
@@ -23,7 +23,9 @@ class ServerFacts:
 
     Attributes:
         vocab_size: tokens that it samples from.
-        world_size: its workers, over all of its parallelisms.
+        world_size: workers of one of its engines, over tensor and pipeline parallelism.
+        data_parallel: its engines, which each have all weights, but for experts that they share.
+        pipeline_parallel: stages of one engine.
         tied: its output layer uses the embeddings.
         dummy: it was started with random weights, and without a loader of files.
     """
@@ -34,6 +36,8 @@ class ServerFacts:
     device: str
     chunked_prefill: bool
     dummy: bool
+    data_parallel: int = 1
+    pipeline_parallel: int = 1
     architecture: str | None = None
     vocab_size: int | None = None
     tied: bool | None = None
@@ -47,10 +51,11 @@ async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: st
         require_up(error)
     named = f"vLLM {version}"
     await _require_routes(client, named)
-    if remote.weights == "extension":
-        return await _described(client, named)
-    info = await _get(client, "/server_info", named, params={"config_format": "json"})
-    return _from_server_info(client.url, info)
+    told = _from_server_info(client.url, await _get(client, "/server_info", named, params={"config_format": "json"}))
+    if remote.weights != "extension":
+        return told
+    # A worker of a dense model does not know of the engines beside its own.
+    return replace(await _described(client, named), data_parallel=told.data_parallel)
 
 
 def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
@@ -64,9 +69,13 @@ def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, mod
 def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> None:
     if facts.world_size != remote.tensor_parallel_size:
         asked = f"{url} with rollout.remote.tensor_parallel_size={remote.tensor_parallel_size}"
-        found = f"the server has {facts.world_size} worker(s)"
-        do = f"set rollout.remote.tensor_parallel_size={facts.world_size}, if that is its only parallelism"
+        found = f"the server has {facts.world_size} worker(s) in an engine"
+        do = f"set rollout.remote.tensor_parallel_size={facts.world_size}"
         raise ConfigError(explain(asked, found, do))
+    if facts.data_parallel != remote.data_parallel_size:
+        asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
+        found = f"the server has {facts.data_parallel} engine(s)"
+        raise ConfigError(explain(asked, found, f"set rollout.remote.data_parallel_size={facts.data_parallel}"))
     if facts.max_model_len < remote.context_tokens:
         asked = f"{url} with rollout.remote.max_model_len={remote.context_tokens}"
         found = f"the server takes {facts.max_model_len} tokens of prompt and response"
@@ -85,6 +94,10 @@ def _require_start(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> 
         raise ConfigError(explain(f"{url}, a server on a CPU", found, do))
     if remote.weights == "reload":
         _require_reload(url, facts)
+    elif facts.pipeline_parallel > 1:
+        asked, found = f"{url} with rollout.remote.weights=extension", f"{facts.pipeline_parallel} pipeline stages"
+        do = "start it with --pipeline-parallel-size 1, or set rollout.remote.weights=reload and weights.transport=disk"
+        raise ConfigError(explain(asked, f"the model is cut into {found}", do))
 
 
 def _require_reload(url: str, facts: ServerFacts) -> None:
@@ -151,19 +164,18 @@ def _from_server_info(url: str, info: Any) -> ServerFacts:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
-    config = "vllm_config"
+    config, parallel = "vllm_config", ("vllm_config", "parallel_config")
     plain = {
         "max_model_len": at(config, "model_config", "max_model_len"),
-        "world_size": at(config, "parallel_config", "world_size"),
+        "world_size": at(*parallel, "world_size"),
+        "data_parallel": at(*parallel, "data_parallel_size") or 1,
+        "pipeline_parallel": at(*parallel, "pipeline_parallel_size") or 1,
         "logprobs_mode": at(config, "model_config", "logprobs_mode"),
         "device": at(config, "device_config", "device_type") or at(config, "device_config", "device"),
         "chunked_prefill": at(config, "scheduler_config", "enable_chunked_prefill"),
         "dummy": at(config, "load_config", "load_format") == "dummy",
     }
-    replicas = at(config, "parallel_config", "data_parallel_size")
     try:
-        if isinstance(replicas, int) and isinstance(plain["world_size"], int):
-            plain["world_size"] *= replicas
         return from_plain(ServerFacts, plain)
     except ValueError as error:
         found = f"its description has another form: {error}"

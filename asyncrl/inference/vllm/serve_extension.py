@@ -32,7 +32,8 @@ class ServeExtension:
             architecture=(getattr(hf, "architectures", None) or [type(hf).__name__])[0],
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            world_size=config.parallel_config.world_size_across_dp,
+            world_size=config.parallel_config.world_size,
+            pipeline_parallel=config.parallel_config.pipeline_parallel_size,
             logprobs_mode=str(model.logprobs_mode),
             device=self.device.type,
             chunked_prefill=bool(config.scheduler_config.enable_chunked_prefill),
@@ -49,13 +50,22 @@ class ServeExtension:
         manifest, source, timeout_s = read_order(order)
         with set_current_vllm_config(self.vllm_config):
             update = self._asyncrl_update()
-            update.join(replace(source, receiver=source.receiver + get_tensor_model_parallel_rank()))
+            parallel = self.vllm_config.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + get_tensor_model_parallel_rank()
+            update.join(replace(source, receiver=source.receiver + worker))
             update.start()
             update.receive(manifest, timeout_s)
             update.finish()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # the next step uses the new weights
         return update.outcome()
+
+    def asyncrl_confirm(self, digest: list[int] | None) -> None:
+        """Raises RuntimeError: the last publish ended in another way here than with this digest, which the workers of
+        the server's first engine have computed. vLLM hands on their answers only, and errors of all."""
+        name, message, own = self._asyncrl_update().outcome()
+        if name or own != digest:
+            raise RuntimeError(f"{name}: {message}" if name else "the weights that arrived differ between engines")
 
     def _asyncrl_update(self) -> WorkerUpdate:
         """One for the life of the worker: it stays joined to its sender."""
