@@ -276,3 +276,16 @@ def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
         if e["event"] == "group" and e["transition"] == "trained"
     ]
     assert max(lags) <= max_lag
+
+
+def made_tool_task(task, place):
+    """Overrides of a recipe: a model and rows of this task, below `place`. A part of the warm-up is enough here."""
+    tool = [sys.executable, "tools/make_tool_task.py", "--task", task, "--share", "0.3"]
+    subprocess.run([*tool, "--out", f"{place}/model", "--data", str(place)], cwd=ROOT, check=True, timeout=600)
+    files = f"data.train={place}/{task}_train.jsonl", f"data.eval={{held_out: {place}/{task}_test.jsonl}}"
+    return (f"model.path={place}/model", *files)
+
+
+@pytest.fixture(scope="session")
+def tool_task(tmp_path_factory):
+    return made_tool_task("tool", tmp_path_factory.mktemp("tool-task"))

@@ -24,7 +24,7 @@ def mixture(inputs, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_every_version_samples_as_it_is_trained(mixture, start, engine):
     """In sync the ratio of trainer and engine is 1 for each token of each version, unless weights went wrong."""
     if engine == "vllm":

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.conftest import assert_a_dead_engine_is_replaced, assert_sound
 from tests.e2e.test_serve import MODEL, Server
-from tests.e2e.test_tool_use import assert_agents_ran, assert_calls_were_answered, tool_task
+from tests.e2e.test_tool_use import assert_agents_ran, assert_calls_were_answered
 
 pytestmark = [
     pytest.mark.e2e,
@@ -33,9 +33,9 @@ def test_it_learns_with_a_clean_audit(start):
     assert run.metrics[-1]["eval/accuracy"] >= 0.9
 
 
-@pytest.mark.usefixtures(tool_task.__name__)
-def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(start):
+def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(tool_task, start):
     run = start(
+        *tool_task,
         "rollout.engine=sglang", "rollout.sglang.max_running_requests=64", "rollout.sglang.max_total_tokens=32768",
         "rollout.sglang.max_model_len=1024",
         "rollout.num_replicas=2", "eval.leased_replicas=1", "eval.every_steps=1", "eval.max_prompts=32",

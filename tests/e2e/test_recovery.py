@@ -218,7 +218,7 @@ def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
     assert_audited(run, max_lag=2)
 
 
-@pytest.mark.parametrize("policy", ["refill", "mask"])
+@pytest.mark.parametrize("policy", ["refill", pytest.param("mask", marks=pytest.mark.slow)])
 def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
     run = start(
         *SMALL,

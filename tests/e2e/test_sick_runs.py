@@ -32,6 +32,7 @@ def finished(run):
     return sicknesses(run)
 
 
+@pytest.mark.slow
 def test_a_slow_reward(start):
     slow = "reward.function=tests.e2e.faulty:slow_reward", "reward.workers=1"
     titles, helps = finished(start(*SMALL, NO_CHECKPOINTS, *slow, "run.max_steps=8"))
@@ -48,6 +49,7 @@ def test_a_starved_trainer(start):
     assert "more replicas" in helps
 
 
+@pytest.mark.slow
 def test_overdue_stragglers(start):
     late = "rollout.environment=tests.e2e.faulty:Straggles", "staleness.max_lag=1"
     titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *late, "run.max_steps=8"))

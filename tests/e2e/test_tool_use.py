@@ -11,27 +11,12 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, SMALL, assert_sound, below
+from tests.e2e.conftest import ROOT, SMALL, assert_sound, below, made_tool_task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SHARE = "0.3"
 
-
-def made(task, place):
-    """Overrides of a recipe: a model and rows of this task, below `place`. A part of the warm-up is enough here."""
-    tool = [sys.executable, "tools/make_tool_task.py", "--task", task, "--share", SHARE]
-    subprocess.run([*tool, "--out", f"{place}/model", "--data", str(place)], cwd=ROOT, check=True, timeout=600)
-    files = f"data.train={place}/{task}_train.jsonl", f"data.eval={{held_out: {place}/{task}_test.jsonl}}"
-    return (f"model.path={place}/model", *files)
-
-
-@pytest.fixture(scope="session")
-def tool_task(tmp_path_factory):
-    return made("tool", tmp_path_factory.mktemp("tool-task"))
-
-
-@pytest.mark.parametrize("recipe", ["tool_use", "agent"])
+@pytest.mark.parametrize("recipe", [pytest.param("tool_use", marks=pytest.mark.slow), "agent"])
 def test_calls_are_made_and_their_results_are_not_trained(tool_task, start, recipe):
     if recipe == "agent":
         pytest.importorskip("openai")
@@ -68,7 +53,7 @@ def assert_calls_were_answered(run):
 @pytest.mark.slow
 def test_calls_within_a_response_are_made_and_their_results_are_not_trained(start, tmp_path):
     small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
-    task = made("interleaved", tmp_path)
+    task = made_tool_task("interleaved", tmp_path)
     run = start(*task, *small, "observability.samples_per_step=192", recipe="interleaved_tool_use")
     assert run.wait(380) == 0, run.log
     assert_sound(run, max_lag=2, steps=3)

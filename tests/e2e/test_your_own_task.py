@@ -18,6 +18,7 @@ FILES = {m[1]: m[2] for m in re.finditer(r"```(?:python|yaml)\n# (mytask/\S+)\n(
 COMMANDS = [line[2:] for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_page_leads_to_a_model_that_does_the_task(inputs, tmp_path):
     assert sorted(FILES) == [f"mytask/{n}" for n in ("make_data.py", "recipe.yaml", "reward.py", "try_reward.py")]
     for name in ("configs", "tools", "runs"):

@@ -57,6 +57,7 @@ class TestServersThatReceiveByGloo(RemoteCase):
     transport = "collective"
 
 
+@pytest.mark.slow
 class TestServersThatReload(RemoteCase):
     tied = False
     transport = "disk"

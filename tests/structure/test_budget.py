@@ -23,7 +23,7 @@ BUDGET = {
     "driver": 2340,
     "environments": 2190,
     "evaluation": 80,
-    "inference": 7240,
+    "inference": 7260,
     "observability": 880,
     "plan": 870,
     "publish": 345,
