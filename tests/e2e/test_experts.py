@@ -56,6 +56,18 @@ def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, 
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
 
 
+@pytest.mark.sglang
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the package sglang: make test-sglang")
+def test_experts_that_sglang_chose_are_replayed_in_training(mixture, start):
+    """Publishes abort its requests: those whose experts it had no time to tell are sampled again."""
+    fast = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "trainer.router_replay=rollout"
+    alone = f"model.path={mixture}", "rollout.num_replicas=1", "mode=fully_async", "run.max_steps=6"
+    run = start(*SMALL, *fast, *alone, "rollout.interrupt=abort_resume", recipe="quickstart_sglang", joined=False)
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=2, steps=6)
+    assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
+
+
 def test_filtered_sampling_is_trained_among_the_tokens_that_were_kept(start):
     """In sync the ratio is 1 for every token that top_k and top_p let through; without the sets it would be below."""
     filters = "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.8"
