@@ -33,7 +33,9 @@ from asyncrl.types import (
     LedgerCounts,
     PartialGroup,
     Ticket,
+    Trajectory,
     TrajectoryGroup,
+    TrajectoryKey,
 )
 from asyncrl.types.events import GroupChanged, SnapshotRestored, SnapshotTaken
 
@@ -199,13 +201,15 @@ class MessageQueue:
                 return LeaseWait(selection.missing, selection.overdue, self._overdue_s(), self._ledger.counts)
             await self._wait_change(remaining)
 
-    async def fetch(self, ordinals: list[int]) -> list[TrajectoryGroup]:
-        """The tokens of leased groups; tokens over the limit are not in the loss mask. Raises LedgerError naming an
-        ordinal that is not leased."""
-        for ordinal in ordinals:
+    async def fetch(self, keys: list[TrajectoryKey]) -> list[Trajectory]:
+        """Sequences of leased groups, without their branches; tokens over the limit are not in the loss mask. Raises
+        LedgerError naming an ordinal that is not leased."""
+        groups: dict[int, tuple[Trajectory, ...]] = {}
+        for ordinal in {ordinal for ordinal, _ in keys}:
             if ordinal not in self._leased:
                 raise LedgerError(f"fetch of group {ordinal} refused: it is {self._ledger.record(ordinal)}")
-        return [self._leased[ordinal] for ordinal in ordinals]
+            groups[ordinal] = self._leased[ordinal].sequences
+        return [_alone(groups[ordinal][index]) for ordinal, index in keys]
 
     async def commit(self, step: int) -> LedgerCounts:
         self._ledger.commit(step)
@@ -382,3 +386,8 @@ def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
         if s.kind == "policy"
     ]
     return bool(segments) and all(record.version <= s.version <= step for s in segments)
+
+
+def _alone(sequence: Trajectory) -> Trajectory:
+    """Without branches, which are sequences of their own."""
+    return replace(sequence, branches=()) if sequence.branches else sequence

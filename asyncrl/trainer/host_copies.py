@@ -26,10 +26,18 @@ class HostCopies:
     def copy(self, live: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Copies of the tensors in host memory, under their names; takes one at a time. A shard stays a DTensor, which
         knows its place in the whole; nothing is gathered. Tensors of another shape, dtype or placement than before get
-        new memory."""
+        new memory, pinned beside a GPU: all copies then run at the speed of the bus, and are waited for once."""
         with self._lock:
             kept, self._kept = self._kept, {}
-        return {name: _copied(tensor, kept.pop(name, None)) for name, tensor in live}
+        copies: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in live:
+            copies[name] = _copied(tensor, kept.pop(name, None))
+            devices.add(tensor.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return copies
 
     def give_back(self, copies: dict[str, torch.Tensor]) -> None:
         """Ends the use of what `copy` returned. The next `copy` overwrites its tensors and empties the dict."""
@@ -40,9 +48,16 @@ class HostCopies:
 def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """A copy, in the memory of `kept` where that fits."""
     if kept is None or not _agree(tensor, kept):
-        return tensor.to("cpu", copy=True)
-    _local(kept).copy_(_local(tensor))
+        return _pinned(tensor.to("cpu", copy=True)) if tensor.is_cuda else tensor.to("cpu", copy=True)
+    _local(kept).copy_(_local(tensor), non_blocking=True)
     return kept
+
+
+def _pinned(copy: torch.Tensor) -> torch.Tensor:
+    if isinstance(copy, DTensor):
+        copy._local_tensor = copy._local_tensor.pin_memory()
+        return copy
+    return copy.pin_memory()
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:

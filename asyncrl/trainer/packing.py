@@ -25,7 +25,8 @@ class PackingRules:
     """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
     `num_minibatches`: updates per epoch, among which the groups are distributed at random. `num_epochs`: passes over
     the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group
-    in one micro-batch share the computation of their prompt."""
+    in one micro-batch share the computation of their prompt. `fills`: micro-batches are filled as far as they go,
+    whatever the lengths in them: for attention that pads nothing."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -35,6 +36,7 @@ class PackingRules:
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
     fixed_tokens: int = 1
     share_prompts: bool = False
+    fills: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> PackingRules:
@@ -47,17 +49,32 @@ class PackingRules:
             aggregation=recipe.algorithm.aggregation,
             fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
             share_prompts=_shares_prompts(recipe),
+            fills=_pads_nothing(recipe) and not _shares_prompts(recipe),
         )
 
 
 def _shares_prompts(recipe: Recipe) -> bool:
     """True where ranks are sure to share them: balanced by what they share, they would otherwise differ in work."""
-    trainer, fsdp = recipe.trainer, recipe.trainer.fsdp
-    may_flash = fsdp.param_dtype == "bfloat16" and trainer.device != "cpu" and fsdp.context_parallel == 1
-    is_packed = fsdp.attention in ("packed_sdpa", "varlen") or (fsdp.attention == "auto" and not may_flash)
+    fsdp = recipe.trainer.fsdp
+    is_packed = fsdp.attention in ("packed_sdpa", "varlen") or (fsdp.attention == "auto" and not _may_flash(recipe))
     return (
-        trainer.backend == "fsdp" and fsdp.share_prompts and is_packed and recipe.algorithm.router_aux_coefficient == 0
+        recipe.trainer.backend == "fsdp"
+        and fsdp.share_prompts
+        and is_packed
+        and recipe.algorithm.router_aux_coefficient == 0
     )
+
+
+def _pads_nothing(recipe: Recipe) -> bool:
+    """True where ranks are sure to attend without padding: flash-attn, or torch's kernel for different lengths."""
+    fsdp = recipe.trainer.fsdp
+    is_unpadded = fsdp.attention in ("varlen", "flash_attention_2") or (fsdp.attention == "auto" and _may_flash(recipe))
+    return recipe.trainer.backend == "fsdp" and is_unpadded
+
+
+def _may_flash(recipe: Recipe) -> bool:
+    trainer, fsdp = recipe.trainer, recipe.trainer.fsdp
+    return fsdp.param_dtype == "bfloat16" and trainer.device != "cpu" and fsdp.context_parallel == 1
 
 
 def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:
@@ -69,7 +86,8 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
 
     Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
     differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
-    attention pads similar sequences to the longest of them (`length_classes`). With `share_prompts`, families of
+    attention pads similar sequences to the longest of them (`length_classes`); with `fills`, each goes where it leaves
+    the least room. With `share_prompts`, families of
     sequences of a group take the place of single ones, with the tokens of their prompt counted once; the budget still
     counts every token of every sequence. All ranks get the same number of micro-batches, since every forward pass is
     collective; a rank with too few sequences gets empty ones.
@@ -100,7 +118,6 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
         RankPlan(
             step=manifest.step,
             updates=tuple(update[rank] for update in updates),
-            ordinals=tuple(sorted({s.ordinal for update in updates for run in update[rank] for s in run})),
         )
         for rank in range(rules.num_plans)
     )
@@ -122,7 +139,8 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
     weigh = _token_weight(sequences, rules)
     weighed = [replace(s, token_weight=weigh(s)) for s in sequences]
     families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
-    ranks = [_runs(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
+    cut = _filled if rules.fills else _runs
+    ranks = [cut(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
@@ -205,6 +223,22 @@ def _runs(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
         runs[-1].append(s)
         room -= s.lengths.total
     return [tuple(run) for run in runs]
+
+
+def _filled(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
+    """Micro-batches of at most `budget` tokens by best fit, the longest sequences first; never more than `_runs`."""
+    found: list[list[TrainSequence]] = []
+    rooms: list[int] = []
+    for s in sorted(sequences, key=_longest_first):
+        fitting = [i for i, room in enumerate(rooms) if room >= s.lengths.total]
+        if not fitting:
+            found.append([])
+            rooms.append(budget)
+            fitting = [len(found) - 1]
+        tightest = min(fitting, key=lambda i: rooms[i])
+        found[tightest].append(s)
+        rooms[tightest] -= s.lengths.total
+    return min([tuple(run) for run in found], _runs(sequences, budget), key=len)
 
 
 def _spread(runs: list[Microbatch], count: int) -> list[Microbatch]:

@@ -29,7 +29,7 @@ from asyncrl.types import (
     SendingRank,
     TensorSpec,
     TrainMetrics,
-    TrajectoryGroup,
+    Trajectory,
     TrajectoryKey,
     TransferSource,
 )
@@ -58,9 +58,9 @@ class QueueFetch:
     queue: ActorHandle
     timeout_s: float = FETCH_TIMEOUT_S
 
-    def __call__(self, ordinals: Sequence[int]) -> Sequence[TrajectoryGroup]:
-        call = f"fetch({len(ordinals)} groups)"
-        answer = self.queue.fetch.remote(list(ordinals))
+    def __call__(self, keys: Sequence[TrajectoryKey]) -> Sequence[Trajectory]:
+        call = f"fetch({len(keys)} sequences)"
+        answer = self.queue.fetch.remote(list(keys))
         return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 

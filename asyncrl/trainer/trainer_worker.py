@@ -31,7 +31,6 @@ from asyncrl.types import (
     TensorSpec,
     TrainMetrics,
     Trajectory,
-    TrajectoryGroup,
     TrajectoryKey,
     TransferSource,
 )
@@ -43,8 +42,8 @@ from asyncrl.weights.transports.process_group import gloo_towards, host_store
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[Sequence[int]], Sequence[TrajectoryGroup]]
-"""Ordinals of leased groups -> the groups, in that order. Raises what the queue raises, within its own deadline."""
+Fetch = Callable[[Sequence[TrajectoryKey]], Sequence[Trajectory]]
+"""Sequences of leased groups, in that order. Raises what the queue raises, within its own deadline."""
 
 
 class TrainerWorker:
@@ -142,8 +141,8 @@ class TrainerWorker:
             torch.cuda.empty_cache()
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
-        groups = self._fetch(plan.ordinals) if plan.ordinals else ()
-        return {(g.ordinal, i): t for g in groups for i, t in enumerate(g.sequences)}
+        keys = plan.keys
+        return dict(zip(keys, self._fetch(keys) if keys else (), strict=True))
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()

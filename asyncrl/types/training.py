@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncrl.types.groups import Lengths
 
@@ -25,19 +25,20 @@ class TrainSequence:
 
 
 Microbatch = tuple[TrainSequence, ...]
+TrajectoryKey = tuple[int, int]
+"""(ordinal, place in `TrajectoryGroup.sequences`): of a trajectory its index in the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
     """The work of the ranks of one data-parallel index in one step: their micro-batches, update by update.
 
-    Every plan has the same number of updates, and of micro-batches in each. `ordinals`: the groups to fetch.
+    Every plan has the same number of updates, and of micro-batches in each.
     `correction_bounds`: 1, or a share that brings the bounds of the corrections closer (`AlgorithmConfig.closer`).
     """
 
     step: int
     updates: tuple[tuple[Microbatch, ...], ...]
-    ordinals: tuple[int, ...] = field(default=())
     correction_bounds: float = 1.0
 
     @property
@@ -45,9 +46,10 @@ class RankPlan:
         """Those of all updates, in order."""
         return tuple(microbatch for update in self.updates for microbatch in update)
 
-
-TrajectoryKey = tuple[int, int]
-"""(ordinal, place in `TrajectoryGroup.sequences`): of a trajectory its index in the group."""
+    @property
+    def keys(self) -> tuple[TrajectoryKey, ...]:
+        """Of its sequences, each once, ascending: what the ranks fetch."""
+        return tuple(sorted({(s.ordinal, s.index) for microbatch in self.microbatches for s in microbatch}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,15 +62,15 @@ class Queue:
         """Fetches wait until there is such a file, at most two minutes."""
         self._awaited = path
 
-    def fetch(self, ordinals):
+    def fetch(self, keys):
         time.sleep(self._delay_s)
         deadline = time.monotonic() + 120
         while self._awaited is not None and not self._awaited.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        missing = [o for o in ordinals if o not in self._groups]
+        missing = [ordinal for ordinal, _ in keys if ordinal not in self._groups]
         if missing:
             raise LedgerError(f"fetch of group {missing[0]} refused")
-        return [self._groups[o] for o in ordinals]
+        return [self._groups[ordinal].sequences[index] for ordinal, index in keys]
 
     def fail(self):
         raise RunFailed("budget spent")
@@ -212,7 +212,8 @@ async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
     from dataclasses import replace
 
-    plans = [replace(p, ordinals=(*p.ordinals, 99)) for p in lease.plans(num_plans=2)]
+    of_another = lambda run: tuple(replace(s, ordinal=99) for s in run)  # noqa: E731
+    plans = [replace(p, updates=tuple(tuple(map(of_another, u)) for u in p.updates)) for p in lease.plans(num_plans=2)]
     with pytest.raises(LedgerError, match="group 99") as raised:
         await pool.train_step(plans)
     assert type(raised.value) is LedgerError  # not Ray's wrapper of a wrapper

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
@@ -19,6 +21,7 @@ from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
+from asyncrl.trainer.host_state import HostState
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
@@ -289,6 +292,31 @@ def test_a_frozen_output_layer_costs_no_gradient(frozen):
     assert computed[at] is None
     for number, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert (b is None) if number == at else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "a shard"])
+def test_moments_that_move_between_steps_change_nothing(sharded):
+    """Between two places of host memory, as beside a GPU between the host and the GPU."""
+
+    def trained(*, moves):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(8, 5)
+        if sharded:
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        update = Update(module, TrainerConfig(lr=0.1), max_grad_norm=1.0, host_state=False)
+        if moves:
+            update._host_state = HostState(list(update._slots()))
+        kept = [slot.read().data_ptr() for slot in update._slots()]
+        for seed in range(3):
+            module(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            update.clip()
+            update.step(0.1)
+            assert [slot.read().data_ptr() for slot in update._slots()] == kept, "each in a buffer of its own"
+        moments = [slot.read() for slot in update._slots()]
+        return [p.full_tensor() if sharded else p for p in module.parameters()], moments
+
+    for found, expected in zip(trained(moves=True), trained(moves=False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

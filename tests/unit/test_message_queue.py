@@ -49,9 +49,10 @@ async def test_the_round_of_a_group(spec):
     assert [g.ordinal for g in manifest.groups] == [0, 1]
     assert manifest.groups[0].rewards == (0.0, 1.0)
     assert manifest.groups[0].trained_tokens == 8
-    assert [g.ordinal for g in await queue.fetch([0, 1])] == [0, 1]
+    fetched = await queue.fetch([(1, 1), (0, 0)])
+    assert [t.reward for t in fetched] == [1.0, 0.0]
     with pytest.raises(LedgerError, match="fetch"):
-        await queue.fetch([2])
+        await queue.fetch([(0, 0), (2, 0)])
     counts = await queue.commit(0)
     assert (counts.trained, counts.ready) == (2, 2)
     assert await admit(queue) == (), "the slots come back with the publish"
@@ -146,7 +147,7 @@ async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
     manifest = await restored.lease(1, 0)
     assert isinstance(manifest, LeaseManifest)
     assert [g.ordinal for g in manifest.groups] == [2, 3]
-    assert len(await restored.fetch([2, 3])) == 2
+    assert len(await restored.fetch([(2, 0), (3, 1)])) == 2
 
 
 async def test_every_transition_is_an_event(spec):

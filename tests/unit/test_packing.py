@@ -71,7 +71,7 @@ def test_budget_count_normalizer_and_ordinals(groups, num_plans, budget):
         weights = [s.token_weight for run in plan.microbatches for s in run]
         assert weights == [1 / max(1, trained)] * len(weights)
         assert all(sum(s.lengths.total for s in run) <= budget for run in plan.microbatches)
-        assert list(plan.ordinals) == sorted({s.ordinal for run in plan.microbatches for s in run})
+        assert list(plan.keys) == sorted({(s.ordinal, s.index) for run in plan.microbatches for s in run})
 
 
 @given(leases, ranks, budgets)
@@ -127,7 +127,7 @@ def test_too_few_sequences_give_empty_microbatches():
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1, 1], [1, 0]]
     plans = plan_step(manifest, advantages, PackingRules(num_plans=5, max_tokens_per_microbatch=61))
     assert [[len(run) for run in p.microbatches] for p in plans] == [[1], [1], [1], [0], [0]]
-    assert plans[4].ordinals == ()
+    assert plans[4].keys == ()
 
 
 def test_a_rank_with_fewer_tokens_halves_its_fullest_microbatch():
@@ -188,7 +188,7 @@ def test_sharing_prompts_keeps_groups_together(groups, num_plans, budget):
     tokens = [
         sum(
             max(s.lengths.prompt for s in of_group) + sum(s.lengths.response for s in of_group)
-            for ordinal in p.ordinals
+            for ordinal in {ordinal for ordinal, _ in p.keys}
             for of_group in [[s for run in p.microbatches for s in run if s.ordinal == ordinal]]
         )
         for p in plans
@@ -198,7 +198,7 @@ def test_sharing_prompts_keeps_groups_together(groups, num_plans, budget):
     for plan in plans:
         order = [s.ordinal for run in plan.microbatches for s in run]
         changes = sum(a != b for a, b in pairwise(order))
-        assert num_plans > 1 or changes == len(plan.ordinals) - 1
+        assert num_plans > 1 or changes == len({ordinal for ordinal, _ in plan.keys}) - 1
 
 
 @pytest.mark.parametrize(
@@ -288,3 +288,37 @@ def test_the_first_update_of_many_steps_is_as_old_as_the_last():
         first += update
         last += final
     assert abs(np.mean(first) - np.mean(last)) < 3  # of 40 in the order of the lease; 1 is a standard error
+
+
+@given(leases, ranks, budgets)
+def test_filled_microbatches_hold_everything_in_no_more_passes(groups, num_plans, budget):
+    manifest, advantages = lease(groups)
+    rules = PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget)
+    cut, filled = (plan_step(manifest, advantages, replace(rules, fills=fills)) for fills in (False, True))
+    for before, after in zip(cut, filled, strict=True):
+        assert {s for run in after.microbatches for s in run} == {s for run in before.microbatches for s in run}
+        assert all(sum(s.lengths.total for s in run) <= budget for run in after.microbatches)
+        assert len(after.microbatches) <= len(before.microbatches)
+
+
+def test_long_and_short_sequences_fill_a_microbatch_together():
+    manifest, advantages = lease([[(10, 60, 60), (10, 20, 20)] for _ in range(12)])
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=100)
+    passes = [
+        len(plan_step(manifest, advantages, replace(rules, fills=fills))[0].microbatches) for fills in (False, True)
+    ]
+    assert passes == [16, 12]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fills"),
+    [
+        ([], False),
+        (["trainer.fsdp.attention=varlen", "trainer.fsdp.share_prompts=false"], True),
+        (["trainer.fsdp.attention=varlen"], False),
+        (["trainer.device=cuda", "trainer.fsdp.param_dtype=bfloat16", "model.inference_dtype=bfloat16"], True),
+        (["trainer.device=cuda"], False),
+    ],
+)
+def test_microbatches_are_filled_where_attention_pads_nothing(overrides, fills):
+    assert PackingRules.of(load_recipe(QUICKSTART, overrides)).fills == fills

@@ -30,9 +30,7 @@ def spec(tmp_path):
 
 def lags(trained, step):
     """The lag of every token in the loss."""
-    return [
-        step - s.version for t in trained.trajectories for s in t.segments for m in t.loss_mask[s.start : s.stop] if m
-    ]
+    return [step - s.version for t in trained for s in t.segments for m in t.loss_mask[s.start : s.stop] if m]
 
 
 def test_only_older_tokens_are_masked():
@@ -91,13 +89,13 @@ async def test_a_straggler_is_trained_without_its_old_tokens(spec):
     assert (summary.ordinal, summary.trained_tokens, summary.masked_tokens) == (0, 6, 2)
     assert (summary.lag_max, summary.lag_sum, summary.lag_in_flight_sum) == (1, 2, 2)
     assert [length.trained for length in summary.lengths] == [3, 3]
-    (trained,) = await queue.fetch([0])
+    trained = await queue.fetch([(0, 0), (0, 1)])
     assert lags(trained, 2) == [1, 0, 0] * 2
     await queue.rollback(2)
     with pytest.raises(LedgerError, match="fetch"):
-        await queue.fetch([0])
+        await queue.fetch([(0, 0)])
     assert isinstance(await queue.lease(2, 0), LeaseManifest)
-    (trained,) = await queue.fetch([0])
+    trained = await queue.fetch([(0, 0), (0, 1)])
     assert lags(trained, 2) == [1, 0, 0] * 2
     await queue.commit(2)
     text = spec.events_path.read_text().splitlines()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.host_state import HostState, Slot
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -22,9 +25,8 @@ class Update:
         self.optimizer = build_optimizer(module, config)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._max_grad_norm = max_grad_norm
-        self._host_state = host_state and any(p.device.type != "cpu" for p in self._parameters)
-        if self._host_state:
-            self._move_state(None)
+        on_host = host_state and any(p.device.type != "cpu" for p in self._parameters)
+        self._host_state = HostState(list(self._slots())) if on_host else None
 
     def clip(self) -> float:
         """Scales gradients to at most `max_grad_norm` and returns their global norm before that; collective. 0 where
@@ -41,22 +43,39 @@ class Update:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self._host_state:
-            self._move_state(self._parameters[0].device)
+        if self._host_state is not None:
+            self._host_state.to_device()
         self.optimizer.step()
-        if self._host_state:
-            self._move_state(None)
+        if self._host_state is not None:
+            self._host_state.to_host()
         self.drop()
 
     def drop(self) -> None:
         """Drops the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _move_state(self, device: torch.device | None) -> None:
-        """The moments to `device`, None: to host memory."""
+    def _slots(self) -> Iterator[Slot]:
+        """Of the moments, as the optimizer finds them."""
         for state in self.optimizer.state.values():
             for name in MOMENTS:
-                state[name] = state[name].to("cpu" if device is None else device)
+                yield _slot(state, name)
+
+
+def _slot(state: dict[str, torch.Tensor], name: str) -> Slot:
+    """`state[name]`; of a DTensor its shard, which may lie elsewhere than its mesh."""
+
+    def read() -> torch.Tensor:
+        tensor = state[name]
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def write(local: torch.Tensor) -> None:
+        tensor = state[name]
+        if isinstance(tensor, DTensor):
+            tensor._local_tensor = local
+        else:
+            state[name] = local
+
+    return Slot(read, write)
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
