@@ -6,7 +6,7 @@
 
 One machine stands for a cluster of four Ray nodes: one for the driver, three with one place for a process each. A run
 of the quickstart's model has a replica on two of them and its trainer rank on one of these. First the node that has
-a replica alone is lost, then, when two replicas serve again, the node of the trainer. All processes of a node are killed
+a replica alone is lost, then, when two replicas serve again, the node of the trainer. A node's processes are all killed
 at once. What a machine of its own would add (a dead node that is silent, not gone) is Ray's own limit for that, 30 s by
 default.
 

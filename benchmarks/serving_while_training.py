@@ -48,6 +48,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "serving_while_training.md"
 MODEL = "runs/tiny-qwen3"
 START_S, RUN_S, ASK_S = 400.0, 3600.0, 120.0
 ANSWER_TOKENS = 64
+CONTEXT_TOKENS = 1024
+"""Of the quickstart's model."""
 ROUTES = ("at random", "by prefix", "by x-request-id")
 
 
@@ -203,6 +205,7 @@ def served(engine: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
     """What the discovery file of a fleet of two replicas says. It is new: its caches are empty."""
     with tempfile.TemporaryDirectory() as scratch:
         file, output = Path(scratch) / "fleet.json", Path(scratch) / "out.txt"
+        overrides = [f"{engine}.max_model_len={CONTEXT_TOKENS}", *overrides]
         options = ["--engine", engine, "--replicas", "2", "--port", "0", "--discovery-file", str(file)]
         command = [sys.executable, "-m", "asyncrl.commands.serve", MODEL, *options, *overrides]
         with output.open("w") as out:
