@@ -45,8 +45,8 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one node. `step_s`: the longest time between two steps from then on; `whole_s`: until as many replicas serve as
-    before."""
+    """Of one node. `step_s`: the longest time between two steps from then on; `whole_s`: until as many replicas serve
+    as before."""
 
     step_s: float
     whole_s: float
@@ -96,13 +96,14 @@ def nodes_with(role: str, cluster: Any) -> set[Any]:
 
 def lose(run: Run, cluster: Any, node: Any) -> Loss:
     served, began = run.served, time.monotonic()
-    before = run.lines("metrics.jsonl")
+    last_s = run.lines("metrics.jsonl")[-1]["time_s"]
     cluster.remove_node(node, allow_graceful=False)
     run.wait("replica after the loss", lambda: run.served > served)
     whole_s = time.monotonic() - began
     reached = run.steps
     run.wait("steps after the loss", lambda: run.steps >= reached + 3)
-    times = [line["time_s"] for line in run.lines("metrics.jsonl")[len(before) - 1 :]]
+    # Steps after the last checkpoint are trained again where the trainer was lost: their first lines are gone.
+    times = [last_s, *(line["time_s"] for line in run.lines("metrics.jsonl") if line["time_s"] > last_s)]
     return Loss(max(later - earlier for earlier, later in pairwise(times)), whole_s)
 
 
@@ -151,7 +152,7 @@ def main() -> None:
     lines = [
         "# From the loss of a node to the next step",
         "",
-        "The longest time between two steps from the loss on, and the time until two replicas served again, in seconds; "
+        "The longest time between two steps from the loss on, and the time until two replicas served again: seconds, "
         "median (lowest to highest).",
         "",
         "| the lost node had | without a step | two replicas again | rounds |",
