@@ -73,6 +73,10 @@ class Run:
     def steps(self) -> int:
         return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
 
+    def trained(self) -> list[float]:
+        """When each step was committed: those that were trained again, too."""
+        return [event["time_s"] for event in self.lines("events.jsonl") if event["event"] == "step"]
+
     @property
     def served(self) -> int:
         """Replicas that have begun to serve, over the whole run."""
@@ -96,14 +100,13 @@ def nodes_with(role: str, cluster: Any) -> set[Any]:
 
 def lose(run: Run, cluster: Any, node: Any) -> Loss:
     served, began = run.served, time.monotonic()
-    last_s = run.lines("metrics.jsonl")[-1]["time_s"]
+    last_s = run.trained()[-1]
     cluster.remove_node(node, allow_graceful=False)
     run.wait("replica after the loss", lambda: run.served > served)
     whole_s = time.monotonic() - began
     reached = run.steps
     run.wait("steps after the loss", lambda: run.steps >= reached + 3)
-    # Steps after the last checkpoint are trained again where the trainer was lost: their first lines are gone.
-    times = [last_s, *(line["time_s"] for line in run.lines("metrics.jsonl") if line["time_s"] > last_s)]
+    times = [last_s, *(at for at in run.trained() if at > last_s)]
     return Loss(max(later - earlier for earlier, later in pairwise(times)), whole_s)
 
 
