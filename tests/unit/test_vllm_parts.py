@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import OWN_ENGINE_ARGS, RolloutConfig, VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
-from asyncrl.inference.shared import package_probe
+from asyncrl.inference.shared import package_probe, tensor_feed
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.publish_calls import agree
 from asyncrl.inference.shared.request_checks import misfit
@@ -247,6 +247,29 @@ def test_the_feed_hands_over_in_order_and_the_last_offer_waits_for_the_loader():
     feed.finish()
     thread.join(5.0)
     assert (thread.is_alive(), caught) == (False, [])
+
+
+def test_the_feed_holds_few_bytes_whatever_the_tensors(monkeypatch):
+    monkeypatch.setattr(tensor_feed, "AHEAD_BYTES", 100)
+    feed, offered = Feed(12, 10.0), []
+
+    def offer():
+        for number in range(12):
+            feed.offer(str(number), torch.zeros(10 if number < 8 else 60))  # 40 bytes, then 240
+            offered.append(number)
+
+    thread, caught = in_thread(offer)
+    loaded = iter(feed)
+    seen = []
+    for _ in range(12):
+        thread.join(0.05)
+        waiting = len(offered) - len(seen)
+        assert waiting <= 3 + 3, "those that wait, and those that the loader took together"
+        seen.append(next(loaded)[0])
+    assert seen == [str(number) for number in range(12)]
+    feed.finish()
+    thread.join(5.0)
+    assert caught == []
 
 
 def test_an_error_on_one_side_ends_the_other_at_once():

@@ -13,8 +13,9 @@ from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.types import TensorSpec
 from asyncrl.weights.assembling_sink import AssemblingSink
 
-_AHEAD = 2
-"""Tensors that may wait: reception overlaps with loading, and the memory stays small."""
+AHEAD_BYTES = 16 << 20
+"""Tensors wait until they are so many bytes: reception overlaps with loading, small ones change threads together, and
+the memory stays small."""
 
 
 class Feed:
@@ -29,14 +30,16 @@ class Feed:
         self._deadline = time.monotonic() + timeout_s
         self._changed = Condition()
         self._items: deque[tuple[str, torch.Tensor]] = deque()
+        self._nbytes = 0
         self._error: BaseException | None = None
         self._loaded = False
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
         """Called by the receiver. Raises the loader's error, DeadlineExceeded."""
         with self._changed:
-            self._wait(lambda: len(self._items) < _AHEAD, f"the engine to load the tensor before {name}")
+            self._wait(lambda: self._nbytes < AHEAD_BYTES, f"the engine to load the tensors before {name}")
             self._items.append((name, tensor))
+            self._nbytes += tensor.nbytes
             self._left -= 1
             self._changed.notify_all()
             if self._left == 0:
@@ -49,9 +52,10 @@ class Feed:
                 self._wait(lambda: bool(self._items) or self._left == 0, "the next tensor of a publish")
                 if not self._items:
                     return
-                item = self._items.popleft()
+                items, self._items, self._nbytes = self._items, deque(), 0
                 self._changed.notify_all()
-            yield item
+            while items:
+                yield items.popleft()
 
     def finish(self) -> None:
         """The loader has loaded everything."""
@@ -83,9 +87,9 @@ class StreamFeed(Feed):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """As `Feed.offer`, after the bytes have arrived on this stream."""
+        """As `Feed.offer`; what the loader does with it comes after what was begun on this stream."""
         if self._stream is not None and tensor.device.type == "cuda":
-            torch.cuda.current_stream(tensor.device).synchronize()
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
         super().offer(name, tensor)
 
