@@ -5,6 +5,7 @@ import base64
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,6 +218,11 @@ def test_the_arguments_of_sglang(tmp_path):
     shared = SglangEngineConfig(gpu_share=0.5)
     made = engine_arguments(model, shared, load_real_weights=False, seed=3, on_cpu=False)
     assert made["mem_fraction_static"] == pytest.approx(0.425), "the rest is the trainer rank's"
+    recording = replace(settings, record_experts=True)
+    told = engine_arguments(model, recording, load_real_weights=False, seed=3, on_cpu=False)
+    assert told == engine_arguments(model, settings, load_real_weights=False, seed=3, on_cpu=False) | {
+        "enable_return_routed_experts": True
+    }, "older versions do not know it"
     on_cpu = engine_arguments(model, settings, load_real_weights=True, seed=3, on_cpu=True)
     assert (on_cpu["device"], on_cpu["load_format"], on_cpu["disable_overlap_schedule"]) == ("cpu", "auto", True)
 

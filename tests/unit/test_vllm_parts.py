@@ -90,6 +90,14 @@ def test_experts_go_with_their_tokens():
     assert found.dtype == np.int16
 
 
+def test_an_end_without_tokens_needs_no_experts():
+    stream = VllmStream(make_request(experts=True), [1, 3])
+    state = SimpleNamespace(weight_version_starts=[], routed_experts_chunks=[])
+    stream.enter(SimpleNamespace(request_id="x", output=None), state)
+    (chunk,) = stream.take(delta([], reason="abort"), 4)
+    assert (len(chunk.token_ids), chunk.finish_reason, chunk.extra) == (0, "abort", {})
+
+
 def test_tokens_without_experts_that_were_asked_for_are_an_error():
     stream = VllmStream(make_request(experts=True), [0])
     state = SimpleNamespace(weight_version_starts=[("1", 0)], routed_experts_chunks=[rows(1)])

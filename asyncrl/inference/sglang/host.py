@@ -37,8 +37,8 @@ class Host:
         self._workers = engine.server_args.tp_size
         self._abilities = abilities()
         self._incremental = bool(getattr(engine.server_args, "incremental_streaming_output", False))
-        config = self._manager.model_config.hf_text_config.to_dict()
-        self._experts = ExpertRows(config["num_hidden_layers"], expert_layers_of(config))
+        config = self._manager.model_config.hf_text_config
+        self._experts = ExpertRows(getattr(config, "num_hidden_layers", 0), expert_layers_of(config.to_dict()))
         self._filter = LogitFilter.to_str()
         self._send = send
         self._outputs: list[Output] = []

@@ -72,7 +72,6 @@ def engine_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
         "watchdog_timeout": _WATCHDOG_S,
-        "enable_return_routed_experts": settings.record_experts,
         "sleep_on_idle": True,  # a scheduler without work takes a whole core otherwise
         "log_level": "warning",
     }
@@ -85,6 +84,8 @@ def engine_arguments(
             "max_total_tokens": settings.max_total_tokens or _CPU_KV_TOKENS,
             "mem_fraction_static": settings.mem_fraction_static or 0.5,
         }
+    if settings.record_experts:  # which older versions do not know
+        arguments["enable_return_routed_experts"] = True
     return arguments | settings.server_args
 
 

@@ -73,7 +73,8 @@ class VllmStream(RequestStream):
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-        extra = {"experts": self._experts(completion, len(ids))} if self.request.sampling.experts else None
+        records = self.request.sampling.experts and len(ids)
+        extra = {"experts": self._experts(completion, len(ids))} if records else None
         chunks = self.cut(ids, logprobs, spans_of(starts, self.num_tokens, len(ids)), extra)
         if not output.finished:
             return chunks
@@ -86,7 +87,7 @@ class VllmStream(RequestStream):
         else:
             self._unused += self._rows[self._used :]
             self._used = len(self._rows)
-        rows = np.concatenate(self._unused) if self._unused else np.zeros((0, 0, 0), np.int16)
+        rows = np.concatenate(self._unused) if self._unused else np.zeros(0)
         if len(rows) < count:
             asked, found = f"generate {self.request.request_id!r}", f"experts of {len(rows)} tokens for {count}"
             do = "report this: without them the trainer would route the tokens otherwise"
