@@ -109,12 +109,12 @@ class WeightSwapSuite:
         prompt = np.random.default_rng(3).integers(0, 128, _LONG_PROMPT).tolist()
         await publisher.publish(old, publisher.next_version(), "keep")
         await Client(publisher.engine, make_request(prompt=prompt, max_tokens=4)).done()
-        running = Client(publisher.engine, make_request(prompt=prompt, max_tokens=240))
-        await running.first_tokens()
-        version = publisher.next_version()
+        version, running = publisher.next_version(), []
         for model, published in ((new, version), (again, None)):
+            running.append(Client(publisher.engine, make_request(prompt=prompt, max_tokens=240)))
+            await running[-1].first_tokens()
             publishing = asyncio.create_task(publisher.publish(model, published, "keep"))
-            assert not running.task.done()
+            assert not running[-1].task.done()
             await within(publishing)
             clients = [await Client(publisher.engine, make_request(prompt=prompt, max_tokens=8)).done()]
             together = [make_request(prompt=p, max_tokens=8, seed=1) for p in (prompt, prompt[:-1])]
@@ -124,7 +124,8 @@ class WeightSwapSuite:
                 assert client.versions == [version] * 8
                 parts = [Part(model, 0, 8)]
                 check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, parts, greedy=False)
-        await running.done()
+        for client in running:
+            await client.done()
 
 
 def parts_of(versions: Sequence[int], models: dict[int, Any]) -> list[Part]:

@@ -40,7 +40,7 @@ def started(root, rank, path, backend, beside):
     trainer = TrainerConfig(num_ranks=RANKS, **settings)
     model = ModelConfig(path=str(path), inference_dtype="bfloat16")
     spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1, sends_snapshots=beside)
-    worker = TrainerWorker(spec, rank, RANKS, lambda ordinals: [groups[o] for o in ordinals])
+    worker = TrainerWorker(spec, rank, RANKS, lambda keys: [groups[o].sequences[i] for o, i in keys])
     dist.destroy_process_group()  # the worker forms its own
     place = root / "address"
     if rank == 0:
