@@ -250,7 +250,7 @@ def trainer(path: Path, *, compiles: bool = False, **fsdp: Any) -> Iterator[Trai
         algorithm=AlgorithmConfig(),
     )
     groups: dict[int, Any] = {}
-    worker = TrainerWorker(spec, 0, 1, lambda ordinals: [groups[o] for o in ordinals])
+    worker = TrainerWorker(spec, 0, 1, lambda keys: [groups[o].sequences[i] for o, i in keys])
     began = time.monotonic()
     worker.start(*worker.address("127.0.0.1"), 300.0)
     figure(trainer_start_s=time.monotonic() - began)
