@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.trees import tree_of
+
 pytestmark = pytest.mark.structure
 
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
@@ -54,7 +56,7 @@ LAYOUT = {
 def code_lines(source: str) -> int:
     """Lines with a token that is neither layout nor part of a string that stands alone."""
     words = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             words |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     code = set()

@@ -19,6 +19,7 @@ from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import FAMILIES, Metric
+from tests.structure.trees import tree_of
 
 pytestmark = pytest.mark.structure
 
@@ -62,7 +63,7 @@ HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "datasets
 def imports(path: Path) -> set[str]:
     """Modules that `path` imports anywhere, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -174,7 +175,7 @@ def test_no_room_is_too_large():
         source = path.read_text()
         if (lines := source.count("\n")) > 600:
             offenders.append(f"{path}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > 100:
@@ -191,7 +192,7 @@ def test_a_public_class_name_is_defined_once():
     """A reader who meets a name in a signature or a log needs no import to know which class it is."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not {name: found for name, found in places.items() if len(found) > 1}
@@ -245,7 +246,7 @@ def test_a_part_of_an_algorithm_is_one_file_and_one_entry():
     for path in FILES:
         if path == PACKAGE / "config" / "algorithm_parts.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             listed: list[ast.expr | None] = []
             if isinstance(node, ast.Tuple | ast.List | ast.Set):
                 listed = [*node.elts]
@@ -270,7 +271,7 @@ def test_every_wait_on_another_process_has_a_deadline_and_a_name():
     for path in FILES:
         if part_of(path) == "remote":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
                 called = node.value.func
@@ -291,7 +292,7 @@ def test_no_wait_swallows_its_cancellation():
 def test_nobody_joins_a_cluster_by_chance():
     """`ray.init` without an address joins the cluster that was started last on this machine, whoever's it is."""
     for path in (*FILES, *sorted(p for d in ("tests", "tools", "benchmarks") for p in (ROOT / d).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "ray.init":
                 assert node.args or "address" in {k.arg for k in node.keywords}, f"{path}:{node.lineno}"
 
@@ -319,7 +320,7 @@ def test_every_key_of_a_recipe_is_documented():
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Line and value of every string of a module, the parts of f-strings included; without docstrings."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path.read_text())
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
@@ -352,7 +353,7 @@ def test_an_event_is_declared_once_and_written():
         if text in kinds
     ]
     assert not spelt, "use asyncrl.types.events"
-    trees = [ast.parse(path.read_text()) for path in FILES if part_of(path) != "audit"]
+    trees = [tree_of(path.read_text()) for path in FILES if part_of(path) != "audit"]
     calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     made = {ast.unparse(called).removeprefix("events.") for called in calls}
     assert {event.__name__ for event in EVENTS.values()} <= made
