@@ -100,10 +100,10 @@ def pinned(driver: int, place: str) -> Iterator[None]:
         while not stop.wait(0.3):
             for process in processes_of(driver):
                 try:
-                    name = process.name() + " ".join(process.cmdline()[:1])
-                    if "TrainerActor" in name:
+                    title = title_of(process)
+                    if "TrainerActor" in title:
                         cores = {TRAINER_CORE}
-                    elif "ReplicaActor" in name or place == "beside":
+                    elif "ReplicaActor" in title or place == "beside":
                         cores = {REPLICA_CORE}
                     else:
                         continue
@@ -126,6 +126,14 @@ def processes_of(driver: int) -> list[psutil.Process]:
         return psutil.Process(driver).children(recursive=True)
     except psutil.Error:
         return []
+
+
+def title_of(process: psutil.Process) -> str:
+    """What an actor of Ray calls itself, and the command of another process."""
+    try:
+        return process.name() + " ".join(process.cmdline()[:1])
+    except psutil.Error:
+        return ""
 
 
 def start(job: tuple[Path, Path], directory: Path, steps: int, max_lag: int) -> subprocess.Popen[bytes]:
@@ -181,7 +189,7 @@ def generation_alone(job: tuple[Path, Path], directory: Path, place: str) -> flo
     whole = GROUPS * (ALONE_LAG + 1)
     with pinned(run.pid, place):
         until(run, directory, lambda: bool(ready_at(directory)))
-        trainers = [p for p in processes_of(run.pid) if "TrainerActor" in p.name() + " ".join(p.cmdline()[:1])]
+        trainers = [process for process in processes_of(run.pid) if "TrainerActor" in title_of(process)]
         for trainer in trainers:
             trainer.suspend()
         until(run, directory, lambda: len(ready_at(directory)) >= 0.9 * whole)
