@@ -6,8 +6,8 @@ The job: the random Qwen3 of 0.8M parameters of `benchmarks/peers`, 32 groups of
 of which every twentieth has 256, mode fully_async, `max_lag=4`, one trainer rank and one replica with a core each; the
 control plane runs beside the replica (`beside`), or wherever the system puts it (`floating`). Three measurements:
 
-- generation alone: the groups of nine steps are admitted at once while the trainer is stopped (SIGSTOP), so that nothing
-  is trained or published; the seconds in which the groups of a step become ready, between the first tenth and 80 %;
+- generation alone: the groups of nine steps are admitted at once while the trainer is stopped (SIGSTOP) and nothing
+  is trained or published: the seconds in which the groups of a step become ready, between the first tenth and 80 %;
 - training alone: `train/step_s` of the last three steps of a run, when nothing is generated any more;
 - the step: from the end of one to the next, without the first fifth of them and the last `max_lag` + 1.
 
