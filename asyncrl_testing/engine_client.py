@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from asyncrl.types import GenerationRequest, SamplingParams, TokenChunk
 
 MakeEngine = Callable[[], Awaitable[InferenceEngine]]
 T = TypeVar("T")
+
+_TRIES = 5
 
 _numbers = itertools.count()
 
@@ -39,6 +42,26 @@ async def within(wait: Awaitable[T], timeout_s: float = 120.0) -> T:
         return await wait
 
 
+class TooLate(Exception):
+    """A response ended before the test, which other processes held up, could interrupt it."""
+
+
+def again_if_late(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """A test that interrupts a response in the middle: begins again when it came too late."""
+
+    @functools.wraps(test)
+    async def tries(*args: Any, **fixtures: Any) -> None:
+        for _ in range(_TRIES - 1):
+            try:
+                return await test(*args, **fixtures)
+            except TooLate:
+                if "engine" in fixtures:
+                    await within(fixtures["engine"].resume())
+        await test(*args, **fixtures)
+
+    return tries
+
+
 class Client:
     """Consumes one request in the background and keeps every chunk."""
 
@@ -55,6 +78,11 @@ class Client:
 
     async def first_tokens(self) -> None:
         await within(self._arrived.wait())
+
+    def require_unfinished(self) -> None:
+        """Raises TooLate: it has all its tokens."""
+        if self.finish_reasons == ["length"]:
+            raise TooLate(f"all of the {len(self.ids)} tokens came before the interruption")
 
     async def done(self) -> Client:
         await within(self.task)

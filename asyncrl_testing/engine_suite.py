@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl_testing.engine_client import Client, MakeEngine, complete, make_request, within
+from asyncrl_testing.engine_client import Client, MakeEngine, again_if_late, complete, make_request, within
 from asyncrl_testing.engine_pause_suite import PauseConformance
 from asyncrl_testing.engine_sampling_suite import SamplingConformance
 
@@ -57,18 +57,13 @@ class EngineConformance(SamplingConformance, PauseConformance):
             assert len(client.ids) == 8
             assert client.finish_reasons == ["length"]
 
+    @again_if_late
     async def test_abort_one_keeps_its_tokens_and_spares_the_rest(self, engine: InferenceEngine) -> None:
         alone = (await complete(engine, max_tokens=self.long_response)).ids
-        tries = 0
-        while True:
-            aborted, other = (Client(engine, make_request(max_tokens=self.long_response)) for _ in range(2))
-            await aborted.first_tokens()
-            await within(engine.abort([aborted.request.request_id]))
-            await aborted.done()
-            tries += 1
-            if len(aborted.ids) < self.long_response or tries == LATE_ABORTS:
-                break  # else it had ended before this process, which others held up, could abort it
-            await other.done()
+        aborted, other = (Client(engine, make_request(max_tokens=self.long_response)) for _ in range(2))
+        await aborted.first_tokens()
+        await within(engine.abort([aborted.request.request_id]))
+        (await aborted.done()).require_unfinished()
         assert aborted.finish_reasons == ["abort"]
         assert 0 < len(aborted.ids) < self.long_response
         await other.done()
@@ -77,12 +72,13 @@ class EngineConformance(SamplingConformance, PauseConformance):
             assert aborted.ids == alone[: len(aborted.ids)]
             assert other.ids == alone
 
+    @again_if_late
     async def test_abort_all_ends_queued_requests_too(self, engine: InferenceEngine) -> None:
         clients = [Client(engine, make_request(max_tokens=self.long_response)) for _ in range(100)]
         await clients[0].first_tokens()
         await within(engine.abort(None))
         for client in clients:
-            await client.done()
+            (await client.done()).require_unfinished()
             assert client.finish_reasons == ["abort"]
         assert engine.health().running == engine.health().waiting == 0
 
@@ -231,6 +227,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
         assert after.generated_tokens - before.generated_tokens == self.long_response + 8
         assert after.busy_s >= before.busy_s
 
+    @again_if_late
     async def test_stop_ends_everything_with_an_error(self, make_engine: MakeEngine) -> None:
         engine = await within(make_engine(), 300.0)
         running = Client(engine, make_request(max_tokens=self.long_response))
@@ -239,6 +236,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
         queued = Client(engine, make_request())
         await asyncio.sleep(0)
         await within(engine.stop())
+        running.require_unfinished()
         await within(engine.stop())
         for client in (running, queued):
             with pytest.raises(GenerationError):
@@ -249,6 +247,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
             await within(engine.resume())
         assert not engine.health().alive
 
+    @again_if_late
     async def test_stop_ends_a_drain_in_progress(self, make_engine: MakeEngine) -> None:
         engine = await within(make_engine(), 300.0)
         running = Client(engine, make_request(max_tokens=self.long_response))
@@ -257,11 +256,8 @@ class EngineConformance(SamplingConformance, PauseConformance):
         task = asyncio.create_task(pausing)
         await asyncio.sleep(0)
         await within(engine.stop())
+        running.require_unfinished()
         with pytest.raises(GenerationError):
             await within(task)
         with pytest.raises(GenerationError):
             await running.done()
-
-
-LATE_ABORTS = 5
-"""Tries of a test that must abort a response before its end."""
