@@ -226,6 +226,9 @@ class EngineConformance(SamplingConformance, PauseConformance):
         assert (after.running, after.waiting) == (0, 0)
         assert after.generated_tokens - before.generated_tokens == self.long_response + 8
         assert after.busy_s >= before.busy_s
+        if after.decode_steps is not None:
+            steps = after.decode_steps - (before.decode_steps or 0)
+            assert self.long_response - 1 <= steps <= 2 * self.long_response
 
     @again_if_late
     async def test_stop_ends_everything_with_an_error(self, make_engine: MakeEngine) -> None:

@@ -3,11 +3,13 @@
     make quickstart                                        # once: the model and the data
     python benchmarks/delta_publish.py                     # 4 settings, with and without: about 15 minutes on 2 cores
     python benchmarks/delta_publish.py --steps 3 --settings "bfloat16 1e-6"
+    python benchmarks/delta_publish.py --model 54M --steps 50 --settings "bfloat16 1e-6" "bfloat16 5e-4"
 
 Runs `asyncrl-train recipes/quickstart.yaml` over `collective`, one run at a time, and reads its metrics. A setting is
-the dtype of what is published and the learning rate; 5e-4 is the quickstart's own. The seconds of a publish hold the
+the dtype of what is published and the learning rate; 5e-4 is the quickstart's own. The model of 54M parameters is
+random, has small batches of short responses, and is rewarded where it writes a 7. The seconds of a publish hold the
 encoding, before replicas pause; those of a transfer hold what replicas make of it. Writes
-benchmarks/results/delta_publish.md, or the file that --out names, with --write.
+benchmarks/results/delta_publish.md (delta_publish_54M.md), or the file that --out names, with --write.
 """
 
 from __future__ import annotations
@@ -19,18 +21,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.types import Encoding
 from asyncrl.types.metrics import Metric
+from tools.make_tiny_model import Settings, build_model, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("bfloat16 1e-6", "bfloat16 5e-4", "float32 1e-6", "float32 5e-4")
 ENCODINGS: tuple[Encoding, ...] = ("full", "delta")
-RESULTS = Path(__file__).parent / "results" / "delta_publish.md"
+RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 1800.0
+LARGE = Settings(hidden_size=768, num_layers=7)
+LARGE_RUN = (
+    "batch.groups_per_step=4",
+    "batch.group_size=8",
+    "rollout.sampling.max_response_tokens=24",
+    "rollout.torch.num_slots=16",
+    "reward.name=regex",
+    "reward.pattern=7",
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +59,15 @@ class Measured:
     transfer_s: float
 
 
-def measure(dtype: str, lr: str, encoding: Encoding, steps: int) -> Measured:
-    """One run. Raises RuntimeError: it failed."""
+def write_large(path: Path) -> None:
+    """A random model of 54M parameters with the quickstart's tokenizer."""
+    tokenizer = build_tokenizer()
+    build_model(LARGE, tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def measure(dtype: str, lr: str, encoding: Encoding, steps: int, more: Sequence[str] = ()) -> Measured:
+    """One run, with further overrides. Raises RuntimeError: it failed."""
     with tempfile.TemporaryDirectory() as directory:
         settings = {
             "model.inference_dtype": dtype,
@@ -59,7 +81,7 @@ def measure(dtype: str, lr: str, encoding: Encoding, steps: int) -> Measured:
             "eval.every_steps": 0,
             "checkpoint.every_steps": 0,
         }
-        overrides = [f"{key}={value}" for key, value in settings.items()]
+        overrides = [*(f"{key}={value}" for key, value in settings.items()), *more]
         command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *overrides]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -93,14 +115,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", choices=("tiny", "54M"), default="tiny")
     parser.add_argument("--write", action="store_true", help="write the results too")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load, rows = os.getloadavg()[0], []
-    for setting in options.settings:
-        dtype, lr = setting.split()
-        for encoding in ENCODINGS:
-            rows.append(row(setting, encoding, measure(dtype, lr, encoding, options.steps)))
+    large = options.model == "54M"
+    with tempfile.TemporaryDirectory() as scratch:
+        if large:
+            write_large(Path(scratch))
+        more = [f"model.path={scratch}", *LARGE_RUN] if large else []
+        for setting in options.settings:
+            dtype, lr = setting.split()
+            for encoding in ENCODINGS:
+                rows.append(row(setting, encoding, measure(dtype, lr, encoding, options.steps, more)))
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     about = f"{os.cpu_count()} cores, load average {load:.1f} at the start; commit {git_commit()}; {versions}."
     table = [
@@ -108,11 +136,11 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
         *rows,
     ]
-    command = f"`python benchmarks/delta_publish.py --steps {options.steps}`"
+    command = f"`python benchmarks/delta_publish.py --model {options.model} --steps {options.steps}`"
     medians = "Medians over the publishes after the first step; two replicas, `collective` over gloo, digests compared."
     text = "\n".join(["# What publishes of differences save", "", command, "", about, medians, "", *table]) + "\n"
     if options.write:
-        options.out.write_text(text)
+        (options.out or RESULTS / f"delta_publish{'_54M' if large else ''}.md").write_text(text)
     print(text)
 
 

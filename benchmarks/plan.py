@@ -92,9 +92,9 @@ def train(configuration: Configuration, steps: int, directory: Path) -> RunFiles
     return read_run(place)
 
 
-def scenario(configuration: Configuration) -> Scenario:
+def scenario(configuration: Configuration, cores: float | None) -> Scenario:
     words = [f"mode={configuration.mode}", *configuration.overrides]
-    return Scenario.of(load_recipe(ROOT / RECIPES["torch"], words))
+    return Scenario.of(load_recipe(ROOT / RECIPES["torch"], words), cores)
 
 
 def line(configuration: Configuration, real: Forecast, found: Forecast) -> str:
@@ -150,15 +150,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the run directories here, and use those that are there")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/plan.md")
     options = parser.parse_args()
-    costs, rows = None, []
+    costs, rows, cores = None, [], options.cores or None
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         for configuration in CONFIGURATIONS[: options.only]:
             done = train(configuration, options.steps, directory)
             if costs is None:
-                costs = costs_of_run(done, Traced.of(read_spans(done)), scenario(configuration), options.cores or None)
-            rows.append((configuration, measured(done), predict(scenario(configuration), costs)))
+                costs = costs_of_run(done, Traced.of(read_spans(done)), scenario(configuration, cores), cores)
+            rows.append((configuration, measured(done), predict(scenario(configuration, cores), costs)))
             print(line(*rows[-1]), flush=True)
     assert costs is not None, "there is a first configuration"
     text = report(rows, costs, options.steps)

@@ -232,7 +232,8 @@ def loss_rows(rounds: int, *, tiny: bool) -> list[str]:
             found, _ = token_logprobs(hidden, weight, None, targets, temperature=1.0, rules=LogitRules(entries))
             torch.autograd.grad(found.sum(), (hidden, weight))
 
-        blocks = {entries: partial(both, entries) for entries in (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)}
+        sizes = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # two rows of the vocabulary, at least
+        blocks = {entries: partial(both, entries) for entries in sizes if entries >= 2 * vocabulary}
         for entries, cost in alternate(blocks, rounds).items():
             rows.append(
                 f"| {vocabulary} | {tokens} | {size} | 2^{entries.bit_length() - 1} | {cost.wall_s * 1e3:.1f} |"
@@ -250,9 +251,9 @@ def capture_rows(rounds: int, *, tiny: bool) -> list[str]:
     kept, fresh = HostCopies(), HostCopies()
 
     def again() -> None:
-        kept.give_back(kept.copy(live))
+        kept.give_back(kept.copy(live.items()))
 
-    costs = alternate({"new memory": lambda: fresh.copy(live), "kept memory": again}, rounds)
+    costs = alternate({"new memory": lambda: fresh.copy(live.items()), "kept memory": again}, rounds)
     rows = ["## The copy of a checkpoint", "", "| into | GB | ms |", "|---|---|---|"]
     size = 24 * entries * 4 / 1e9
     return [*rows, *(f"| {name} | {size:.2f} | {cost.wall_s * 1e3:.0f} |" for name, cost in costs.items())]

@@ -141,7 +141,7 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
 def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
     """Raises ConfigError: the run's recipe cannot be read, or its files do not have the costs."""
     cores = _shared_cores() if options.cores is None else options.cores or None
-    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(_recipe_of(run)), cores), run
+    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores), cores), run
 
 
 def _recipe_of(run: RunFiles) -> Recipe:
@@ -160,7 +160,7 @@ def _shared_cores() -> float | None:
 
 def _row(options: argparse.Namespace, settings: dict[str, str], costs: CostModel) -> Row:
     words = [*options.overrides, *(f"{key}={value}" for key, value in settings.items())]
-    return Row(settings, predict(Scenario.of(load_recipe(options.recipe, words)), costs, options.steps))
+    return Row(settings, predict(Scenario.of(load_recipe(options.recipe, words), costs.cores), costs, options.steps))
 
 
 def _table(rows: Sequence[Row]) -> Table:

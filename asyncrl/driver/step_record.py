@@ -75,8 +75,11 @@ class StepClock:
         """Tokens that the replicas sampled in the last interval, and those of them for clients outside the run."""
         self.preemptions: int | None = None
         """Of the engines in the last interval; None: they do not say."""
-        self._counted: dict[tuple[int, int], tuple[float, int, int, int]] = {}
-        """Busy seconds, tokens, external tokens and preemptions of each replica process at the last mark."""
+        self.decode_steps = 0
+        """Of the engines in the last interval; 0: none, or they do not say."""
+        self._counted: dict[tuple[int, int], tuple[float, int, int, int, int]] = {}
+        """Busy seconds, tokens, external tokens, preemptions and decode steps of each replica process at the last
+        mark."""
 
     @property
     def elapsed_s(self) -> float:
@@ -100,15 +103,16 @@ class StepClock:
                 s.health.generated_tokens,
                 s.external_tokens,
                 s.health.preemptions or 0,
+                s.health.decode_steps or 0,
             )
             for s in stats
         }
         gained = [
-            [now_is - was for now_is, was in zip(total, self._counted.get(key, (0.0, 0, 0, 0)), strict=True)]
+            [now_is - was for now_is, was in zip(total, self._counted.get(key, (0.0, 0, 0, 0, 0)), strict=True)]
             for key, total in totals.items()
         ]
-        busy_s, *counts = (sum(column) for column in zip(*gained, strict=True)) if gained else (0.0, 0, 0, 0)
-        tokens, self.external_tokens, preemptions = map(int, counts)
+        busy_s, *counts = (sum(column) for column in zip(*gained, strict=True)) if gained else (0.0, 0, 0, 0, 0)
+        tokens, self.external_tokens, preemptions, self.decode_steps = map(int, counts)
         self.tokens, self._counted = tokens, totals
         self.preemptions = preemptions if any(s.health.preemptions is not None for s in stats) else None
         wall_s, self._marked_at = now - self._marked_at, now
@@ -230,6 +234,8 @@ class StepRecord:
             Metric.IDLE_TRAINER: min(1.0, waited_s / wall_s),
             Metric.IDLE_ROLLOUT: max(0.0, 1.0 - busy_s / (wall_s * max(1, len(stats)))),
         }
+        if clock.decode_steps:
+            self.values[Metric.DECODE_BATCH] = tokens / clock.decode_steps
         if clock.preemptions is not None:
             self.values[Metric.PREEMPTIONS] = clock.preemptions
         spent = clock.time.take()

@@ -100,11 +100,17 @@ class TrainingCosts:
     """Ranks for which `token_s` was measured."""
     efficiency: PositiveShare = 0.9
     """Share of the speed of each rank that is left when the number of ranks doubles."""
+    num_threads: PositiveInt = 1
+    """Of each rank, on a CPU: those with which all of this was measured."""
+    thread_efficiency: PositiveShare = 0.7
+    """Share of the speed of each thread that is left when their number doubles."""
 
-    def seconds(self, tokens: float, ranks: int) -> float:
-        """Seconds of an optimizer step."""
+    def seconds(self, tokens: float, ranks: int, threads: int | None = None) -> float:
+        """Seconds of an optimizer step. `threads`: of each rank; None: as many as were measured."""
         ratio = ranks / self.num_ranks
-        return self.step_s + tokens * self.token_s / ratio * self.efficiency ** -math.log2(ratio)
+        seconds = self.step_s + tokens * self.token_s / ratio * self.efficiency ** -math.log2(ratio)
+        more = 1.0 if threads is None else threads / self.num_threads
+        return seconds / more * self.thread_efficiency ** -math.log2(more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +146,11 @@ class CostModel:
     filtered_share: Share = 0.0
     """Share of the groups whose rewards are all equal. Read with algorithm.dynamic_sampling."""
     cores: Positive | None = None
-    """Cores that all trainer ranks and replicas share; each that is busy wants one, and where they want more than there
-    are, everything slows down alike. Null: each has its own."""
+    """Cores that replicas, ranks and the rollouter share, less what all else takes of them: a busy replica wants one, a
+    busy rank one for each thread, the rollouter one while it has work, and where they want more than there are,
+    everything slows down alike. Null: each has its own."""
+    rollouter_s: NonNegative = 0.0
+    """CPU seconds of the rollouter for each response, one response after the other."""
 
 
 def read_costs(text: str, name: str) -> CostModel:

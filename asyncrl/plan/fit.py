@@ -6,7 +6,11 @@ tokens that was one of c at its replica on average took
     latency + T (a + d c) max(1, c / slots)        less the publishes meanwhile
 
 seconds, and the three unknowns are those that fit all requests best and are not negative. The time of a prefill is part
-of the latency: the spans do not tell them apart.
+of the latency: the spans do not tell them apart. Where the engine counts its decode steps, S of them with N tokens took
+
+    a S + d N
+
+busy seconds in each optimizer step, which says more of a and d than short responses do.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from asyncrl.types.metrics import Metric
 NUM_QUANTILES = 21
 FEWEST_STEPS = 4
 FEWEST_REQUESTS = 20
-_ROUNDS = 6
+BESIDE = (Metric.CPU_COORDINATOR, Metric.CPU_QUEUE)
+"""CPU times of processes that take of the shared cores and are not simulated."""
+_ROUNDS = 8
 """Of the adjustment to shared cores; each leaves a small part of the error."""
 
 
@@ -123,13 +129,14 @@ def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float
     begun, late = late_steps(run)
     costs = CostModel(
         source=f"asyncrl-plan --from-run {run.directory}, {len(late)} steps",
-        generation=_generation(run, traced, scenario, late),
+        generation=_generation(run, traced, scenario, begun, late),
         training=_training(late, scenario),
         publish=_publish(run, scenario),
         reward_s=fmean(traced.rests_s),
         loop_s=_loop_s(begun, late),
         filtered_share=late[-1].get(Metric.FILTERED_SHARE) or 0.0,
-        cores=cores,
+        cores=None if cores is None else max(1.0, cores - _cpu_s(late, *BESIDE) / _step_s(begun, late)),
+        rollouter_s=_cpu_s(late, Metric.CPU_ROLLOUTER) / scenario.samples_per_step,
     )
     return costs if cores is None else uncontended(costs, late, scenario)
 
@@ -141,7 +148,9 @@ def _training(late: Sequence[Mapping[str, float | None]], scenario: Scenario) ->
     step_s, token_s = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.asarray(seconds))
     if np.std(tokens) < 0.05 * np.mean(tokens):
         step_s, token_s = 0.0, sum(seconds) / max(1.0, sum(tokens))
-    return TrainingCosts(step_s=step_s, token_s=token_s, num_ranks=scenario.num_ranks)
+    return TrainingCosts(
+        step_s=step_s, token_s=token_s, num_ranks=scenario.num_ranks, num_threads=scenario.num_threads or 1
+    )
 
 
 def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
@@ -166,6 +175,23 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
     )
 
 
+def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> float:
+    """CPU seconds of an optimizer step, from counts that are told now and then: between two lines in which they have
+    changed."""
+    seconds = 0.0
+    for metric in metrics:
+        told = [(i, value) for i, line in enumerate(late) if (value := line.get(metric)) is not None]
+        changed = [now for before, now in itertools.pairwise(told) if now[1] > before[1]]
+        if len(changed) >= 2:
+            (first, begun), (last, ended) = changed[0], changed[-1]
+            seconds += (ended - begun) / (last - first)
+    return seconds
+
+
+def _step_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
+    return fmean(wall_s for wall_s, _ in _walls(begun, late)) or 1e-9
+
+
 def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
     return fmean(
         wall_s * ((line.get(Metric.TRAINER_PLANNING) or 0.0) + (line.get(Metric.TRAINER_CHECKPOINT) or 0.0))
@@ -182,7 +208,11 @@ def _walls(
 
 
 def _generation(
-    run: RunFiles, traced: Traced, scenario: Scenario, late: Sequence[Mapping[str, float | None]]
+    run: RunFiles,
+    traced: Traced,
+    scenario: Scenario,
+    begun: Mapping[str, float | None],
+    late: Sequence[Mapping[str, float | None]],
 ) -> GenerationCosts:
     requests = [r for r in traced.requests if r.tokens > 0 and r.stop > r.start]
     if len(requests) < FEWEST_REQUESTS:
@@ -196,6 +226,8 @@ def _generation(
     seconds = _without_publishes(requests, run)
     decoding = np.minimum(shared, slots)
     latency_s, token_s, shared_s = _fit(np.column_stack([np.ones(len(tokens)), tokens, tokens * decoding]), seconds)
+    if counted := _decode_step(begun, late, scenario):
+        token_s, shared_s = counted
     most = max(2, round(float(decoding.max())))
     packed = fmean((line.get(Metric.TRAIN_SPEED) or 0.0) * (line.get(Metric.TRAIN_TIME) or 0.0) for line in late)
     response = fmean(line.get(Metric.RESPONSE_TOKENS) or 0.0 for line in late)
@@ -206,6 +238,27 @@ def _generation(
         lengths=LengthCosts(quantiles=tuple(float(q) for q in quantiles)),
         latency_s=latency_s,
     )
+
+
+def _decode_step(
+    begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario
+) -> tuple[float, ...] | None:
+    """Seconds of a decode step and of each of its tokens; None: the engine does not count its steps."""
+    rows = []
+    for wall_s, line in _walls(begun, late):
+        if batch := line.get(Metric.DECODE_BATCH):
+            tokens = (line.get(Metric.ROLLOUT_SPEED) or 0.0) * wall_s
+            rows.append((tokens / batch, tokens, _busy_share(line, scenario) * wall_s))
+    if len(rows) < FEWEST_STEPS:
+        return None
+    steps, tokens, busy_s = np.asarray(rows).T
+    return _fit(np.column_stack([steps, tokens]), busy_s)
+
+
+def _busy_share(line: Mapping[str, float | None], scenario: Scenario) -> float:
+    """Replicas that are busy, as a mean over the step."""
+    replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # others may have joined
+    return (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0)) * replicas
 
 
 def _neighbours(requests: Sequence[TracedRequest]) -> np.ndarray:
@@ -262,33 +315,34 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
 
 def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> CostModel:
     """The costs without the slowdown by shared cores: simulated with it, training and decoding take the time that they
-    took in the run.
+    took in the run; and in mode sync, where the trainer waits as long as a batch takes, so does its wait.
 
     Args:
         late: the lines of metrics.jsonl after the warm-up.
     """
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
-    busy = fmean(
-        (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0))
-        * max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # others may have joined
-        for line in late
-    )
-    speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late) / max(1e-9, busy)
+    waited = fmean(line.get(Metric.IDLE_TRAINER) or 0.0 for line in late)
+    speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late)
+    speed /= max(1e-9, fmean(_busy_share(line, scenario) for line in late))
     for _ in range(_ROUNDS):
         steps = Simulation(scenario, costs).run(num_steps(scenario))
         first = max(1, int(WARM_UP_SHARE * len(steps)))
         late_s = fmean(step.trained - step.leased for step in steps[first:])
         busy_s = steps[-1].busy_s - steps[first - 1].busy_s
         simulated = sum(step.tokens + step.masked for step in steps[first:]) / max(1e-9, busy_s)
-        costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0)
+        waited_s = fmean(step.waited_s for step in steps[first:])
+        rest_s = (steps[-1].ended - steps[first - 1].ended) / len(steps[first:]) - waited_s
+        more_s = rest_s * waited / max(1e-9, 1.0 - waited) - waited_s if scenario.max_lag == 0 else 0.0
+        costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0, more_s)
     return costs
 
 
-def _scaled(costs: CostModel, training: float, decoding: float) -> CostModel:
+def _scaled(costs: CostModel, training: float, decoding: float, latency_s: float) -> CostModel:
     generation, trained = costs.generation, costs.training
     points = tuple((n, seconds * decoding) for n, seconds in generation.decode_step_s)
+    latency_s = max(0.0, generation.latency_s + latency_s)
     return replace(
         costs,
-        generation=replace(generation, decode_step_s=points),
+        generation=replace(generation, decode_step_s=points, latency_s=latency_s),
         training=replace(trained, step_s=trained.step_s * training, token_s=trained.token_s * training),
     )

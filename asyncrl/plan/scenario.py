@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Interrupt, Recipe
+from asyncrl.config.threads import trainer_threads
 from asyncrl.queue.pacing import PacingName
 from asyncrl.queue.staleness import OnOverdue
 
@@ -17,6 +19,7 @@ class Scenario:
     Attributes:
         empties_queue: a publish waits until no group is being generated or can be admitted.
         decodes_at_once: requests that one replica decodes at once.
+        num_threads: of each trainer rank; None: nobody shares cores.
         rolling_replicas: replicas that a publish reaches at once; None: all.
         response_limit: tokens of the longest response.
     """
@@ -32,6 +35,7 @@ class Scenario:
     num_replicas: int = 1
     decodes_at_once: int = 256
     num_ranks: int = 1
+    num_threads: int | None = None
     num_epochs: int = 1
     rolling_replicas: int | None = None
     response_limit: float = float("inf")
@@ -41,8 +45,13 @@ class Scenario:
     seed: int = 0
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Scenario:
-        """Raises ConfigError: the simulation does not know how the recipe's parts take turns."""
+    def of(cls, recipe: Recipe, cores: float | None = None) -> Scenario:
+        """
+        Args:
+            cores: that ranks and replicas share; None: each has its own.
+
+        Raises ConfigError: the simulation does not know how the recipe's parts take turns.
+        """
         require(
             not recipe.is_colocated or recipe.mode == "sync",
             asked=f"a forecast of placement=colocated in mode {recipe.mode}",
@@ -62,6 +71,7 @@ class Scenario:
             num_replicas=recipe.rollout.num_replicas,
             decodes_at_once=recipe.rollout.settings.decodes_at_once,
             num_ranks=recipe.trainer.num_ranks,
+            num_threads=None if cores is None else trainer_threads(recipe, cores=math.ceil(cores)),
             num_epochs=recipe.batch.num_epochs,
             rolling_replicas=recipe.weights.rolling_replicas if rolls else None,
             response_limit=recipe.longest_response_tokens,

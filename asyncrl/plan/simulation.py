@@ -97,7 +97,8 @@ class DrawnWorkload:
         return np.random.default_rng([self._scenario.seed, ordinal, 1]).random() < self._costs.filtered_share
 
     def training_s(self, step: int, tokens: float) -> float:
-        return self._costs.training.seconds(tokens * self._scenario.num_epochs, self._scenario.num_ranks)
+        scenario = self._scenario
+        return self._costs.training.seconds(tokens * scenario.num_epochs, scenario.num_ranks, scenario.num_threads)
 
 
 class Simulation:
@@ -138,6 +139,8 @@ class Simulation:
         self._wall = 0.0
         self._busy = 0
         self._busy_s = 0.0
+        self._rollouter_s = 0.0
+        """Work of the rollouter that is still to be done."""
         self._training = False
         self._asks = False
         self._drains = False
@@ -164,16 +167,19 @@ class Simulation:
     def _pass(self, seconds: float) -> None:
         if seconds <= 0:
             return
+        beside = min(seconds, self._rollouter_s)
+        self._rollouter_s -= beside
+        wall = beside * self._slowdown(rollouters=1) + (seconds - beside) * self._slowdown()
         self._work += seconds
-        self._wall += seconds * self._slowdown()
-        self._busy_s += seconds * self._slowdown() * self._busy
+        self._wall += wall
+        self._busy_s += wall * self._busy
 
-    def _slowdown(self) -> float:
-        """Wall seconds of a second of work."""
+    def _slowdown(self, rollouters: int = 0) -> float:
+        """Wall seconds of a second of work. `rollouters`: that are busy."""
         if self._costs.cores is None:
             return 1.0
-        wanted = self._busy + (self._scenario.num_ranks if self._training else 0)
-        return max(1.0, wanted / self._costs.cores)
+        training = self._scenario.num_ranks * (self._scenario.num_threads or 1) if self._training else 0
+        return max(1.0, (self._busy + training + rollouters) / self._costs.cores)
 
     def _after(self, seconds: float, happens: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self._work + max(0.0, seconds), next(self._numbers), happens, arguments))
@@ -356,9 +362,11 @@ class Simulation:
             return  # something has changed since: another event says when
         for request in replica.ended(self._work):
             self._router.done(replica.replica_id)
+            self._rollouter_s += self._costs.rollouter_s
             request.group.left -= 1
             if request.group.left == 0:
-                self._after(self._costs.generation.latency_s + self._costs.reward_s, self._put, request.group)
+                waits_s = self._rollouter_s + self._costs.generation.latency_s + self._costs.reward_s
+                self._after(waits_s, self._put, request.group)
         self._reschedule(replica)
 
     def _put(self, group: SimulatedGroup) -> None:

@@ -154,7 +154,8 @@ class Generation:
 class EngineHealth:
     """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
     `generated_tokens` counts since start, and so does `preemptions`: requests that the engine took out of its KV cache
-    to make room, and computes again. None: the engine does not say."""
+    to make room, and computes again; and `decode_steps`: passes of the model that sampled. None: the engine does not
+    say."""
 
     alive: bool
     running: int
@@ -164,6 +165,7 @@ class EngineHealth:
     generated_tokens: int
     detail: str = ""
     preemptions: int | None = None
+    decode_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

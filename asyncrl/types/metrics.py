@@ -103,6 +103,7 @@ class Metric(StrEnum):
     LAG_KL = "lag/kl/", "nats", NONE, "with a bucket: `train/kl_behavior` of the tokens of this lag"
 
     ROLLOUT_SPEED = "rollout/tokens_per_s", "tokens/s", HIGHER, "tokens sampled by all replicas, those for clients of rollout.serve included, per wall time"
+    DECODE_BATCH = "rollout/decode_batch_mean", "requests", HIGHER, "tokens that a decode step of a replica samples, mean over those of this step; of engines torch and vllm"
     PREEMPTIONS = "rollout/preemptions", "requests", LOWER, "requests that engines took out of a full KV cache in this step, to compute them again; of engine vllm"
     SEGMENTS = "rollout/segments_mean", "segments", NONE, "mean number of segments of a trained trajectory"
     INTERRUPTED = "rollout/interrupted_fraction", "share", NONE, "trained trajectories with tokens of more than one version"
@@ -209,7 +210,8 @@ class Metric(StrEnum):
 
 _SOMETIMES = (
     *(Metric.REWARD_ZERO_SIGNAL, Metric.REPREFILLED, Metric.KL_REFERENCE, Metric.ADVANTAGE_MEAN),
-    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS, Metric.KL_TEACHER, Metric.KL_TEACHER_TOP, Metric.PREEMPTIONS),
+    *(Metric.ROUTER_BALANCE, Metric.SPARE_REPLICAS, Metric.KL_TEACHER, Metric.KL_TEACHER_TOP),
+    *(Metric.DECODE_BATCH, Metric.PREEMPTIONS),
 )
 REQUIRED = frozenset(metric for metric in Metric if metric.is_required)
 FAMILIES = tuple(metric for metric in Metric if metric.is_family)

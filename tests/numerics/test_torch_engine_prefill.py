@@ -134,3 +134,16 @@ def test_the_samples_of_one_prompt_share_its_prefill(small_path):
     for request in (*group, *other):
         alone = Driven(small_path, [request], {}, prefill_tokens=64)
         assert alone.ids(request) == driven.ids(request)
+
+
+def test_prompts_of_like_lengths_are_prefilled_together_and_the_oldest_first(small_path):
+    """In the order of their arrival the seven prompts would take four passes, of 280 padded places."""
+    rng = np.random.default_rng(2)
+    requests = [
+        make_request(prompt=rng.integers(0, 128, 1 + length).tolist(), max_tokens=8, temperature=0.0)
+        for length in (40, 8, 38, 0, 39, 7, 9, 8)
+    ]
+    driven = Driven(small_path, requests, {}, prefill_tokens=120)
+    assert driven.runner.passes == [(3, 0, 40), (4, 0, 9)]
+    for request in requests:
+        assert driven.ids(request) == greedy_continuation(random_qwen3(**SMALL), request.prompt_ids, 8)

@@ -99,11 +99,32 @@ def test_processes_that_share_a_core_slow_each_other_down():
     assert shared.step_s > 1.3 * alone.step_s
 
 
+def test_a_rank_wants_a_core_for_each_thread():
+    """Training alone, from the first step to the last: with more threads than cores nothing is gained."""
+    costs = model(training_s=10.0, publish_s=0.11, loop_s=0, cores=2.0)
+    alone, two, four = (forecast(costs, num_threads=n).step_s - 0.11 for n in (1, 2, 4))
+    assert alone == pytest.approx(10.0, rel=0.02)
+    assert two == pytest.approx(10.0 / 2 / 0.7, rel=0.1)
+    assert four > two
+
+
+def test_the_control_plane_takes_its_share_of_the_cores():
+    """Work of 0.2 s for each of 8 responses a step, on a core that training wants alone."""
+    costs = model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(2.0, 2.0), cores=1.0)
+    without, with_it = forecast(costs), forecast(replace(costs, rollouter_s=0.2))
+    assert with_it.step_s == pytest.approx(without.step_s + 8 * 0.2, rel=0.02)
+    assert forecast(replace(costs, rollouter_s=0.2, cores=3.0)).step_s == pytest.approx(3.11, rel=0.01)
+
+
 def test_ranks_share_the_tokens_less_what_each_doubling_costs():
     training = TrainingCosts(token_s=1e-3, step_s=0.5, num_ranks=2, efficiency=0.8)
     assert training.seconds(1000, 2) == pytest.approx(1.5)
     assert training.seconds(1000, 8) == pytest.approx(0.5 + 1.0 / 4 / 0.8**2)
     assert training.seconds(1000, 1) == pytest.approx(0.5 + 2.0 * 0.8)
+    threaded = replace(training, num_threads=2, thread_efficiency=0.6)
+    assert threaded.seconds(1000, 2, 2) == threaded.seconds(1000, 2) == pytest.approx(1.5)
+    assert threaded.seconds(1000, 2, 1) == pytest.approx(1.5 * 2 * 0.6)
+    assert threaded.seconds(1000, 2, 8) == pytest.approx(1.5 / 4 / 0.6**2)
 
 
 def test_a_drained_publish_waits_for_the_longest_response():
@@ -221,6 +242,7 @@ scenarios = st.builds(
     num_replicas=st.integers(1, 5),
     decodes_at_once=st.integers(1, 20),
     num_ranks=st.integers(1, 2),
+    num_threads=st.integers(1, 3),
     rolling_replicas=st.sampled_from([None, 1, 2]),
     dynamic_sampling=st.booleans(),
     seed=st.integers(0, 1000),
@@ -240,6 +262,7 @@ cost_models = st.builds(
         loop_s=0.01,
         filtered_share=share,
         cores=cores,
+        rollouter_s=0.02,
     ),
     st.floats(0, 3),
     st.floats(0.01, 3),
@@ -268,7 +291,7 @@ def test_what_holds_of_every_run(drawn, costs):
         assert step.masked == 0 or scenario.on_overdue == "mask"
         assert step.waited_s >= 0
         trained = (step.tokens + step.masked) + 30 * scenario.samples_per_step
-        least = costs.training.seconds(trained, scenario.num_ranks)
+        least = costs.training.seconds(trained, scenario.num_ranks, scenario.num_threads)
         assert step.trained - step.leased >= least * (1 - 1e-9)
         if costs.cores is None:
             assert step.trained - step.leased == pytest.approx(least)

@@ -59,6 +59,9 @@ def run_directory(tmp_path):
             Metric.MASKED_TOKENS: 0.0,
             Metric.ROLLOUT_SPEED: 5000.0,
             Metric.TRAINER_EVALUATION: 0.5 if step == STEPS - 1 else 0.0,
+            Metric.CPU_COORDINATOR: 3.0 + 0.05 * step,
+            # These two are told by health checks, every third step.
+            **({Metric.CPU_QUEUE: 1.0 + 0.25 * (step // 3), Metric.CPU_ROLLOUTER: 2.0 + step // 3} if step > 2 else {}),
         }
         for step in range(STEPS)
     ]
@@ -100,8 +103,32 @@ def test_the_costs_of_a_run_are_found_again(run_directory):
     assert costs.reward_s == pytest.approx(REST_S)
     assert costs.loop_s == pytest.approx(0.025 * STEP_S)
     assert costs.filtered_share == 0.25
+    assert costs.rollouter_s == pytest.approx(1.0 / 3 / 256)
     assert generation.lengths.quantiles[0] == 20
     assert generation.lengths.quantiles[-1] == 34
+
+
+def test_counted_decode_steps_say_what_a_step_costs_beside_its_tokens(run_directory):
+    """Of two replicas, a quarter busy or less: S steps with N tokens take S a + N d."""
+    own_s, token_s, replicas = 0.002, 3e-5, 2
+    lines = []
+    for number, text in enumerate((run_directory / "metrics.jsonl").read_text().splitlines()):
+        steps, tokens = 100 + 7 * (number % 5), 8000 + 100 * (number % 3)
+        busy_s = steps * own_s + tokens * token_s
+        counted = {
+            Metric.DECODE_BATCH: tokens / steps,
+            Metric.ROLLOUT_SPEED: tokens / STEP_S,
+            Metric.IDLE_ROLLOUT: 1 - busy_s / STEP_S / replicas,
+        }
+        lines.append(json.dumps(json.loads(text) | counted))
+    (run_directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = fitted(run_directory).generation
+    assert [s for _, s in found.decode_step_s] == pytest.approx([own_s + token_s, own_s + 16 * token_s])
+    assert found.latency_s == pytest.approx(LATENCY_S, rel=0.05)
+
+
+def test_what_the_queue_and_the_coordinator_take_is_not_shared(run_directory):
+    assert fitted(run_directory, cores=3.0).cores == pytest.approx(3.0 - (0.05 + 0.25 / 3) / STEP_S)
 
 
 def test_what_a_run_came_to_leaves_evaluations_out(run_directory):

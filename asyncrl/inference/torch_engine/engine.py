@@ -173,7 +173,8 @@ class TorchEngine:
         running = counters.running if self._alive else 0
         waiting = max(0, len(self._streams) - running)
         version, busy_s, generated = counters.version, counters.busy_s, counters.generated_tokens
-        return EngineHealth(self._alive, running, waiting, version, busy_s, generated, self._detail)
+        steps = counters.decode_steps
+        return EngineHealth(self._alive, running, waiting, version, busy_s, generated, self._detail, decode_steps=steps)
 
     async def stop(self) -> None:
         if self._stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections import deque
@@ -59,6 +60,7 @@ class Counters:
     version: int | None = None
     busy_s: float = 0.0
     generated_tokens: int = 0
+    decode_steps: int = 0
     abort_s: float = 0.0
     """Time that the last abort or abort-pause took inside the thread."""
 
@@ -260,30 +262,33 @@ class DecodeLoop:
             self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop", extra)
 
     def _admit(self) -> _Wave | None:
-        """Takes requests from the queue, in order, as many as fit into the free slots and one prefill pass.
+        """Takes requests that have a free slot, as many as fit into one prefill pass: the oldest one, and those whose
+        prompts are nearest to it in length. A pass pads its prompts to the longest, and after a publish under
+        abort_resume responses of every length begin again at once.
 
         Prompts that differ only in their last token are prefilled once. The decode step always feeds the last token, so
         the first sampled token is computed like any other.
         """
         free = self._slots.num_slots - self._slots.n
         prompts: dict[bytes, list[GenerationRequest]] = {}
-        width = 0
-        while self._waiting and free > 0:
-            request = self._waiting[0]
+        for request in itertools.islice(self._waiting, free):
             cached = request.prompt_ids[:-1].astype(np.int32, copy=False)  # one dtype: equal bytes are equal prompts
-            if len(cached) == 0:
-                self._slots.add(self._waiting.popleft())
-            else:
-                key = cached.tobytes()
-                wider = max(width, len(cached))
-                if prompts and key not in prompts and (len(prompts) + 1) * wider > self._runner.prefill_tokens:
-                    break
-                prompts.setdefault(key, []).append(self._waiting.popleft())
-                width = wider
-            free -= 1
-        if not prompts:
-            return None
-        return _Wave(Prefill([same[0].prompt_ids[:-1] for same in prompts.values()]), list(prompts.values()))
+            prompts.setdefault(cached.tobytes(), []).append(request)
+        taken = prompts.pop(b"", [])  # nothing to prefill
+        for request in taken:
+            self._slots.add(request)
+        wave, width = [], 0
+        first = len(next(iter(prompts), b""))
+        for same in (prompts[key] for key in sorted(prompts, key=lambda key: abs(len(key) - first))):
+            width = max(width, len(same[0].prompt_ids) - 1)
+            if wave and (len(wave) + 1) * width > self._runner.prefill_tokens:
+                break
+            wave.append(same)
+            taken = [*taken, *same]
+        ids = {request.request_id for request in taken}
+        seen = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        self._waiting.extendleft(request for request in reversed(seen) if request.request_id not in ids)
+        return _Wave(Prefill([same[0].prompt_ids[:-1] for same in wave]), wave) if wave else None
 
     def _seat(self, wave: _Wave) -> None:
         places: list[int] = []
@@ -310,6 +315,7 @@ class DecodeLoop:
         tokens, logprobs = drawn.cpu().numpy(), drawn_logprobs.cpu().numpy()
         self._require_finite(logprobs)
         self.counters.generated_tokens += slots.n
+        self.counters.decode_steps += 1
         due = slots.advance(tokens, logprobs, experts, kept)
         for row in due.full.tolist():
             self._emit_row(row, None)

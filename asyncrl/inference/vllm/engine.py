@@ -74,8 +74,10 @@ class VllmEngine(ProcessEngine[VllmStream]):
         await self._ask(self._freeze_inside())  # vLLM resumes when it wakes
 
     def health(self) -> EngineHealth:
-        counted = self._launcher.preemptions
-        return replace(super().health(), preemptions=None if counted is None else counted.value)
+        found, counts = super().health(), self._launcher.counts
+        if counts is None:
+            return found
+        return replace(found, preemptions=counts.preemptions, decode_steps=counts.decode_steps)
 
     # -- what `ProcessEngine` asks for ---------------------------------------------------------------------------
 

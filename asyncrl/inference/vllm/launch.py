@@ -14,7 +14,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.vllm.preemptions import VARIABLE, PreemptionCount, scheduler_class
+from asyncrl.inference.vllm.scheduler_counts import VARIABLE, SchedulerCounts, scheduler_class
 from asyncrl.inference.vllm.support import RECORDING, check_vllm
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
@@ -105,7 +105,7 @@ class Launcher:
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
         self.started: Future[Any] = Future()
         """The AsyncLLM; or ConfigError, or whatever vLLM raised."""
-        self.preemptions: PreemptionCount | None = None
+        self.counts: SchedulerCounts | None = None
         """From the start on; None before it, and with a scheduler of the user's own."""
         self._arguments = (model, settings, load_real_weights, seed)
         self._stop = threading.Event()
@@ -128,15 +128,14 @@ class Launcher:
         try:
             check_vllm()
             if "scheduler_cls" not in settings.engine_args:
-                self.preemptions = PreemptionCount()
-            count = self.preemptions
-            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, preemptions=count)
+                self.counts = SchedulerCounts()
+            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, counts=self.counts)
         except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the start gets it
             self.started.set_exception(error)
             return
         finally:
-            if self.preemptions is not None:
-                self.preemptions.unlink()
+            if self.counts is not None:
+                self.counts.unlink()
         self.started.set_result(llm)
         self._stop.wait()
         llm.shutdown(timeout=_SHUTDOWN_S)
@@ -159,9 +158,9 @@ def _launch(
     *,
     load_real_weights: bool,
     seed: int,
-    preemptions: PreemptionCount | None,
+    counts: SchedulerCounts | None,
 ) -> Any:
-    """`preemptions`: what counts them, if anything does."""
+    """`counts`: where its scheduler counts, if it does."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.system_utils import set_env_var
@@ -171,15 +170,15 @@ def _launch(
     arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
     with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
         environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
-        if preemptions is not None:
-            environment.enter_context(set_env_var(VARIABLE, str(preemptions.path)))
+        if counts is not None:
+            environment.enter_context(set_env_var(VARIABLE, str(counts.path)))
         if on_cpu:
             if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
         scheduler = config.scheduler_config
-        if preemptions is not None and scheduler.scheduler_cls is None:
+        if counts is not None and scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
         if on_cpu and _fork_is_safe():
             environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))

@@ -17,7 +17,7 @@ from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.inference.vllm.preemptions import hide_warning
+from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 

@@ -1,7 +1,7 @@
-"""How often vLLM takes a running request out of its KV cache to make room, and computes it again later.
+"""How many passes vLLM's model makes, and how often vLLM takes a running request out of its KV cache to make room.
 
 vLLM tells it only with all of its statistics, which cost its front end a share of every token. Here its scheduler adds
-to a number in memory that the owner reads. This module imports vLLM only when it is imported in vLLM's own process.
+to numbers in memory that the owner reads. This module imports vLLM only when it is imported in vLLM's own process.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "ASYNCRL_VLLM_PREEMPTIONS"
-"""Environment variable of vLLM's processes: the file with the number."""
-_BYTES = 8
+VARIABLE = "ASYNCRL_VLLM_COUNTS"
+"""Environment variable of vLLM's processes: the file with the numbers."""
+_PREEMPTIONS, _STEPS = slice(0, 8), slice(8, 16)
+_BYTES = 16
 
 
-class PreemptionCount:
-    """The owner's end: a file of 8 bytes, which has no name any more once vLLM has started."""
+class SchedulerCounts:
+    """The owner's end: a file of 16 bytes, which has no name any more once vLLM has started."""
 
     def __init__(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="asyncrl-preemptions-")
+        descriptor, name = tempfile.mkstemp(prefix="asyncrl-vllm-counts-")
         try:
             os.truncate(descriptor, _BYTES)
             self._memory = mmap.mmap(descriptor, _BYTES)
@@ -31,8 +32,12 @@ class PreemptionCount:
         self.path = Path(name)
 
     @property
-    def value(self) -> int:
-        return int.from_bytes(self._memory[:], "little")
+    def preemptions(self) -> int:
+        return _read(self._memory, _PREEMPTIONS)
+
+    @property
+    def decode_steps(self) -> int:
+        return _read(self._memory, _STEPS)
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -48,13 +53,27 @@ def hide_warning() -> None:
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: __name__ not in record.getMessage())
 
 
+def _read(memory: mmap.mmap, place: slice) -> int:
+    return int.from_bytes(memory[place], "little")
+
+
+def _add_one(memory: mmap.mmap, place: slice) -> None:
+    memory[place] = (_read(memory, place) + 1).to_bytes(8, "little")
+
+
 def _counting(base: Any) -> Any:
     class Counting(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._resets = 0
             with Path(os.environ[VARIABLE]).open("r+b") as file:
-                self._count = mmap.mmap(file.fileno(), _BYTES)
+                self._counts = mmap.mmap(file.fileno(), _BYTES)
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            scheduled = super().schedule(*args, **kwargs)
+            if scheduled.total_num_scheduled_tokens:
+                _add_one(self._counts, _STEPS)
+            return scheduled
 
         def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
             self._resets += 1  # what is taken out now is not for want of room
@@ -66,7 +85,7 @@ def _counting(base: Any) -> Any:
         def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
             super()._preempt_request(*args, **kwargs)
             if not self._resets:
-                self._count[:] = (int.from_bytes(self._count[:], "little") + 1).to_bytes(_BYTES, "little")
+                _add_one(self._counts, _PREEMPTIONS)
 
     return Counting
 
