@@ -375,6 +375,7 @@ class Coordinator:
                 Metric.CPU_QUEUE: queue_s,
                 Metric.CPU_TRAINERS: trainers_s,
                 Metric.CPU_ROLLOUTER: rollout.cpu_s,
+                Metric.CPU_WORKERS: rollout.workers_cpu_s,
                 Metric.REPREFILLED: rollout.reprefilled_tokens,
                 **self._shares.since_last(rollout),
             }

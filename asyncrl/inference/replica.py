@@ -7,16 +7,13 @@ the replica is useless: its clients get the tokens that had been sampled, then `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
 from asyncrl.errors import (
     AsyncRLError,
@@ -30,6 +27,7 @@ from asyncrl.errors import (
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
+from asyncrl.observability.cpu_time import CpuTime
 from asyncrl.types import (
     Digest,
     GenerationRequest,
@@ -41,9 +39,6 @@ from asyncrl.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 10.0
-"""Between two looks for the processes of an engine."""
 
 
 class Outbox:
@@ -434,26 +429,6 @@ class Replica:
 def _owner(client_id: str) -> str:
     """The name of the client that owns this one: the part before the first slash."""
     return client_id.partition("/")[0]
-
-
-class CpuTime:
-    """CPU seconds of this process and of the engine's own processes. To find these takes a walk over all processes of
-    the machine: it is made every `LOOK_S`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._looked = clock, -math.inf
-        self._processes: list[psutil.Process] = []
-
-    def total_s(self) -> float:
-        if self._clock() - self._looked >= LOOK_S:
-            this, self._looked = psutil.Process(), self._clock()
-            self._processes = [this, *this.children(recursive=True)]
-        total = 0.0
-        for process in self._processes:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
 
 
 def _final(

@@ -102,7 +102,7 @@ class TrainingCosts:
     """Share of the speed of each rank that is left when the number of ranks doubles."""
     num_threads: PositiveInt = 1
     """Of each rank, on a CPU: those with which all of this was measured."""
-    thread_efficiency: PositiveShare = 0.7
+    thread_efficiency: PositiveShare = 0.65
     """Share of the speed of each thread that is left when their number doubles."""
 
     def seconds(self, tokens: float, ranks: int, threads: int | None = None) -> float:
@@ -146,11 +146,14 @@ class CostModel:
     filtered_share: Share = 0.0
     """Share of the groups whose rewards are all equal. Read with algorithm.dynamic_sampling."""
     cores: Positive | None = None
-    """Cores that replicas, ranks and the rollouter share, less what all else takes of them: a busy replica wants one, a
-    busy rank one for each thread, the rollouter one while it has work, and where they want more than there are,
-    everything slows down alike. Null: each has its own."""
+    """Cores that all processes share: a busy replica wants one, a busy rank one for each thread, the rollouter one, and
+    the processes beside it one, while they have work. Where they want more than there are, everything slows down alike.
+    Null: each has its own."""
     rollouter_s: NonNegative = 0.0
-    """CPU seconds of the rollouter for each response, one response after the other."""
+    """CPU seconds of the rollouter for each response, one response after the other: its group waits for them."""
+    beside_s: NonNegative = 0.0
+    """The same of the queue, the coordinator and the rollouter's worker processes, together. Nothing waits for them;
+    read with `cores`."""
 
 
 def read_costs(text: str, name: str) -> CostModel:

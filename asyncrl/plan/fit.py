@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.forecast import WARM_UP_SHARE, Forecast, num_steps
 from asyncrl.plan.scenario import Scenario
-from asyncrl.plan.simulation import Simulation
+from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.report.run_files import RunFiles
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
@@ -35,8 +35,8 @@ from asyncrl.types.metrics import Metric
 NUM_QUANTILES = 21
 FEWEST_STEPS = 4
 FEWEST_REQUESTS = 20
-BESIDE = (Metric.CPU_COORDINATOR, Metric.CPU_QUEUE)
-"""CPU times of processes that take of the shared cores and are not simulated."""
+BESIDE = (Metric.CPU_COORDINATOR, Metric.CPU_QUEUE, Metric.CPU_WORKERS)
+"""CPU times of the processes that take a part in every response beside the rollouter."""
 _ROUNDS = 8
 """Of the adjustment to shared cores; each leaves a small part of the error."""
 
@@ -135,8 +135,9 @@ def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float
         reward_s=fmean(traced.rests_s),
         loop_s=_loop_s(begun, late),
         filtered_share=late[-1].get(Metric.FILTERED_SHARE) or 0.0,
-        cores=None if cores is None else max(1.0, cores - _cpu_s(late, *BESIDE) / _step_s(begun, late)),
+        cores=cores,
         rollouter_s=_cpu_s(late, Metric.CPU_ROLLOUTER) / scenario.samples_per_step,
+        beside_s=_cpu_s(late, *BESIDE) / scenario.samples_per_step,
     )
     return costs if cores is None else uncontended(costs, late, scenario)
 
@@ -186,10 +187,6 @@ def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> floa
             (first, begun), (last, ended) = changed[0], changed[-1]
             seconds += (ended - begun) / (last - first)
     return seconds
-
-
-def _step_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
-    return fmean(wall_s for wall_s, _ in _walls(begun, late)) or 1e-9
 
 
 def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
@@ -315,34 +312,49 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
 
 def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> CostModel:
     """The costs without the slowdown by shared cores: simulated with it, training and decoding take the time that they
-    took in the run; and in mode sync, where the trainer waits as long as a batch takes, so does its wait.
+    took in the run.
+
+    In mode sync the trainer's wait does so too: there it is as long as a batch takes. The rollouter and the processes
+    beside it work before and after the decoding there, and are taken to be no load beside it.
 
     Args:
         late: the lines of metrics.jsonl after the warm-up.
     """
+    in_turn = scenario.max_lag == 0
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
     waited = fmean(line.get(Metric.IDLE_TRAINER) or 0.0 for line in late)
     speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late)
     speed /= max(1e-9, fmean(_busy_share(line, scenario) for line in late))
     for _ in range(_ROUNDS):
-        steps = Simulation(scenario, costs).run(num_steps(scenario))
-        first = max(1, int(WARM_UP_SHARE * len(steps)))
-        late_s = fmean(step.trained - step.leased for step in steps[first:])
-        busy_s = steps[-1].busy_s - steps[first - 1].busy_s
-        simulated = sum(step.tokens + step.masked for step in steps[first:]) / max(1e-9, busy_s)
-        waited_s = fmean(step.waited_s for step in steps[first:])
-        rest_s = (steps[-1].ended - steps[first - 1].ended) / len(steps[first:]) - waited_s
-        more_s = rest_s * waited / max(1e-9, 1.0 - waited) - waited_s if scenario.max_lag == 0 else 0.0
-        costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0, more_s)
+        steps = _late_steps(scenario, replace(costs, rollouter_s=0.0, beside_s=0.0) if in_turn else costs)
+        late_s = fmean(step.trained - step.leased for step in steps[1:])
+        busy_s = steps[-1].busy_s - steps[0].busy_s
+        simulated = sum(step.tokens + step.masked for step in steps[1:]) / max(1e-9, busy_s)
+        costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0)
+        if in_turn:
+            steps = _late_steps(scenario, costs)
+            waited_s = fmean(step.waited_s for step in steps[1:])
+            rest_s = (steps[-1].ended - steps[0].ended) / (len(steps) - 1) - waited_s
+            costs = _later(costs, rest_s * waited / max(1e-9, 1.0 - waited) - waited_s)
     return costs
 
 
-def _scaled(costs: CostModel, training: float, decoding: float, latency_s: float) -> CostModel:
+def _late_steps(scenario: Scenario, costs: CostModel) -> list[SimulatedStep]:
+    """The last step of the warm-up and those after it."""
+    steps = Simulation(scenario, costs).run(num_steps(scenario))
+    return steps[max(1, int(WARM_UP_SHARE * len(steps))) - 1 :]
+
+
+def _later(costs: CostModel, seconds: float) -> CostModel:
+    latency_s = max(0.0, costs.generation.latency_s + seconds)
+    return replace(costs, generation=replace(costs.generation, latency_s=latency_s))
+
+
+def _scaled(costs: CostModel, training: float, decoding: float) -> CostModel:
     generation, trained = costs.generation, costs.training
     points = tuple((n, seconds * decoding) for n, seconds in generation.decode_step_s)
-    latency_s = max(0.0, generation.latency_s + latency_s)
     return replace(
         costs,
-        generation=replace(generation, decode_step_s=points, latency_s=latency_s),
+        generation=replace(generation, decode_step_s=points),
         training=replace(trained, step_s=trained.step_s * training, token_s=trained.token_s * training),
     )

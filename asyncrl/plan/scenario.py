@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from asyncrl.config.checks import require
@@ -71,7 +70,7 @@ class Scenario:
             num_replicas=recipe.rollout.num_replicas,
             decodes_at_once=recipe.rollout.settings.decodes_at_once,
             num_ranks=recipe.trainer.num_ranks,
-            num_threads=None if cores is None else trainer_threads(recipe, cores=math.ceil(cores)),
+            num_threads=None if cores is None else trainer_threads(recipe, cores=max(1, round(cores))),
             num_epochs=recipe.batch.num_epochs,
             rolling_replicas=recipe.weights.rolling_replicas if rolls else None,
             response_limit=recipe.longest_response_tokens,

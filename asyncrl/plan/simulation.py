@@ -139,8 +139,8 @@ class Simulation:
         self._wall = 0.0
         self._busy = 0
         self._busy_s = 0.0
-        self._rollouter_s = 0.0
-        """Work of the rollouter that is still to be done."""
+        self._left_s = [0.0, 0.0]
+        """Work that is still to be done by the rollouter, and by the processes beside it."""
         self._training = False
         self._asks = False
         self._drains = False
@@ -165,21 +165,22 @@ class Simulation:
     # -- the clock -----------------------------------------------------------------------------------------------
 
     def _pass(self, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        beside = min(seconds, self._rollouter_s)
-        self._rollouter_s -= beside
-        wall = beside * self._slowdown(rollouters=1) + (seconds - beside) * self._slowdown()
-        self._work += seconds
-        self._wall += wall
-        self._busy_s += wall * self._busy
+        while seconds > 0:
+            working = [left for left in self._left_s if left > 0]
+            passed = min([seconds, *working])
+            wall = passed * self._slowdown(len(working))
+            self._left_s = [max(0.0, left - passed) for left in self._left_s]
+            self._work += passed
+            self._wall += wall
+            self._busy_s += wall * self._busy
+            seconds -= passed
 
-    def _slowdown(self, rollouters: int = 0) -> float:
-        """Wall seconds of a second of work. `rollouters`: that are busy."""
+    def _slowdown(self, others: int = 0) -> float:
+        """Wall seconds of a second of work. `others`: of the rollouter and what works beside it, how many have work."""
         if self._costs.cores is None:
             return 1.0
         training = self._scenario.num_ranks * (self._scenario.num_threads or 1) if self._training else 0
-        return max(1.0, (self._busy + training + rollouters) / self._costs.cores)
+        return max(1.0, (self._busy + training + others) / self._costs.cores)
 
     def _after(self, seconds: float, happens: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self._work + max(0.0, seconds), next(self._numbers), happens, arguments))
@@ -362,12 +363,16 @@ class Simulation:
             return  # something has changed since: another event says when
         for request in replica.ended(self._work):
             self._router.done(replica.replica_id)
-            self._rollouter_s += self._costs.rollouter_s
-            request.group.left -= 1
-            if request.group.left == 0:
-                waits_s = self._rollouter_s + self._costs.generation.latency_s + self._costs.reward_s
-                self._after(waits_s, self._put, request.group)
+            self._after(self._costs.generation.latency_s, self._collect, request.group)
         self._reschedule(replica)
+
+    def _collect(self, group: SimulatedGroup) -> None:
+        """The rollouter has a response of the group."""
+        self._left_s[0] += self._costs.rollouter_s
+        self._left_s[1] += self._costs.beside_s
+        group.left -= 1
+        if group.left == 0:
+            self._after(self._left_s[0] + self._costs.reward_s, self._put, group)
 
     def _put(self, group: SimulatedGroup) -> None:
         if self._groups.pop((group.ordinal, group.attempt), None) is None:

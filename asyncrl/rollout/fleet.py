@@ -80,6 +80,7 @@ def together(stats: Sequence[RolloutStats]) -> RolloutStats:
         requests=sum(one.requests for one in stats),
         replicas=tuple(sorted({i for one in stats for i in one.replicas})),
         cpu_s=sum(one.cpu_s for one in stats),
+        workers_cpu_s=sum(one.workers_cpu_s for one in stats),
         reprefilled_tokens=sum(one.reprefilled_tokens for one in stats),
         cancelled_groups=sum(one.cancelled_groups for one in stats),
         replica_s=dict(seconds),

@@ -30,6 +30,7 @@ from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, s
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied, explain
+from asyncrl.observability.cpu_time import CpuTime
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards import RewardResult
 from asyncrl.rewards.group import added
@@ -114,6 +115,7 @@ class Rollouter:
         self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
+        self._cpu = CpuTime()
         self._failure: asyncio.Future[None] | None = None
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
@@ -269,6 +271,7 @@ class Rollouter:
             rows=0 if self._train is None else len(self._train.rows),
             dropped_rows=0 if self._train is None else self._train.num_dropped,
             cpu_s=cpu.user + cpu.system,
+            workers_cpu_s=self._cpu.below_s(),
             reprefilled_tokens=self.client.reprefilled_tokens,
             cancelled_groups=self._cancelled,
             replica_s={str(cause): seconds for cause, seconds in self._observe().items()},

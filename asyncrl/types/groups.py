@@ -185,9 +185,9 @@ class EndShares:
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
     """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
-    this process. Since its start: `reprefilled_tokens` of prompts and responses were sent again because a request was
-    interrupted; `cancelled_groups` were cancelled because the queue had ended them; `replica_s` are seconds of all
-    replicas together by cause, as `rollout.replica_time` has them."""
+    this process, `workers_cpu_s`: of those that it has started. Since its start: `reprefilled_tokens` of prompts and
+    responses were sent again because a request was interrupted; `cancelled_groups` were cancelled because the queue had
+    ended them; `replica_s` are seconds of all replicas together by cause, as `rollout.replica_time` has them."""
 
     pid: int
     groups: int
@@ -199,3 +199,4 @@ class RolloutStats:
     reprefilled_tokens: int = 0
     cancelled_groups: int = 0
     replica_s: Mapping[str, float] = field(default_factory=dict)
+    workers_cpu_s: float = 0.0

@@ -203,6 +203,7 @@ class Metric(StrEnum):
     CPU_COORDINATOR = "cpu/coordinator_s", "s", LOWER, "CPU time of the driver since it started"
     CPU_QUEUE = "cpu/queue_s", "s", LOWER, "CPU time of the message queue since it started, at the last health check"
     CPU_ROLLOUTER = "cpu/rollouter_s", "s", LOWER, "CPU time of the rollouter since it started, at the last health check"
+    CPU_WORKERS = "cpu/workers_s", "s", LOWER, "CPU time of the rollouter's processes for rewards, environments and other code of the user since they started, at the last health check"
     CPU_REPLICAS = "cpu/replicas_s", "s", LOWER, "CPU time of all replicas since they started"
     CPU_TRAINERS = "cpu/trainers_s", "s", LOWER, "CPU time of all trainer ranks since they started, at the last check"
     # fmt: on

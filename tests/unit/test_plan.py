@@ -104,16 +104,27 @@ def test_a_rank_wants_a_core_for_each_thread():
     costs = model(training_s=10.0, publish_s=0.11, loop_s=0, cores=2.0)
     alone, two, four = (forecast(costs, num_threads=n).step_s - 0.11 for n in (1, 2, 4))
     assert alone == pytest.approx(10.0, rel=0.02)
-    assert two == pytest.approx(10.0 / 2 / 0.7, rel=0.1)
+    assert two == pytest.approx(10.0 / 2 / 0.65, rel=0.1)
     assert four > two
 
 
-def test_the_control_plane_takes_its_share_of_the_cores():
+@pytest.mark.parametrize("who", ["rollouter_s", "beside_s"])
+def test_the_rollouter_and_what_works_beside_it_take_their_share_of_the_cores(who):
     """Work of 0.2 s for each of 8 responses a step, on a core that training wants alone."""
     costs = model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(2.0, 2.0), cores=1.0)
-    without, with_it = forecast(costs), forecast(replace(costs, rollouter_s=0.2))
+    without, with_it = forecast(costs), forecast(replace(costs, **{who: 0.2}))
     assert with_it.step_s == pytest.approx(without.step_s + 8 * 0.2, rel=0.02)
-    assert forecast(replace(costs, rollouter_s=0.2, cores=3.0)).step_s == pytest.approx(3.11, rel=0.01)
+    assert forecast(replace(costs, **{who: 0.2}, cores=4.0)).step_s == pytest.approx(3.11, rel=0.01)
+
+
+def test_the_rollouter_takes_one_response_after_the_other():
+    """In sync, whose groups come all at once, a batch waits for 8 times 0.2 s; what works beside it holds up nobody."""
+    without, with_it, beside = (
+        forecast(replace(model(), **{who: 0.2}), **SYNC) for who in ("loop_s", "rollouter_s", "beside_s")
+    )
+    assert with_it.step_s == pytest.approx(GROUP_S + 8 * 0.2 + 1.0 + 0.25)
+    assert beside.step_s == pytest.approx(GROUP_S + 1.0 + 0.25)
+    assert without.step_s == pytest.approx(GROUP_S + 1.0 + 0.25)
 
 
 def test_ranks_share_the_tokens_less_what_each_doubling_costs():
@@ -263,6 +274,7 @@ cost_models = st.builds(
         filtered_share=share,
         cores=cores,
         rollouter_s=0.02,
+        beside_s=0.01,
     ),
     st.floats(0, 3),
     st.floats(0.01, 3),

@@ -28,6 +28,8 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 STEPS, START, STEP_S = 20, 1_700_000_000.0, 2.0
 LATENCY_S, TOKEN_S, SHARED_S, REST_S = 0.05, 0.004, 0.0002, 0.3
 PAUSE_S = 0.2
+CHECKED_S = {Metric.CPU_QUEUE: 0.25, Metric.CPU_ROLLOUTER: 1.0, Metric.CPU_WORKERS: 0.5}
+"""CPU seconds between two health checks."""
 
 
 @pytest.fixture
@@ -60,8 +62,8 @@ def run_directory(tmp_path):
             Metric.ROLLOUT_SPEED: 5000.0,
             Metric.TRAINER_EVALUATION: 0.5 if step == STEPS - 1 else 0.0,
             Metric.CPU_COORDINATOR: 3.0 + 0.05 * step,
-            # These two are told by health checks, every third step.
-            **({Metric.CPU_QUEUE: 1.0 + 0.25 * (step // 3), Metric.CPU_ROLLOUTER: 2.0 + step // 3} if step > 2 else {}),
+            # The others are told by health checks, every third step.
+            **({} if step < 3 else {name: 1.0 + s * (step // 3) for name, s in CHECKED_S.items()}),
         }
         for step in range(STEPS)
     ]
@@ -104,6 +106,7 @@ def test_the_costs_of_a_run_are_found_again(run_directory):
     assert costs.loop_s == pytest.approx(0.025 * STEP_S)
     assert costs.filtered_share == 0.25
     assert costs.rollouter_s == pytest.approx(1.0 / 3 / 256)
+    assert costs.beside_s == pytest.approx((0.05 + (0.25 + 0.5) / 3) / 256)
     assert generation.lengths.quantiles[0] == 20
     assert generation.lengths.quantiles[-1] == 34
 
@@ -125,10 +128,6 @@ def test_counted_decode_steps_say_what_a_step_costs_beside_its_tokens(run_direct
     found = fitted(run_directory).generation
     assert [s for _, s in found.decode_step_s] == pytest.approx([own_s + token_s, own_s + 16 * token_s])
     assert found.latency_s == pytest.approx(LATENCY_S, rel=0.05)
-
-
-def test_what_the_queue_and_the_coordinator_take_is_not_shared(run_directory):
-    assert fitted(run_directory, cores=3.0).cores == pytest.approx(3.0 - (0.05 + 0.25 / 3) / STEP_S)
 
 
 def test_what_a_run_came_to_leaves_evaluations_out(run_directory):
