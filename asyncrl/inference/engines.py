@@ -83,7 +83,11 @@ ENGINES: dict[str, EngineSpec] = {
         records=("experts",),
         records_on_cpu=False,
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
-        local_environment={"VLLM_RPC_BASE_PATH": SCRATCH, "VLLM_HOST_IP": "127.0.0.1"},
+        local_environment={
+            "VLLM_RPC_BASE_PATH": SCRATCH,
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # large pages: a publish on a CPU touches all weights anew
+        },
         serving=("structured_outputs=true",),
     ),
     "sglang": EngineSpec(

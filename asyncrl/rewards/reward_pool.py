@@ -32,6 +32,7 @@ class RewardPool(WorkerPool):
                 num_workers=config.workers,
                 timeout_s=config.timeout_s,
                 start_timeout_s=start_timeout_s,
+                ahead=16,
             )
         )
 

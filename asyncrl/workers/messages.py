@@ -1,4 +1,5 @@
-"""What a worker process and its owner send. A frame is its length in 4 bytes, little-endian, and a pickle."""
+"""What a worker process and its owner send. A frame is its length in 4 bytes, little-endian, and a pickle; that of an
+answer has the seconds that it took, too."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ class WorkerSpec:
     answer: the type of every answer.
     advice: what to do about a call that exceeds its deadline.
     timeout_s: longest that one call may take; start_timeout_s: longest until a process is ready.
+    ahead: calls that a process may be sent at once, as long as they are quick.
     """
 
     name: str
@@ -33,6 +35,7 @@ class WorkerSpec:
     num_workers: int
     timeout_s: float
     start_timeout_s: float
+    ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)

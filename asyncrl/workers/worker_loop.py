@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -31,15 +32,16 @@ def serve(build: Callable[[Any], Callable[[Any], object]]) -> None:
     own = os.getpid()
     function: Callable[[Any], object] = _nothing
     while (frame := _read(requests)) is not None:
+        began = time.perf_counter()
         try:
             request = pickle.loads(frame)
             if isinstance(request, Start):
                 function, result = _build(build, request), None
             else:
                 result = function(request)
-            answer = packed(result)
+            answer = packed((time.perf_counter() - began, result))
         except BaseException as error:  # noqa: BLE001 - boundary: whatever the code raised is the caller's to handle
-            answer = packed(_raised(error))
+            answer = packed((time.perf_counter() - began, _raised(error)))
         if os.getpid() != own:
             os._exit(1)  # a child that the code forked and that came back here: the requests are not its own
         answers.write(answer)

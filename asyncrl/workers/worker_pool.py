@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,10 @@ MAX_STARTS = 3
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _GRACE_S = 0.5
 """Time for an idle worker to end by itself when the pool is closed."""
+_AHEAD_S = 0.01
+"""Calls that are sent ahead together take about this long, by what the last ones took."""
+_SMOOTHING = 0.2
+"""Weight of the last call in what a call takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +59,8 @@ class WorkerPool:
         self._seats: set[asyncio.Task[None]] = set()
         self._reaper: OrphanReaper | None = None
         self._closed = False
+        self._call_s = math.inf
+        """What a call takes, smoothed; it is not known before the first."""
         self._refusal: str | None = f"the {spec.name}es have not been started"
         self._cause: BaseException | None = None
 
@@ -91,7 +99,8 @@ class WorkerPool:
         """The answer to a request. Calls are begun in order as workers get free.
 
         With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
-        fall in between. When a caller is cancelled its call still runs, at most until its deadline.
+        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), one of those before it in its process may
+        take its `timeout_s` besides. When a caller is cancelled its call still runs, at most until its deadline.
 
         Args:
             asked: names the call in messages.
@@ -124,22 +133,48 @@ class WorkerPool:
     async def _work(self, process: WorkerProcess) -> None:
         """Serves calls with one process after another."""
         current: WorkerProcess | None = process
-        while current is not None:
-            job = await self._jobs.get()
-            if not current.alive:  # it died while it was idle
-                self._jobs.put_nowait(job)
-                await self._lost(current, "while it was idle")
-                current = await self._next()
-            elif not job.answer.done() and not await self._serve(job, current):
-                current = await self._next()
+        taken: deque[_Job] = deque()
+        try:
+            while current is not None:
+                taken.append(await self._jobs.get())
+                taken.extend(self._quick_ones())
+                while taken and current is not None:
+                    if not current.alive:  # it died while it was idle
+                        await self._lost(current, "while it was idle")
+                        current = await self._next()
+                    elif not await self._serve(taken, current):
+                        current = await self._next()
+        finally:
+            for job in taken:
+                _settle(job, self._refused(job.asked))
 
-    async def _serve(self, job: _Job, process: WorkerProcess) -> bool:
-        """Settles one call; False when the call ended the process."""
+    def _quick_ones(self) -> list[_Job]:
+        """Waiting calls that may be sent together with one before them: a worker's share of them, while they are
+        quick. Each way there and back costs this event loop more than a short call takes."""
+        share = self._jobs.qsize() // self._spec.num_workers
+        most = min(share, self._spec.ahead - 1, int(_AHEAD_S / max(self._call_s, _AHEAD_S / self._spec.ahead)) - 1)
+        return [self._jobs.get_nowait() for _ in range(most)]
+
+    async def _serve(self, taken: deque[_Job], process: WorkerProcess) -> bool:
+        """Settles the calls; False when one of them ended the process: those after it are still to be served."""
+        jobs = [job for job in taken if not job.answer.done()]  # the callers of the others were cancelled
+        taken.clear()
+        taken.extend(jobs)
+        for job, answer in zip(jobs, process.send([job.request for job in jobs]), strict=True):
+            usable = await self._settle_one(job, answer, process)
+            taken.popleft()
+            if not usable:
+                return False
+        return True
+
+    async def _settle_one(self, job: _Job, sent: asyncio.Future[bytes], process: WorkerProcess) -> bool:
+        """Settles one call; False when it ended the process."""
         spec = self._spec
         outcome: object = self._refused(job.asked)  # unless it comes to more: the pool is closed
         usable = False
         try:
-            answer = await process.ask(job.request, spec.timeout_s)
+            seconds, answer = await process.answer(sent, spec.timeout_s)
+            self._call_s = seconds if math.isinf(self._call_s) else self._call_s + _SMOOTHING * (seconds - self._call_s)
             if isinstance(answer, Raised):
                 outcome, usable = error_of(answer, spec.name), True
             elif isinstance(answer, spec.answer):

@@ -9,6 +9,8 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
@@ -63,7 +65,8 @@ class WorkerProcess:
         spec = self._spec
         try:
             await self._connect()
-            answer = await self.ask(packed(Start(tuple(sys.path), spec.asked, spec.settings)), spec.start_timeout_s)
+            (sent,) = self.send([packed(Start(tuple(sys.path), spec.asked, spec.settings))])
+            _, answer = await self.answer(sent, spec.start_timeout_s)
         except TimeoutError:
             found = f"its process was not ready within {spec.start_timeout_s:g} s"
             do = "let its module import or load less, or wait longer for it"
@@ -84,21 +87,27 @@ class WorkerProcess:
         """True while it can be asked: it has started, and neither the event loop nor the system has seen it end."""
         return self._ready and not self._answers.ended and self._end is None and self._process.poll() is None
 
-    async def ask(self, request: bytes, timeout_s: float) -> Any:
-        """Sends one frame, after the answer to the previous one; returns the answer.
+    def send(self, requests: Sequence[bytes]) -> list[asyncio.Future[bytes]]:
+        """Sends frames, after the answers to all former ones; returns what will hold their answers, in their order. It
+        works on one after the other."""
+        assert self._writer is not None
+        answers = [self._answers.expect() for _ in requests]
+        self._writer.write(b"".join(requests))
+        return answers
+
+    async def answer(self, answer: asyncio.Future[bytes], timeout_s: float) -> tuple[float, Any]:
+        """The next answer, and the seconds that the process worked on it.
 
         Raises TimeoutError: no answer in time. EOFError: the process died, or sent something other than an answer.
         After either, call `end`.
         """
-        answer = self._answers.expect()
-        assert self._writer is not None
-        self._writer.write(request)
         # An answer that has arrived when the deadline fires counts: the event loop was late.
         await asyncio.wait([answer], timeout=timeout_s)
         if not answer.done():
             raise TimeoutError
         try:
-            return pickle.loads(answer.result())
+            seconds, value = pickle.loads(answer.result())
+            return float(seconds), value
         except Exception as error:
             raise EOFError("it sent what is no answer") from error
 
@@ -162,31 +171,36 @@ class _Answers(asyncio.Protocol):
     def __init__(self) -> None:
         self.ended = False
         self._received = bytearray()
-        self._next: asyncio.Future[bytes] | None = None
+        self._expected: deque[asyncio.Future[bytes]] = deque()
 
     def expect(self) -> asyncio.Future[bytes]:
-        """The next frame; EOFError when the process has ended."""
-        self._next = asyncio.get_running_loop().create_future()
+        """The next frame after those that are expected already; EOFError when the process has ended."""
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._expected.append(answer)
         if self.ended:
-            self._next.set_exception(EOFError())
-        return self._next
+            self._end_all()
+        return answer
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        if len(self._received) < LENGTH.size:
-            return
-        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-        if len(self._received) >= end:
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
             frame = bytes(self._received[LENGTH.size : end])
             del self._received[:end]
-            if self._next is not None and not self._next.done():
-                self._next.set_result(frame)
+            if self._expected and not (answer := self._expected.popleft()).done():
+                answer.set_result(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
-        if self._next is not None and not self._next.done():
-            self._next.set_exception(EOFError())
-            self._next.exception()  # marks it as retrieved: the caller may have been cancelled
+        self._end_all()
+
+    def _end_all(self) -> None:
+        while self._expected:
+            if not (answer := self._expected.popleft()).done():
+                answer.set_exception(EOFError())
+                answer.exception()  # marks it as retrieved: the caller may have been cancelled
 
 
 def error_of(raised: Raised, process: str) -> Exception:

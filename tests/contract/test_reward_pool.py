@@ -19,6 +19,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
 from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.workers.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -302,6 +303,82 @@ async def test_a_caller_that_gives_up_leaves_no_trace(make, module):
     assert (await pool.score("plain", ROW)).reward == 5.0, "the answer of another call"
     assert [w.pid for w in workers()] == [pid]
     assert pool.killed == 0
+
+
+# -- quick calls are sent ahead ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frames(monkeypatch):
+    """How many calls were sent together, each time."""
+    found: list[int] = []
+    send = WorkerProcess.send
+
+    def counted(self, requests):
+        found.append(len(requests))
+        return send(self, requests)
+
+    monkeypatch.setattr(WorkerProcess, "send", counted)
+    return found
+
+
+async def test_quick_calls_are_sent_together_and_slow_ones_are_not(make, module, frames):
+    pool = await make(f"{module}:troubled")
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(64)))
+    assert max(frames) == 16
+    assert len(frames) < 32
+    await pool.score("sleep 0.2", ROW)
+    frames.clear()
+    assert {r.reward for r in await asyncio.gather(*(pool.score("sleep 0.02", ROW) for _ in range(6)))} == {10.0}
+    assert frames == [1] * 6
+
+
+async def test_two_workers_divide_the_calls(make, module, frames):
+    pool = await make(f"{module}:troubled", num_workers=2)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(8)))
+    frames.clear()
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(10)))
+    assert max(frames) <= 5
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "timeout_s"),
+    [("spin", DeadlineExceeded, 1.0), ("exit", ProcessDied, SOON_S), ("oom", ProcessDied, SOON_S)],
+)
+async def test_calls_behind_one_that_ends_the_process_are_served_by_the_next(
+    make, module, frames, what, error, timeout_s
+):
+    pool = await make(f"{module}:troubled", timeout_s=timeout_s)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(16)))
+    frames.clear()
+    texts = ["plain", "plain", what, "x", "xx", what, "xxx"]
+    outcomes = await asyncio.gather(*(pool.score(text, ROW) for text in texts), return_exceptions=True)
+    assert max(frames) >= 6, "they were sent together"
+    assert [type(o) if text == what else o.reward for text, o in zip(texts, outcomes, strict=True)] == [
+        5.0, 5.0, error, 1.0, 2.0, error, 3.0,
+    ]  # fmt: skip
+    assert (pool.killed + pool.died, pool.answered) == (2, 16 + 5)
+
+
+async def test_a_caller_that_gives_up_leaves_the_others_their_own_answers(make, module):
+    pool = await make(f"{module}:length")
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(16)))
+    calls = [asyncio.create_task(pool.score("x" * n, ROW)) for n in range(12)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for call in calls[::3]:
+        call.cancel()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(o.reward == n for n, o in enumerate(outcomes) if n % 3)
+
+
+async def test_close_ends_calls_that_were_sent_ahead(make, module):
+    pool = await make(f"{module}:troubled", timeout_s=60.0)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(16)))
+    calls = [asyncio.create_task(pool.score(what, ROW)) for what in ("spin", "plain", "plain")]
+    await asyncio.sleep(0.1)
+    await pool.close()
+    assert {type(o) for o in await asyncio.gather(*calls, return_exceptions=True)} == {ProcessDied}
 
 
 # -- workers that die --------------------------------------------------------------------------------------------------
