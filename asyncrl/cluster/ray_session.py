@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from asyncrl.cluster.address import joined_address
@@ -90,7 +91,10 @@ def ray_cluster(
                 "_temp_dir": str(janitor.scratch / "ray"),
             }
         stack.callback(ray.shutdown)
-        with _one_machine() if address is None else contextlib.nullcontext():
+        with contextlib.ExitStack() as starting:
+            if address is None:
+                starting.enter_context(_one_machine())
+                starting.enter_context(_few_processes())
             ray.init(
                 address=address or "local",  # without one, ray looks for a cluster that somebody else has started
                 **place,
@@ -113,6 +117,26 @@ def _one_machine() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _few_processes() -> Iterator[None]:
+    """Inside, a Ray that this process starts leaves out what a run on one machine has no use for: the autoscaler, the
+    reader of the processes' output, and the server of the dashboard. Each of them is a Python process that takes more
+    than a second of CPU time to start."""
+    left_out = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
+    before = {name: getattr(Node, name) for name in left_out}
+    for name in left_out:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -99,8 +99,8 @@ class WorkerPool:
         """The answer to a request. Calls are begun in order as workers get free.
 
         With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
-        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), one of those before it in its process may
-        take its `timeout_s` besides. When a caller is cancelled its call still runs, at most until its deadline.
+        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), one of those before it in its process
+        may take its `timeout_s` besides. When a caller is cancelled its call still runs, at most until its deadline.
 
         Args:
             asked: names the call in messages.
