@@ -1,10 +1,11 @@
 """How near a step comes to the slower of its two halves, on responses with a long tail.
 
-    python benchmarks/pipeline.py [--rounds 5] [--steps 24] [--write]
+    python benchmarks/pipeline.py [--rounds 5] [--steps 24] [--interrupt abort_resume keep] [--write]
 
 The job: the random Qwen3 of 0.8M parameters of `benchmarks/peers`, 32 groups of 8 a step, responses of 8 to 47 tokens
 of which every twentieth has 256, mode fully_async, `max_lag=4`, one trainer rank and one replica with a core each; the
-control plane runs beside the replica (`beside`), or wherever the system puts it (`floating`). Three measurements:
+control plane runs beside the replica (`beside`), or wherever the system puts it (`floating`). A publish after each step
+has the requests in flight computed again (`rollout.interrupt=abort_resume`), or not (`keep`). Three measurements:
 
 - generation alone: the groups of nine steps are admitted at once while the trainer is stopped (SIGSTOP) and nothing
   is trained or published: the seconds in which the groups of a step become ready, between the first tenth and 80 %;
@@ -52,6 +53,7 @@ ALONE_LAG = 8
 which a trainer has to answer."""
 TRAINER_CORE, REPLICA_CORE = 0, 1
 PLACES = ("beside", "floating")
+INTERRUPTS = ("abort_resume", "keep")
 TIMEOUT_S = 900
 
 
@@ -139,7 +141,7 @@ def title_of(process: psutil.Process) -> str:
 
 @contextmanager
 def training_run(
-    job: tuple[Path, Path], directory: Path, place: str, steps: int, max_lag: int
+    job: tuple[Path, Path], directory: Path, place: str, steps: int, max_lag: int, interrupt: str = INTERRUPTS[0]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`asyncrl-train`, pinned; ended as by Ctrl-C where it still runs."""
     model, prompts = job
@@ -152,6 +154,7 @@ def training_run(
         f"batch.group_size={GROUP}",
         "rollout.environment=benchmarks.pipeline:LongTail",
         "rollout.num_replicas=1",
+        f"rollout.interrupt={interrupt}",
         f"rollout.sampling.max_response_tokens={TAIL}",
         "trainer.lr=1.0e-9",
         f"staleness.max_lag={max_lag}",
@@ -212,8 +215,8 @@ def generation_alone(job: tuple[Path, Path], directory: Path, place: str) -> flo
     return (times[last] - times[first]) / (last - first) * GROUPS
 
 
-def training(job: tuple[Path, Path], directory: Path, place: str, steps: int) -> Measured:
-    with training_run(job, directory, place, steps, MAX_LAG) as run:
+def training(job: tuple[Path, Path], directory: Path, place: str, steps: int, interrupt: str) -> Measured:
+    with training_run(job, directory, place, steps, MAX_LAG, interrupt) as run:
         code = run.wait(timeout=TIMEOUT_S)
     if code:
         raise SystemExit(directory.with_suffix(".log").read_text()[-3000:])
@@ -230,7 +233,7 @@ def training(job: tuple[Path, Path], directory: Path, place: str, steps: int) ->
     )
 
 
-def report(found: dict[str, list[tuple[float, Measured]]], options: argparse.Namespace) -> str:
+def report(found: dict[tuple[str, str], list[tuple[float, Measured]]], options: argparse.Namespace) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in package_versions().items())
     lines = [
         "# A step, and its two halves alone",
@@ -241,11 +244,11 @@ def report(found: dict[str, list[tuple[float, Measured]]], options: argparse.Nam
         f"Medians over {options.rounds} rounds, seconds; the ratios with their range. Trainer and replica have a core",
         "each; `beside`: the control plane shares the replica's core.",
         "",
-        "| control plane | step, median | mean | generation alone | training alone | trains in the run | waits "
-        "| rest of the loop | step over the slower half | mean over it |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| control plane | interrupt | step, median | mean | generation alone | training alone | trains in the run "
+        "| waits | rest of the loop | step over the slower half | mean over it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for place, rounds in found.items():
+    for (place, interrupt), rounds in found.items():
         ratios = [m.step_s / max(alone, m.alone_s) for alone, m in rounds]
         means = [m.mean_s / max(alone, m.alone_s) for alone, m in rounds]
         seconds = [
@@ -257,7 +260,7 @@ def report(found: dict[str, list[tuple[float, Measured]]], options: argparse.Nam
         ]
         cells = [f"{value:.3f}" for value in seconds]
         cells += [f"{statistics.median(r):.3f} ({min(r):.3f} to {max(r):.3f})" for r in (ratios, means)]
-        lines.append(f"| {place} | {' | '.join(cells)} |")
+        lines.append(f"| {place} | {interrupt} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -265,21 +268,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--interrupt", nargs="+", choices=INTERRUPTS, default=INTERRUPTS)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("the trainer and the replica want a core each, and there is one; run it on a larger machine")
     from benchmarks.peers.compare import make_job
 
-    found: dict[str, list[tuple[float, Measured]]] = {place: [] for place in PLACES}
+    found: dict[tuple[str, str], list[tuple[float, Measured]]]
+    found = {(place, interrupt): [] for place in PLACES for interrupt in options.interrupt}
     with tempfile.TemporaryDirectory() as scratch:
         job = make_job(Path(scratch))
         for number in range(options.rounds):
             for place in PLACES if number % 2 == 0 else reversed(PLACES):
                 alone = generation_alone(job, Path(scratch) / f"alone-{number}-{place}", place)
-                measured = training(job, Path(scratch) / f"run-{number}-{place}", place, options.steps)
-                found[place].append((alone, measured))
-                print(f"round {number} {place}: generation alone {alone:.3f} s; {measured}", flush=True)
+                for interrupt in options.interrupt:
+                    directory = Path(scratch) / f"run-{number}-{place}-{interrupt}"
+                    measured = training(job, directory, place, options.steps, interrupt)
+                    found[place, interrupt].append((alone, measured))
+                    print(f"round {number} {place} {interrupt}: alone {alone:.3f} s; {measured}", flush=True)
     text = report(found, options)
     print(text)
     if options.write:
