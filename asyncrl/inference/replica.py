@@ -24,10 +24,10 @@ from asyncrl.errors import (
     WeightTransferError,
     explain,
 )
+from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
-from asyncrl.observability.cpu_time import CpuTime
 from asyncrl.types import (
     Digest,
     GenerationRequest,

@@ -30,7 +30,7 @@ from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, s
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied, explain
-from asyncrl.observability.cpu_time import CpuTime
+from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards import RewardResult
 from asyncrl.rewards.group import added

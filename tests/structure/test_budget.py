@@ -17,7 +17,7 @@ BUDGET = {
     "algorithms": 758,
     "audit": 1095,
     "checkpoint": 635,
-    "cluster": 690,
+    "cluster": 705,
     "commands": 1665,
     "config": 2630,
     "data": 1510,
@@ -25,8 +25,8 @@ BUDGET = {
     "driver": 2345,
     "environments": 2190,
     "evaluation": 80,
-    "inference": 7280,
-    "observability": 890,
+    "inference": 7290,
+    "observability": 880,
     "plan": 915,
     "publish": 345,
     "queue": 1315,
@@ -40,7 +40,7 @@ BUDGET = {
     "trainer": 5590,
     "types": 1195,
     "weights": 2825,
-    "workers": 460,
+    "workers": 495,
 }
 """Folder -> code lines. `root`: the modules beside the folders."""
 LAYOUT = {
