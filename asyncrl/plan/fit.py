@@ -178,14 +178,13 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
 
 def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> float:
     """CPU seconds of an optimizer step, from counts that are told now and then: between two lines in which they have
-    changed."""
+    changed. A process that was replaced counts anew."""
     seconds = 0.0
     for metric in metrics:
         told = [(i, value) for i, line in enumerate(late) if (value := line.get(metric)) is not None]
-        changed = [now for before, now in itertools.pairwise(told) if now[1] > before[1]]
-        if len(changed) >= 2:
-            (first, begun), (last, ended) = changed[0], changed[-1]
-            seconds += (ended - begun) / (last - first)
+        gains = [(i, value - was) for (_, was), (i, value) in itertools.pairwise(told) if value > was]
+        if len(gains) >= 2:
+            seconds += sum(gained for _, gained in gains[1:]) / (gains[-1][0] - gains[0][0])
     return seconds
 
 

@@ -38,7 +38,7 @@ class SimulatedGroup:
         self.ordinal, self.attempt, self.version = ordinal, attempt, version
         self.requests: list[SimulatedRequest] = []
         self.left = 0
-        """Requests that have not ended."""
+        """Requests whose answers the rollouter has not collected."""
         self.tokens = 0.0
         self.parts: dict[int, float] = {}
         self.prefilled: set[int] = set()

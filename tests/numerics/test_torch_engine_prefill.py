@@ -137,7 +137,7 @@ def test_the_samples_of_one_prompt_share_its_prefill(small_path):
 
 
 def test_prompts_of_like_lengths_are_prefilled_together_and_the_oldest_first(small_path):
-    """In the order of their arrival the seven prompts would take four passes, of 280 padded places."""
+    """In the order of their arrival the seven prompts would take three passes, of 245 places in place of 156."""
     rng = np.random.default_rng(2)
     requests = [
         make_request(prompt=rng.integers(0, 128, 1 + length).tolist(), max_tokens=8, temperature=0.0)

@@ -130,6 +130,15 @@ def test_counted_decode_steps_say_what_a_step_costs_beside_its_tokens(run_direct
     assert found.latency_s == pytest.approx(LATENCY_S, rel=0.05)
 
 
+def test_the_cpu_time_of_a_process_that_was_replaced_goes_on_from_nothing(run_directory):
+    path = run_directory / "metrics.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    for line in lines[12:]:
+        line[Metric.CPU_ROLLOUTER] -= 4.5  # one check's worth is lost, and no more
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert 0.5 / 3 / 256 < fitted(run_directory).rollouter_s < 1.0 / 3 / 256
+
+
 def test_what_a_run_came_to_leaves_evaluations_out(run_directory):
     found = measured(read_run(run_directory))
     assert found.step_s == pytest.approx((15 * STEP_S - 1.0) / 15)
