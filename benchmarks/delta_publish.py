@@ -43,7 +43,7 @@ LARGE_RUN = (
     "batch.group_size=8",
     "rollout.sampling.max_response_tokens=24",
     "rollout.torch.num_slots=16",
-    "reward.name=regex",
+    "reward.function=regex",
     "reward.pattern=7",
 )
 

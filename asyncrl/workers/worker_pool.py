@@ -138,14 +138,23 @@ class WorkerPool:
             while current is not None:
                 taken.append(await self._jobs.get())
                 taken.extend(self._quick_ones())
-                while taken and current is not None:
-                    if not current.alive:  # it died while it was idle
-                        await self._lost(current, "while it was idle")
-                        current = await self._next()
-                    elif not await self._serve(taken, current):
-                        current = await self._next()
+                if not current.alive:  # it died while it was idle
+                    self._give_back(taken)
+                    await self._lost(current, "while it was idle")
+                    current = await self._next()
+                elif not await self._serve(taken, current):
+                    self._give_back(taken)
+                    current = await self._next()
         finally:
-            for job in taken:
+            self._give_back(taken)
+
+    def _give_back(self, taken: deque[_Job]) -> None:
+        """Leaves calls that are not begun to whichever worker is free next: a replacement may never start."""
+        while taken:
+            job = taken.popleft()
+            if self._refusal is None:
+                self._jobs.put_nowait(job)
+            else:
                 _settle(job, self._refused(job.asked))
 
     def _quick_ones(self) -> list[_Job]:

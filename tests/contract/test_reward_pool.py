@@ -360,6 +360,20 @@ async def test_calls_behind_one_that_ends_the_process_are_served_by_the_next(
     assert (pool.killed + pool.died, pool.answered) == (2, 16 + 5)
 
 
+@pytest.mark.parametrize("idle", [True, False], ids=["while it was idle", "in a call"])
+async def test_calls_behind_a_worker_that_cannot_be_replaced_are_served_by_another(make, module, tmp_path, idle):
+    pool = await make(f"{module}:troubled", num_workers=2)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(32)))
+    (tmp_path / "broken").touch()
+    if idle:
+        workers()[0].kill()
+        await asyncio.sleep(0.2)
+    texts = ["plain" if idle else "exit", *["plain"] * 31]
+    outcomes = asyncio.gather(*(pool.score(text, ROW) for text in texts), return_exceptions=True)
+    found = await asyncio.wait_for(outcomes, SOON_S)
+    assert [type(o) for o in found[1:]] == [RewardResult] * 31
+
+
 async def test_a_caller_that_gives_up_leaves_the_others_their_own_answers(make, module):
     pool = await make(f"{module}:length")
     await asyncio.gather(*(pool.score("plain", ROW) for _ in range(16)))
