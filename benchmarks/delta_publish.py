@@ -3,13 +3,13 @@
     make quickstart                                        # once: the model and the data
     python benchmarks/delta_publish.py                     # 4 settings, with and without: about 15 minutes on 2 cores
     python benchmarks/delta_publish.py --steps 3 --settings "bfloat16 1e-6"
-    python benchmarks/delta_publish.py --model 54M --steps 50 --settings "bfloat16 1e-6" "bfloat16 5e-4"
+    python benchmarks/delta_publish.py --model 56M --steps 50 --settings "bfloat16 1e-6" "bfloat16 5e-4"
 
 Runs `asyncrl-train recipes/quickstart.yaml` over `collective`, one run at a time, and reads its metrics. A setting is
-the dtype of what is published and the learning rate; 5e-4 is the quickstart's own. The model of 54M parameters is
+the dtype of what is published and the learning rate; 5e-4 is the quickstart's own. The model of 56M parameters is
 random, has small batches of short responses, and is rewarded where it writes a 7. The seconds of a publish hold the
 encoding, before replicas pause; those of a transfer hold what replicas make of it. Writes
-benchmarks/results/delta_publish.md (delta_publish_54M.md), or the file that --out names, with --write.
+benchmarks/results/delta_publish.md (delta_publish_56M.md), or the file that --out names, with --write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = ("bfloat16 1e-6", "bfloat16 5e-4", "float32 1e-6", "float32 5e-4")
 ENCODINGS: tuple[Encoding, ...] = ("full", "delta")
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 1800.0
-LARGE = Settings(hidden_size=768, num_layers=7)
+LARGE = Settings(hidden_size=768, num_layers=10)
 LARGE_RUN = (
     "batch.groups_per_step=4",
     "batch.group_size=8",
@@ -60,7 +60,7 @@ class Measured:
 
 
 def write_large(path: Path) -> None:
-    """A random model of 54M parameters with the quickstart's tokenizer."""
+    """A random model of 56M parameters with the quickstart's tokenizer."""
     tokenizer = build_tokenizer()
     build_model(LARGE, tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -115,12 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", choices=("tiny", "54M"), default="tiny")
+    parser.add_argument("--model", choices=("tiny", "56M"), default="tiny")
     parser.add_argument("--write", action="store_true", help="write the results too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load, rows = os.getloadavg()[0], []
-    large = options.model == "54M"
+    large = options.model == "56M"
     with tempfile.TemporaryDirectory() as scratch:
         if large:
             write_large(Path(scratch))
@@ -140,7 +140,7 @@ def main() -> None:
     medians = "Medians over the publishes after the first step; two replicas, `collective` over gloo, digests compared."
     text = "\n".join(["# What publishes of differences save", "", command, "", about, medians, "", *table]) + "\n"
     if options.write:
-        (options.out or RESULTS / f"delta_publish{'_54M' if large else ''}.md").write_text(text)
+        (options.out or RESULTS / f"delta_publish{'_56M' if large else ''}.md").write_text(text)
     print(text)
 
 
