@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,8 +75,6 @@ class BareVllm:
     def start(self, path: Path) -> None:
         from asyncrl.inference.vllm.launch import Launcher
 
-        # Beside a second thread vLLM spawns EngineCore, as it does below Ray; else the adapter would fork it.
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
         self._launcher = Launcher(model_config(path), self.rollout.vllm, load_real_weights=True, seed=0)
         self._launcher.start()
         self.inner = self._launcher.started.result(START_S)

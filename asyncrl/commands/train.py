@@ -34,6 +34,7 @@ from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_
 from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.registry import make_importable
+from asyncrl.remote.garbage import collect_seldom
 from asyncrl.trainer.backends import require_written_by
 
 EXIT_PROGRAM_ERROR = 1
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
     arguments = parser.parse_intermixed_args(argv)
+    collect_seldom()
     console = Console(stderr=False)
     for name, value in environment_defaults().items():
         os.environ.setdefault(name, value)

@@ -159,7 +159,8 @@ class VllmEngineConfig:
     gpu_memory_utilization: PositiveShare | None = None
     """Share of the GPU's memory that vLLM takes, at most gpu_share. None takes 0.85 of gpu_share."""
     kv_cache_memory_bytes: PositiveInt | None = None
-    """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU 1 GiB."""
+    """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU twice what
+    max_num_seqs requests need, at most 1 GiB."""
     quantization: Quantization | None = None
     """How vLLM quantises the weights that it loads, at its start and in every publish, which brings them as they are.
     Needs a model.inference_dtype of 16 bits. int8_... and nvfp4_...: experts only. None: not at all."""

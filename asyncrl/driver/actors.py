@@ -39,7 +39,6 @@ from asyncrl.rollout.fleet import RolloutFleet
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.rollout.supervisor import RolloutSupervisor
-from asyncrl.serving.run_server import RunServer, RunServerSpec
 from asyncrl.serving.run_server_control import RunServerControl
 from asyncrl.serving.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.trainer.trainer_pool import TrainerPool
@@ -201,6 +200,8 @@ class Actors:
         await self.rollouter.set_replicas(table)
 
     def _new_server(self) -> RunServerSupervisor:
+        from asyncrl.serving.run_server import RunServer, RunServerSpec  # FastAPI, which few runs need
+
         run, recipe, recovery = self._spec, self._recipe, self._recipe.recovery
         max_lost = recovery.replicas_per_response(recipe.rollout.num_replicas)
         file = run.directory.serving

@@ -12,6 +12,7 @@ from rich.logging import RichHandler
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.observability import stacks
+from asyncrl.remote.garbage import collect_seldom
 
 LOG_PATH_VARIABLE = "ASYNCRL_LOG_PATH"
 """Set by the launch code for the processes of a run."""
@@ -53,8 +54,10 @@ def configure_driver(path: Path, console: Console, hide: Hidden) -> None:
 
 
 def configure_worker() -> None:
-    """Logs of this actor's process go to the run's `log.txt`. Ray calls it before the actor is created."""
+    """Logs of this actor's process go to the run's `log.txt`, and it collects garbage seldom. Ray calls it before
+    the actor's class is imported."""
     stacks.install()
+    collect_seldom()
     path = os.environ.get(LOG_PATH_VARIABLE)
     if path is None:
         return

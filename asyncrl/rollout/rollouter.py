@@ -31,13 +31,13 @@ from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import LedgerError, ProcessDied, explain
 from asyncrl.inference.cpu_time import CpuTime
+from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rewards import RewardResult
 from asyncrl.rewards.group import added
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.at_once import all_at_once
-from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.rollout.judge import Judge

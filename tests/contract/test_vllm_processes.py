@@ -150,7 +150,32 @@ async def own(path, workers):
     await asyncio.sleep(600)
 
 
-async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(model_path):
+@pytest.mark.timeout(180)
+async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monkeypatch):
+    """vLLM stores it, but by itself it does not load what it stores on a CPU."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    settings = VllmEngineConfig(max_model_len=128, max_num_seqs=4)
+
+    async def start_and_generate():
+        engine = VllmEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)
+        await within(engine.start(), 120.0)
+        try:
+            client = await complete(engine, prompt=PROMPT, max_tokens=16, temperature=0.0)
+        finally:
+            await within(engine.stop())
+        (stored,) = tmp_path.glob("torch_compile_cache/torch_aot_compile/*/*/model")
+        return (stored, stored.stat().st_mtime_ns), client
+
+    compiled, first = await start_and_generate()
+    loaded, second = await start_and_generate()
+    assert loaded == compiled
+    assert second.ids == first.ids
+    assert second.logprobs == first.logprobs
+
+
+@pytest.mark.parametrize("killed", ["EngineCore", "fork server"])
+async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(model_path, killed):
+    """It is a fork of the fork server, and ends with it."""
     engine = make_engine(model_path, 1, real=True)
     await within(engine.start(), 120.0)
     try:
@@ -164,8 +189,11 @@ async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(mod
         manifest = make_manifest(1, 1, [spec_of(*w) for w in published()], 4096)
         loading = asyncio.create_task(engine.load_weights(manifest, nobody, 60.0))
         await asyncio.sleep(0)
-        core = next(p for p in psutil.Process().children() if "EngineCore" in p.name())
-        os.kill(core.pid, signal.SIGKILL)
+        core = next(p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name())
+        server = core.parent()
+        assert server is not None
+        assert server.pid != os.getpid()
+        os.kill(core.pid if killed == "EngineCore" else server.pid, signal.SIGKILL)
         killed_s = time.monotonic()
         for client in (running, queued):
             with pytest.raises(GenerationError, match="EngineCore"):

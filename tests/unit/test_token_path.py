@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.replica import Outbox
+from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.rollout.draft import FIRST_CAPACITY, Draft
-from asyncrl.rollout.garbage import PauselessCollector
 from asyncrl.rollout.generation import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
 

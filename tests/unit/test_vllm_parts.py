@@ -7,6 +7,7 @@ import threading
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import spans_of
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm import support
-from asyncrl.inference.vllm.launch import engine_arguments
+from asyncrl.inference.vllm.compile_cache import mend_loading
+from asyncrl.inference.vllm.launch import cpu_kv_cache_bytes, engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.types import ModelFacts
@@ -320,6 +322,37 @@ def test_what_vllm_is_started_with():
     assert arguments(VllmEngineConfig(max_logprobs=64))["max_logprobs"] == 64
     assert arguments()["gpu_memory_utilization"] == 0.85
     assert arguments(VllmEngineConfig(gpu_share=0.5))["gpu_memory_utilization"] == pytest.approx(0.425)
+
+
+def test_on_a_cpu_the_kv_cache_has_room_for_twice_what_the_requests_need():
+    """vLLM clears all of it at the start: 1 GiB took a small model two seconds."""
+    asked = VllmEngineConfig(max_num_seqs=10)
+
+    def room(max_model_len, *, is_hybrid=False):
+        model = SimpleNamespace(
+            is_hybrid=is_hybrid, is_attention_free=False, max_model_len=max_model_len, dtype=torch.bfloat16,
+            get_num_kv_heads=lambda parallel: 2, get_num_layers=lambda parallel: 3, get_head_size=lambda: 64,
+        )  # fmt: skip
+        cache = SimpleNamespace(block_size=128)
+        return cpu_kv_cache_bytes(SimpleNamespace(model_config=model, parallel_config=None, cache_config=cache), asked)
+
+    assert room(160) == 2 * 10 * 256 * (2 * 2 * 3 * 64 * 2), "tokens in whole blocks times keys and values of a token"
+    assert room(1 << 20) == 1 << 30
+    assert room(160, is_hybrid=True) == 1 << 30, "not every layer has keys and values"
+
+
+def test_a_stored_model_that_needs_no_finishing_is_loaded(monkeypatch):
+    """vLLM calls a method of what it has loaded that only its own compiler's functions have."""
+    finishing = SimpleNamespace(finalize_loading=lambda config: "finished")
+    functions = [lambda: None, finishing]
+    stored = [SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=function)) for function in functions]
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda number: stored[number])
+    mend_loading()
+    mended: Any = torch.compiler.load_compiled_function
+    mend_loading()
+    assert torch.compiler.load_compiled_function is mended
+    assert [mended(i)._artifacts.compiled_fn for i in (0, 1)] == functions
+    assert [function.finalize_loading(None) for function in functions] == [None, "finished"]
 
 
 def test_other_arguments_of_vllm_are_passed_on_and_asyncrls_own_are_refused():

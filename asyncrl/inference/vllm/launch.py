@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import sys
 import threading
 from concurrent.futures import Future
 from multiprocessing import connection
@@ -14,6 +14,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.vllm.fork_server import forked, start_fork_server
 from asyncrl.inference.vllm.scheduler_counts import VARIABLE, SchedulerCounts, scheduler_class
 from asyncrl.inference.vllm.support import RECORDING, check_vllm
 
@@ -25,6 +26,9 @@ OWNER_VARIABLE = "ASYNCRL_VLLM_OWNER_PID"
 enters the key of its compile cache: a process id there would make every start compile again."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_CPU_KV_SPARE = 2
+"""On a CPU the KV cache holds this many times what all requests at once need, up to the size above: vLLM clears all of
+it at the start. The rest keeps prompts that come again."""
 _ANY_CPU = "fp8_per_channel"
 """The quantisation that needs no special instructions of a CPU."""
 _SHUTDOWN_S = 5.0
@@ -38,9 +42,6 @@ def engine_arguments(
     vLLM does not have here."""
     check_place(model.path)
     _check_quantization(model, settings, on_cpu=on_cpu)
-    kv_cache_bytes = settings.kv_cache_memory_bytes
-    if kv_cache_bytes is None and on_cpu:
-        kv_cache_bytes = _CPU_KV_CACHE_BYTES
     return {
         "model": model.path,
         "revision": model.revision,
@@ -57,7 +58,7 @@ def engine_arguments(
         # After a part of a prompt vLLM rewinds the request's generator, which generators on a CPU do not support.
         "enable_chunked_prefill": not on_cpu,
         "gpu_memory_utilization": settings.memory_share,
-        "kv_cache_memory_bytes": kv_cache_bytes,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "stream_interval": settings.stream_interval,
         "enforce_eager": settings.enforce_eager,
@@ -124,8 +125,12 @@ class Launcher:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
+        import torch
+
         model, settings, load_real_weights, seed = self._arguments
         try:
+            if not torch.cuda.is_available():
+                start_fork_server()  # its imports take as long as those that follow
             check_vllm()
             if "scheduler_cls" not in settings.engine_args:
                 self.counts = SchedulerCounts()
@@ -177,21 +182,24 @@ def _launch(
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        if on_cpu:
+            start_fork_server()
+            environment.enter_context(forked())
+            if settings.kv_cache_memory_bytes is None:
+                config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
         scheduler = config.scheduler_config
         if counts is not None and scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
-        if on_cpu and _fork_is_safe():
-            environment.enter_context(set_env_var("VLLM_WORKER_MULTIPROC_METHOD", "fork"))
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
-def _fork_is_safe() -> bool:
-    """True when a forked child could use everything at once: no other thread that could hold a lock, no pool of OpenMP
-    threads (a child inherits the pool without its threads), and no Ray worker around it."""
-    import torch
-
-    ray = sys.modules.get("ray")  # vLLM imports it where it is installed
-    if ray is not None and ray.is_initialized():
-        return False
-    ours = {threading.main_thread(), threading.current_thread()}
-    return torch.get_num_threads() == 1 and not set(threading.enumerate()) - ours
+def cpu_kv_cache_bytes(config: Any, settings: VllmEngineConfig) -> int:
+    """Of vLLM's configuration: what the requests need, where every layer keeps keys and values; else the most."""
+    model, parallel = config.model_config, config.parallel_config
+    if model.is_hybrid or model.is_attention_free:
+        return _CPU_KV_CACHE_BYTES
+    heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
+    token_bytes = 2 * heads * layers * model.get_head_size() * model.dtype.itemsize
+    block = config.cache_config.block_size
+    tokens = settings.max_num_seqs * math.ceil(model.max_model_len / block) * block
+    return min(_CPU_KV_CACHE_BYTES, _CPU_KV_SPARE * tokens * token_bytes)
