@@ -18,6 +18,7 @@ from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.checks import require_cuda
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain, unwritable
+from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.host_copies import HostCopies
@@ -101,6 +102,7 @@ class TrainerWorker:
             torch.cuda.set_device(self._device)
         else:
             torch.set_num_threads(self._spec.num_threads)
+            use_onednn(num_shapes=32)  # of one micro-batch: the next one has another number of tokens
         if self._store is None:
             self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
         gloo_towards(master_addr)

@@ -26,6 +26,7 @@ BUDGET = {
     "environments": 2190,
     "evaluation": 80,
     "inference": 7375,
+    "kernels": 60,
     "observability": 880,
     "plan": 915,
     "publish": 345,

@@ -35,7 +35,8 @@ PARTS = {
     "rewards": {"data", "sandbox", "workers"},
     "weights": set(),
     "publish": {"weights"},
-    "inference": {"weights", "sandbox"},
+    "kernels": set(),
+    "inference": {"weights", "sandbox", "kernels"},
     "evaluation": set(),
     "rollout": {"data", "rewards", "environments", "inference", "evaluation", "queue"},
     "serving": {"data", "inference", "rollout"},
@@ -43,7 +44,7 @@ PARTS = {
     "queue": {"observability"},
     "algorithms": set(),
     "checkpoint": set(),
-    "trainer": {"algorithms", "weights", "checkpoint"},
+    "trainer": {"algorithms", "weights", "checkpoint", "kernels"},
     "observability": set(),
     "report": {"checkpoint", "observability"},
     "plan": {"queue", "report", "rollout"},
@@ -300,6 +301,7 @@ def test_nobody_joins_a_cluster_by_chance():
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "config/hub.py", "commands/train.py", "commands/doctor.py", "observability/logs.py"}
     allowed |= {"cluster/address.py", "cluster/ray_session.py"}
+    allowed |= {"kernels/cpu_products.py"}  # what oneDNN takes from nowhere else
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}
     allowed |= {"inference/vllm/fork_server.py"}  # a process that vLLM starts has that of its maker

@@ -33,6 +33,7 @@ from asyncrl.inference.torch_engine.messages import (
 )
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import TorchTransfer
+from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
 from asyncrl.weights.experts import unfused
 
@@ -255,6 +256,7 @@ class TorchEngine:
         try:
             if self._device.type == "cpu":
                 torch.set_num_threads(self._settings.num_threads)
+                use_onednn(num_shapes=256)  # numbers of requests that decode together, and lengths of prompts
             runner, decode = self._load()
             self._post(lambda: self._on_loaded(runner, decode))
             decode.run()

@@ -1,0 +1,93 @@
+"""float32 matrix products on AMD's processors.
+
+torch gives them to MKL, which takes its AVX2 code there, and gets 100 GFLOP/s of a core that can do 250. oneDNN, which
+torch brings along for 16 bits, takes AVX-512 code on every processor that has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WORTH_IT = 1 << 21
+"""Multiplications of a product that takes longer than the way to oneDNN."""
+_LONG_SUM = 2048
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Environment variables of oneDNN and of torch's part around it. With their 1,024 shapes what is kept lies between the
+results that were freed, and memory grows by hundreds of megabytes."""
+_installed: list[torch.library.Library] = []
+
+
+@functools.cache
+def mkl_is_slow() -> bool:
+    """On an AMD processor with AVX-512, where torch has both libraries."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and "AuthenticAMD" in info and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def use_onednn(num_shapes: int) -> bool:
+    """From now on oneDNN makes the products of float32 matrices in this process where MKL is slow, those of backward
+    passes included. Returns whether it does. Idempotent.
+
+    Args:
+        num_shapes: for how many shapes its code is kept, at 0.6 MB each and 0.3 ms to make it again; it counts in the
+            first call, and only before oneDNN was used.
+    """
+    if not mkl_is_slow() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if not _installed:
+        for name in _CACHES:
+            os.environ.setdefault(name, str(num_shapes))
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a kernel that replaces its own
+            library.impl("mm", _mm, "CPU")
+            library.impl("addmm", _addmm, "CPU")
+        _installed.append(library)
+    return True
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not _suits(a, b):
+        return torch.ops.aten.mm.out(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
+    if a.shape[1] >= _LONG_SUM and a.shape[0] > b.shape[1]:  # a gradient of weights: faster the other way round
+        return _linear(b.t(), a, None).t()
+    return _linear(a, b.t(), None)
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    if bias.dim() == 1 and bias.dtype == torch.float32 and beta == 1 and alpha == 1 and _suits(a, b):
+        return _linear(a, b.t(), bias)
+    out = a.new_empty((a.shape[0], b.shape[1]))
+    return torch.ops.aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _suits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == torch.float32
+        and b.dtype == torch.float32
+        and a.shape[0] * a.shape[1] * b.shape[1] >= _WORTH_IT
+        and a.shape[1] == b.shape[0]
+        and _is_plain(a)
+        and _is_plain(b)
+    )
+
+
+def _is_plain(matrix: torch.Tensor) -> bool:
+    """Rows or columns lie one after the other; no element is in two places."""
+    rows, columns = matrix.shape
+    row_step, column_step = matrix.stride()
+    return (column_step == 1 and row_step >= columns) or (row_step == 1 and column_step >= rows)
+
+
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(inputs, weight, bias, "none", [], "")
