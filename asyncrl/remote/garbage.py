@@ -1,5 +1,5 @@
-"""How often CPython's garbage collector visits objects: seldom in every process, and without long pauses in one whose
-event loop holds many."""
+"""How often CPython's garbage collector visits objects: seldom in the driver and in Ray's workers, and without long
+pauses in one whose event loop holds many."""
 
 from __future__ import annotations
 

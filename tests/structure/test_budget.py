@@ -25,7 +25,7 @@ BUDGET = {
     "driver": 2345,
     "environments": 2190,
     "evaluation": 80,
-    "inference": 7375,
+    "inference": 7380,
     "kernels": 60,
     "observability": 880,
     "plan": 915,

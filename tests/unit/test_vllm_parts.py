@@ -23,7 +23,7 @@ from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import spans_of
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm import support
-from asyncrl.inference.vllm.compile_cache import mend_loading
+from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import cpu_kv_cache_bytes, engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import VllmStream
@@ -328,7 +328,7 @@ def test_on_a_cpu_the_kv_cache_has_room_for_twice_what_the_requests_need():
     """vLLM clears all of it at the start: 1 GiB took a small model two seconds."""
     asked = VllmEngineConfig(max_num_seqs=10)
 
-    def room(max_model_len, *, is_hybrid=False):
+    def room(max_model_len: int, *, is_hybrid: bool = False) -> int:
         model = SimpleNamespace(
             is_hybrid=is_hybrid, is_attention_free=False, max_model_len=max_model_len, dtype=torch.bfloat16,
             get_num_kv_heads=lambda parallel: 2, get_num_layers=lambda parallel: 3, get_head_size=lambda: 64,
@@ -336,7 +336,8 @@ def test_on_a_cpu_the_kv_cache_has_room_for_twice_what_the_requests_need():
         cache = SimpleNamespace(block_size=128)
         return cpu_kv_cache_bytes(SimpleNamespace(model_config=model, parallel_config=None, cache_config=cache), asked)
 
-    assert room(160) == 2 * 10 * 256 * (2 * 2 * 3 * 64 * 2), "tokens in whole blocks times keys and values of a token"
+    token_bytes = 2 * 2 * 3 * 64 * 2
+    assert room(160) == 2 * 10 * (2 + 2) * 128 * token_bytes, "whole blocks, one unused and one for a sliding window"
     assert room(1 << 20) == 1 << 30
     assert room(160, is_hybrid=True) == 1 << 30, "not every layer has keys and values"
 
@@ -347,11 +348,11 @@ def test_a_stored_model_that_needs_no_finishing_is_loaded(monkeypatch):
     functions = [lambda: None, finishing]
     stored = [SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=function)) for function in functions]
     monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda number: stored[number])
-    mend_loading()
-    mended: Any = torch.compiler.load_compiled_function
-    mend_loading()
-    assert torch.compiler.load_compiled_function is mended
-    assert [mended(i)._artifacts.compiled_fn for i in (0, 1)] == functions
+    complete_loaded_functions()
+    completing: Any = torch.compiler.load_compiled_function
+    complete_loaded_functions()
+    assert torch.compiler.load_compiled_function is completing
+    assert [completing(i)._artifacts.compiled_fn for i in (0, 1)] == functions
     assert [function.finalize_loading(None) for function in functions] == [None, "finished"]
 
 
@@ -377,7 +378,16 @@ def test_arguments_that_vllm_does_not_know_are_named_before_anything_starts():
 def test_nothing_that_differs_from_start_to_start_is_among_the_arguments():
     """They are the key of vLLM's compile cache: a process id would make every start compile again."""
     assert str(os.getpid()) not in str(arguments())
-    assert "additional_config" not in arguments()
+    assert "additional_config" not in arguments(on_cpu=False)
+
+
+def test_a_model_that_was_compiled_for_other_vectors_is_not_loaded(monkeypatch):
+    """The key of vLLM's compile cache says nothing of the CPU, and a shared one is read by many."""
+    keys = []
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        keys.append(arguments()["additional_config"])
+    assert keys[0] != keys[1]
 
 
 def test_a_missing_vllm_is_named_without_an_import(monkeypatch):

@@ -10,21 +10,21 @@ import torch
 _FINISH = "finalize_loading"
 
 
-def mend_loading() -> None:
+def complete_loaded_functions() -> None:
     """On a CPU vLLM compiles by torch's own backend, and asks what it loads for a method that only its own backend's
     functions have: without it every start compiles the model again, five seconds for the smallest. Functions that lack
     the method get one that does nothing: there is nothing to finish. Idempotent."""
     load: Any = torch.compiler.load_compiled_function
-    if getattr(load, "_mended", False):
+    if getattr(load, "_completes", False):
         return
 
     @functools.wraps(load)
-    def mended(*args: Any, **kwargs: Any) -> Any:
+    def completing(*args: Any, **kwargs: Any) -> Any:
         loaded = load(*args, **kwargs)
         function = loaded._artifacts.compiled_fn
         if not hasattr(function, _FINISH):
             setattr(function, _FINISH, lambda config: None)
         return loaded
 
-    mended._mended = True  # type: ignore[attr-defined]
-    torch.compiler.load_compiled_function = mended
+    completing._completes = True  # type: ignore[attr-defined]
+    torch.compiler.load_compiled_function = completing

@@ -1,8 +1,8 @@
-"""vLLM's processes on a CPU: forks of a process that has imported vLLM already.
+"""vLLM's EngineCore on a CPU: a fork of a process that has imported vLLM already.
 
-vLLM starts them when its front end has been imported and configured, and each then imports the same again: six seconds
-of CPU time. The fork server imports while the front end does. It is no fork of the front end's process, whose threads
-could hold a lock: those of Ray do.
+vLLM starts it when its front end has been imported and configured, and it then imports the same again: six seconds of
+CPU time. The fork server imports while the front end does. It is no fork of the front end's process, whose threads
+could hold a lock: those of Ray do. With several workers EngineCore starts them as vLLM does, each with its own imports.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -17,11 +18,11 @@ from typing import Any
 from unittest.mock import patch
 
 from asyncrl.inference.shared.orphan_guard import when_ended
+from asyncrl.sandbox.confine import die_with_parent
 
 _PRELOAD = "asyncrl.inference.vllm.preload"
-_ASK = "get_mp_context"
-_ASKING = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
-"""Modules of vLLM that start processes."""
+_ASKED = "vllm.v1.engine.utils.get_mp_context"
+"""The name by which vLLM looks up how to start EngineCore. It has no setting for a fork server."""
 
 
 def start_fork_server() -> None:
@@ -32,15 +33,14 @@ def start_fork_server() -> None:
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """Inside, vLLM's processes are forks of the server."""
-    with contextlib.ExitStack() as stack:
-        for module in _ASKING:
-            stack.enter_context(patch(f"{module}.{_ASK}", _Context))
+    """Inside, vLLM's EngineCore is a fork of the server. One thread at a time."""
+    with _one_at_a_time, patch(_ASKED, _Context):
         yield
 
 
 class _Process(ForkServerProcess):
-    """Has the environment of the process that made it, as one that is spawned, and ends with that process."""
+    """Ends with the process that made it and with the server. Has its maker's environment, for what is read from now
+    on: what the imports have read, or the loader (LD_PRELOAD), was that of the server's start."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,10 +51,13 @@ class _Process(ForkServerProcess):
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: v for n, v in self._environment.items() if os.environ.get(n) != v})
+        die_with_parent()
         when_ended(self._maker, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with forked():
-            super().run()
+        super().run()
 
 
 class _Context(ForkServerContext):
     Process = _Process  # type: ignore[assignment]
+
+
+_one_at_a_time = threading.Lock()

@@ -29,6 +29,8 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_KV_SPARE = 2
 """On a CPU the KV cache holds this many times what all requests at once need, up to the size above: vLLM clears all of
 it at the start. The rest keeps prompts that come again."""
+_MORE_BLOCKS = 2
+"""Of each request: one that vLLM uses for nothing, one where a sliding window begins within a block."""
 _ANY_CPU = "fp8_per_channel"
 """The quantisation that needs no special instructions of a CPU."""
 _SHUTDOWN_S = 5.0
@@ -70,6 +72,7 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         **({RECORDING: True} if settings.record_experts else {}),
+        **({"additional_config": {"cpu": _instructions()}} if on_cpu else {}),
         **settings.engine_args,
     }
 
@@ -83,6 +86,14 @@ def _check_quantization(model: ModelConfig, settings: VllmEngineConfig, *, on_cp
         found = f"on a CPU without AMX vLLM has kernels for {_ANY_CPU} only"
         do = f"set vllm.quantization={_ANY_CPU}, or leave it out"
         raise ConfigError(explain(f"vllm.quantization={asked}", found, do))
+
+
+def _instructions() -> str:
+    """Those of this CPU, for the key of vLLM's compile cache, which has no such thing: what is stored there has the
+    width of this CPU's vectors written into it, and computes nonsense on another one that shares the cache."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def _has_amx() -> bool:
@@ -129,7 +140,7 @@ class Launcher:
 
         model, settings, load_real_weights, seed = self._arguments
         try:
-            if not torch.cuda.is_available():
+            if not torch.cuda.device_count():  # unlike is_available() it leaves vLLM free to fork beside a GPU
                 start_fork_server()  # its imports take as long as those that follow
             check_vllm()
             if "scheduler_cls" not in settings.engine_args:
@@ -185,7 +196,7 @@ def _launch(
         if on_cpu:
             start_fork_server()
             environment.enter_context(forked())
-            if settings.kv_cache_memory_bytes is None:
+            if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose
                 config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
         scheduler = config.scheduler_config
         if counts is not None and scheduler.scheduler_cls is None:
@@ -201,5 +212,5 @@ def cpu_kv_cache_bytes(config: Any, settings: VllmEngineConfig) -> int:
     heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
     token_bytes = 2 * heads * layers * model.get_head_size() * model.dtype.itemsize
     block = config.cache_config.block_size
-    tokens = settings.max_num_seqs * math.ceil(model.max_model_len / block) * block
-    return min(_CPU_KV_CACHE_BYTES, _CPU_KV_SPARE * tokens * token_bytes)
+    blocks = settings.max_num_seqs * (math.ceil(model.max_model_len / block) + _MORE_BLOCKS)
+    return min(_CPU_KV_CACHE_BYTES, _CPU_KV_SPARE * blocks * block * token_bytes)

@@ -1,9 +1,10 @@
-"""What the fork server imports: all that a process of vLLM needs. Only `fork_server` names this module."""
+"""What the fork server imports: all that EngineCore needs. Only `fork_server` names this module."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import sys
 
 _MODULES = (
     "vllm.v1.engine.core",
@@ -14,8 +15,11 @@ _MODULES = (
     "asyncrl.inference.vllm.weight_transfer",
 )
 
+sys.path[:] = [place for place in sys.path if place]  # not the working directory: a module of the user's is not meant
 gc.disable()  # collections among a million objects that stay take a quarter of the time
-for _name in _MODULES:
-    importlib.import_module(_name)
-gc.enable()
-gc.freeze()
+try:
+    for _name in _MODULES:
+        importlib.import_module(_name)
+finally:
+    gc.enable()
+    gc.freeze()

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
-from asyncrl.inference.vllm.compile_cache import mend_loading
+from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
@@ -49,7 +49,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         die_with(owner_pid())
         hide_warning()
-        mend_loading()  # before vLLM warms the model up
+        complete_loaded_functions()  # before vLLM warms the model up
         served = self.model_config
         if device.type == "cpu" and served.enforce_eager:
             torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request
