@@ -4,7 +4,6 @@ as a program: an owner that starts an engine, publishes, tells what it generates
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import signal
@@ -23,7 +22,6 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine
-from asyncrl.inference.vllm.fork_server import forked, start_fork_server
 from asyncrl.types import IpcSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
@@ -156,20 +154,34 @@ def tell_of_imports(sending, name):
     sending.send((name in sys.modules, os.environ.get("OF_THE_MAKER")))
 
 
+FORK = """
+import multiprocessing, os, sys
+from asyncrl.inference.vllm.fork_server import forked, start_fork_server
+
+start_fork_server()
+import vllm.v1.engine.utils
+from tests.contract.test_vllm_processes import tell_of_imports
+
+os.environ["OF_THE_MAKER"] = "yes"
+receiving, sending = multiprocessing.Pipe(duplex=False)
+with forked():
+    context = vllm.v1.engine.utils.get_mp_context()
+    fork = context.Process(target=tell_of_imports, args=(sending, "vllm.v1.worker.cpu_worker"))
+    fork.start()
+assert receiving.poll(60.0)
+print(*receiving.recv())
+fork.join(10.0)
+sys.exit(fork.exitcode)
+"""
+
+
 @pytest.mark.timeout(120)
-def test_a_fork_of_the_server_has_imported_vllm_and_has_the_environment_of_its_maker(monkeypatch):
+def test_a_fork_of_the_server_has_imported_vllm_and_has_the_environment_of_its_maker():
+    """In a process of its own: this one may have a fork server already, which imports other things."""
     require_vllm()
-    start_fork_server()
-    monkeypatch.setenv("OF_THE_MAKER", "yes")
-    receiving, sending = multiprocessing.Pipe(duplex=False)
-    with forked():
-        context = sys.modules["vllm.v1.engine.utils"].get_mp_context()
-        fork = context.Process(target=tell_of_imports, args=(sending, "vllm.v1.worker.cpu_worker"))
-        fork.start()
-    assert receiving.poll(60.0)
-    assert receiving.recv() == (True, "yes")
-    fork.join(10.0)
-    assert fork.exitcode == 0
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "True yes"
 
 
 @pytest.mark.timeout(180)
