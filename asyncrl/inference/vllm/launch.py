@@ -136,10 +136,10 @@ class Launcher:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        import torch
-
         model, settings, load_real_weights, seed = self._arguments
         try:
+            import torch
+
             if not torch.cuda.device_count():  # unlike is_available() it leaves vLLM free to fork beside a GPU
                 start_fork_server()  # its imports take as long as those that follow
             check_vllm()
