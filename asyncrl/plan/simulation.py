@@ -206,7 +206,7 @@ class Simulation:
             self._puts_needed = max(selection.missing, selection.overdue, 1)
             return
         self._asks = False
-        self._pacing.leased(self._wall)
+        self._pacing.leased(selection.chosen, self._wall)
         tokens, prompts = self._book([self._stored[o] for o in selection.chosen], step)
         self._draft["leased"] = self._wall
         self._training = True
@@ -394,7 +394,7 @@ class Simulation:
                 self._reschedule(replica)
 
     def _changed(self, event: GroupChanged) -> None:
-        if event.transition in ("requeued", "expired", "failed"):
+        if event.transition in ("requeued", "filtered", "expired", "failed"):
             self._pacing.gone(event.ordinal)
         if event.transition in ("trained", "filtered", "expired", "failed"):
             self._filtered.add(event.transition == "filtered")

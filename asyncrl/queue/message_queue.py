@@ -192,7 +192,7 @@ class MessageQueue:
             if self._ledger.counts.expired > expired:
                 self._notify()  # a group expired: its slot is free, and its ticket may be cancelled
             if selection.chosen:
-                self._pacing.leased(self._clock())
+                self._pacing.leased(selection.chosen, self._clock())
                 return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
                 self._overdue_since = self._clock()
@@ -333,7 +333,7 @@ class MessageQueue:
 
     def _record(self, event: GroupChanged) -> None:
         self._events.write(event)
-        if event.transition in ("requeued", "expired", "failed"):
+        if event.transition in ("requeued", "filtered", "expired", "failed"):
             self._pacing.gone(event.ordinal)
         if event.transition in ("trained", "filtered", "expired", "failed"):
             self._budgets.add(event.transition)

@@ -4,37 +4,43 @@ A group that is ready long before its step ages in the queue for nothing. Where 
 then full, and every token has the largest lag that is allowed. Just in time, a group is admitted so early that it will
 probably be ready when the step that trains it asks for it, and no earlier:
 
-    wanted(now) = B (1 + floor((G + m - t) / T))        groups that are running or ready; 0 where G + m < t
+    wanted(now) = B (1 + floor((H - t) / T))        groups that are running or ready; 0 where H < t
 
-B: groups per step. G: time of a group from admission to ready, a high quantile of the last ones. T: time from a lease
-to the next question for one, which is what the trainer needs; not counted is what it waits. t: time until the next such
-question, 0 while one waits. m: a margin that grows with every wait of the trainer and shrinks slowly without one, since
-G and T change and the last of B groups counts.
+B: groups per step. T: time from a lease to the next question for one, which is what the trainer needs; not counted is
+what it waits; the median of the last steps. t: time until the next such question, 0 while one waits. H: how long before
+that question the groups of a step begin. Step i needed D_i, the time of its slowest group from admission to ready, and
+E_i more, by how much it asked earlier than expected. H is the smallest lead with which the last steps would have waited
+0.3 % of their time:
 
-Where generation is the slower side T is short against G, and the formula asks for as many groups as the limit allows. A
-step that waits is never refused groups (t = 0), so pacing can slow a run down, and cannot stop it. The hard bound is
-that of `staleness.py`, whatever is wanted here.
+    sum_i max(0, D_i + E_i - H)  <=  0.003 sum_i T_i
+
+Where generation is the slower side T is short against D, and the formula asks for as many groups as the limit allows. A
+step that waits is never refused its groups (t = 0), so pacing can slow a run down, and cannot stop it. The hard bound
+is that of `staleness.py`, whatever is wanted here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Literal, Protocol
 
 from asyncrl.types import LedgerCounts
 
 PacingName = Literal["eager", "just_in_time"]
 
-QUANTILE = 0.9
-HISTORY_STEPS = 8
-"""Steps whose groups and times are remembered."""
-WAIT_SHARE = 0.005
-"""A wait that is a larger share of T grows the margin."""
-GROWTH, DECAY = 2.0, 0.02
-"""Of the margin: how much of a wait is added to it, twice as much for each wait in a row; which share of it is taken
-away after a step without one."""
-MOST_DOUBLINGS = 4
+HISTORY_STEPS = 32
+"""Steps that tell which lead is needed."""
+NEWEST_STEPS = 8
+"""Steps that tell how long the next one will take: their median."""
+WAIT_SHARE = 0.003
+"""Of the trainer's time, what waits for groups may take."""
+FIRST_STEPS = 2
+"""Steps whose groups are wanted before anything is known. All that the limit allows, generated at once, would take
+longer than groups take later, and the lead would be too long for as many steps as are remembered."""
 ROUNDING_S = 1e-6
 LEAST_KEPT_SHARE = 0.1
 """Of the groups that are generated, the share that is taken to be not filtered, at least."""
@@ -57,7 +63,9 @@ class Pacing(Protocol):
         """The trainer asks for the groups of a step. Further questions while it waits change nothing."""
         ...
 
-    def leased(self, now: float) -> None: ...
+    def leased(self, ordinals: Sequence[int], now: float) -> None:
+        """A step trains these groups."""
+        ...
 
     def wanted(self, now: float) -> float:
         """Groups that should be running or ready; infinite: as many as the limit allows."""
@@ -83,7 +91,7 @@ class Eager:
     def asked(self, now: float) -> None:
         pass
 
-    def leased(self, now: float) -> None:
+    def leased(self, ordinals: Sequence[int], now: float) -> None:
         pass
 
     def wanted(self, now: float) -> float:
@@ -94,74 +102,73 @@ class Eager:
 
 
 class JustInTime:
-    """Owns the times of the last groups and steps, and the margin."""
+    """Owns the times of the groups that are not trained yet, and of the last steps."""
 
     def __init__(self, groups_per_step: int) -> None:
         self._size = groups_per_step
-        self._running: dict[int, float] = {}
-        self._generation_s: deque[float] = deque(maxlen=HISTORY_STEPS * groups_per_step)
-        self._training_s: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._begun_at: dict[int, float] = {}
+        self._took_s: dict[int, float] = {}
+        """Of the groups that are ready."""
+        self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._needed_s: deque[float] = deque(maxlen=HISTORY_STEPS)
+        """With which lead each of the last steps would have waited for nothing."""
         self._leased_at: float | None = None
         self._asked_at: float | None = None
-        self._margin_s = 0.0
-        self._waits = 0
-        """Steps in a row that waited."""
+        self._step_s = self._lead_s = 0.0
 
     def begun(self, ordinal: int, now: float) -> None:
-        self._running[ordinal] = now
+        self._begun_at[ordinal] = now
 
     def ready(self, ordinal: int, now: float) -> None:
-        began = self._running.pop(ordinal, None)
+        began = self._begun_at.pop(ordinal, None)
         if began is not None:
-            self._generation_s.append(now - began)
+            self._took_s[ordinal] = now - began
 
     def gone(self, ordinal: int) -> None:
-        self._running.pop(ordinal, None)
+        self._begun_at.pop(ordinal, None)
+        self._took_s.pop(ordinal, None)
 
     def asked(self, now: float) -> None:
-        if self._asked_at is not None:
-            return
-        self._asked_at = now
-        if self._leased_at is not None:
-            self._training_s.append(now - self._leased_at)
+        if self._asked_at is None:
+            self._asked_at = now
 
-    def leased(self, now: float) -> None:
-        if self._asked_at is not None and self._training_s:
-            waited = now - self._asked_at
-            if waited > WAIT_SHARE * self._step_s():
-                self._margin_s += GROWTH * 2**self._waits * waited
-                self._waits = min(self._waits + 1, MOST_DOUBLINGS)
-            else:
-                self._waits = 0
-                self._margin_s *= 1 - DECAY
+    def leased(self, ordinals: Sequence[int], now: float) -> None:
+        took = [self._took_s.pop(ordinal) for ordinal in ordinals if ordinal in self._took_s]
+        if took and self._asked_at is not None and self._leased_at is not None:
+            trained = self._asked_at - self._leased_at
+            early = (self._step_s or trained) - trained
+            self._needed_s.append(max(took) + early)
+            self._trained_s.append(trained)
+            self._step_s = max(1e-6, median(list(self._trained_s)[-NEWEST_STEPS:]))
+            self._lead_s = least_lead(self._needed_s, WAIT_SHARE * sum(self._trained_s))
         self._leased_at, self._asked_at = now, None
 
     def wanted(self, now: float) -> float:
-        if not self._generation_s or not self._training_s:
-            return math.inf
-        early = self._horizon_s() - self._until_asked(now) + ROUNDING_S
-        return 0.0 if early < 0 else self._size * (1 + math.floor(early / self._step_s()))
+        if not self._needed_s:
+            return FIRST_STEPS * self._size
+        early = self._lead_s - self._until_asked(now) + ROUNDING_S
+        return 0.0 if early < 0 else self._size * (1 + math.floor(early / self._step_s))
 
     def next_change(self, now: float) -> float | None:
-        if not self._generation_s or not self._training_s or self._asked_at is not None:
-            return None
-        step_s, early = self._step_s(), self._horizon_s() - self._until_asked(now)
-        if self._until_asked(now) <= 0:
-            return None  # the trainer is late: it asks any moment
-        return now - early if early < 0 else now + step_s * (1 + math.floor(early / step_s)) - early
+        if not self._needed_s or (until := self._until_asked(now)) <= 0:
+            return None  # the trainer asks, or does so any moment
+        early = self._lead_s - until
+        return now - early if early < 0 else now + self._step_s * (1 + math.floor(early / self._step_s)) - early
 
     def _until_asked(self, now: float) -> float:
         if self._asked_at is not None or self._leased_at is None:
             return 0.0
-        return max(0.0, self._leased_at + self._step_s() - now)
+        return max(0.0, self._leased_at + self._step_s - now)
 
-    def _step_s(self) -> float:
-        ordered = sorted(self._training_s)
-        return max(1e-6, ordered[len(ordered) // 4])  # rather early than late
 
-    def _horizon_s(self) -> float:
-        ordered = sorted(self._generation_s)
-        return ordered[min(len(ordered) - 1, math.ceil(QUANTILE * len(ordered)) - 1)] + self._margin_s
+def least_lead(needs: Sequence[float], allowed: float) -> float:
+    """The smallest lead, at least 0, of which `needs` together want no more than `allowed` more."""
+    ordered, over = sorted([*needs, 0.0], reverse=True), 0.0
+    for count, (need, following) in enumerate(pairwise(ordered), start=1):
+        if over + count * (need - following) > allowed:
+            return max(0.0, need - (allowed - over) / count)
+        over += count * (need - following)
+    return 0.0
 
 
 def build_pacing(name: PacingName, groups_per_step: int) -> Pacing:
