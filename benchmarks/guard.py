@@ -47,6 +47,7 @@ TIMEOUT_S = 3600
 COLLAPSED = 0.1
 """A run whose last accuracy is this much below its best one has collapsed."""
 COMMON = ["batch.groups_per_step=8", "batch.group_size=8", "checkpoint.every_steps=0", "observability.progress=false"]
+COMMON += ["staleness.pacing=eager"]  # as much lag as the limit allows
 Record = dict[str, Any]
 
 

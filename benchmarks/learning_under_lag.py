@@ -309,7 +309,7 @@ def wall_run(cell: Cell, seed: int, steps: int = WALL_STEPS) -> dict[str, Any]:
         directory = Path(temporary) / "run"
         words = [f"staleness.max_lag={cell.lag}", f"run.seed={seed}", f"run.dir={directory}", f"run.max_steps={steps}"]
         words += [*cell.overrides(), f"eval.every_steps={WALL_EVAL_EVERY}", f"eval.max_prompts={WALL_PROMPTS}"]
-        words += ["checkpoint.every_steps=0"]
+        words += ["checkpoint.every_steps=0", "staleness.pacing=eager"]  # as much lag as the limit allows
         words += ["mode=sync"] if cell.lag == 0 else []
         command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)

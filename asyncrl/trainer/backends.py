@@ -90,6 +90,10 @@ def build_backend(spec: TrainerSpec, *, rank: int, world_size: int, device: torc
 def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> None:
     """Asks the backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at all."""
     spec = BACKENDS[backend]
+    if facts.quantization:
+        found = f"its files hold quantised weights ({facts.quantization}), which neither train nor take a publish"
+        do = "name the model that was quantised; rollout.vllm.quantization quantises what replicas serve"
+        raise ConfigError(explain(facts.name.replace("model.path", key, 1), found, do))
     if problems := resolve_name(spec.unsupported)(facts):
         asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"
         raise ConfigError(explain(asked, f"the backend does not support {', '.join(problems)}", spec.works))

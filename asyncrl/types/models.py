@@ -63,6 +63,7 @@ class ModelFacts:
         other_inputs: keys of the parts that read images or sound.
         has_custom_code: the model's class comes with its files.
         unusual: what few models of a known architecture change: another activation, biases, scaled rotary positions.
+        quantization: how the weights in the files are quantised, such as fp8 or awq; None: they are not.
     """
 
     path: str
@@ -80,6 +81,7 @@ class ModelFacts:
     is_encoder_decoder: bool = False
     has_custom_code: bool = False
     unusual: tuple[str, ...] = ()
+    quantization: str | None = None
     sizes: LayerSizes = LayerSizes()
 
     @property
@@ -112,6 +114,7 @@ class ModelFacts:
             is_encoder_decoder=bool(config.get("is_encoder_decoder")),
             has_custom_code=bool(config.get("auto_map")),
             unusual=tuple(_unusual(text)),
+            quantization=_quantization(text),
             sizes=LayerSizes(
                 layers=text.get("num_hidden_layers"),
                 hidden=text.get("hidden_size"),
@@ -134,6 +137,11 @@ def expert_layers_of(text: Mapping[str, Any]) -> list[int]:
     dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step") or 1
     layers = range(text.get("num_hidden_layers") or 0) if any(text.get(key) for key in _EXPERTS) else ()
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+
+
+def _quantization(text: Mapping[str, Any]) -> str | None:
+    found = text.get("quantization_config") or text.get("compression_config")
+    return (found.get("quant_method") or "an unnamed method") if found else None
 
 
 def _unusual(text: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,8 @@ from tests.e2e.conftest import SMALL
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NO_CHECKPOINTS = "checkpoint.every_steps=0"
+OLD = "staleness.max_lag=4", "staleness.pacing=eager"
+"""Tokens get as old as the limit allows."""
 
 
 def sicknesses(run):
@@ -73,7 +75,7 @@ def test_a_fenced_replica(start):
 
 def test_a_collapsed_ratio(start):
     """A learning rate that is far too high, with weight decay, which moves the weights whatever the rewards are."""
-    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", "staleness.max_lag=4"
+    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *OLD
     titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *wild, "run.max_steps=8"))
     assert "Collapsed importance ratio" in titles
 
@@ -82,7 +84,7 @@ def test_a_collapsed_ratio(start):
 def test_a_run_that_the_guard_stops(start):
     """The same learning rate: the guard lowers the limit on the lag, that does not help, and the run ends with a
     checkpoint. It goes on from there with a sane rate, and with the limit that it had."""
-    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", "staleness.max_lag=4"
+    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *OLD
     hasty = "staleness.guard_rules.trip_steps=1", "staleness.guard_rules.stop_steps=1"
     run = start(*SMALL, NO_CHECKPOINTS, *wild, "staleness.guard=act", *hasty, "run.max_steps=40")
     assert run.wait() == 3, run.log

@@ -156,6 +156,14 @@ def test_a_model_that_would_train_wrongly_is_refused(changed, words):
     require_trains("megatron", facts())
 
 
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_a_quantised_checkpoint_is_refused_before_the_run(backend):
+    """It was refused by the first publish, when everything had been loaded."""
+    quantised = facts(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(ConfigError, match="(?s)critic.*quantised weights \\(fp8\\).*rollout.vllm.quantization"):
+        require_trains(backend, quantised, "algorithm.critic.path")
+
+
 def test_the_ranks_of_the_quickstart_share_one_plan():
     recipe = load_recipe(QUICKSTART, [])
     assert recipe.trainer.layout.num_plans == 1
