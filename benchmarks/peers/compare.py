@@ -45,13 +45,16 @@ SAMPLES = PROMPTS * GROUP
 WARM_STEPS = 2
 BUSY_CORES = 0.25
 """Of other processes: more makes a round unfit for figures."""
+EMBEDDED, VLLM = ("rollout.engine=torch", "rollout.num_replicas=1"), ("rollout.engine=vllm", "rollout.num_replicas=1")
 ASYNCRL = {
     "asyncrl sync, embedded": ("mode=sync", "rollout.engine=torch", "rollout.num_replicas=2"),
-    "asyncrl fully_async, embedded x 2": ("mode=fully_async", "rollout.engine=torch", "rollout.num_replicas=2"),
-    "asyncrl fully_async, embedded": ("mode=fully_async", "rollout.engine=torch", "rollout.num_replicas=1"),
-    "asyncrl sync, vLLM": ("mode=sync", "rollout.engine=vllm", "rollout.num_replicas=1"),
-    "asyncrl fully_async, vLLM": ("mode=fully_async", "rollout.engine=vllm", "rollout.num_replicas=1"),
+    "asyncrl fully_async, embedded": ("mode=fully_async", *EMBEDDED),
+    "asyncrl fully_async, keep, embedded": ("mode=fully_async", "rollout.interrupt=keep", *EMBEDDED),
+    "asyncrl sync, vLLM": ("mode=sync", *VLLM),
+    "asyncrl fully_async, vLLM": ("mode=fully_async", *VLLM),
+    "asyncrl fully_async, keep, vLLM": ("mode=fully_async", "rollout.interrupt=keep", *VLLM),
 }
+"""keep: requests go on with their KV cache when a version is published; in the other runs they compute it again."""
 
 
 @dataclass(frozen=True)
