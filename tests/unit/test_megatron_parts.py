@@ -160,7 +160,7 @@ def test_a_model_that_would_train_wrongly_is_refused(changed, words):
 def test_a_quantised_checkpoint_is_refused_before_the_run(backend):
     """It was refused by the first publish, when everything had been loaded."""
     quantised = facts(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(ConfigError, match="(?s)critic.*quantised weights \\(fp8\\).*rollout.vllm.quantization"):
+    with pytest.raises(ConfigError, match=r"(?s)critic.*quantised weights \(fp8\).*rollout\.vllm\.quantization"):
         require_trains(backend, quantised, "algorithm.critic.path")
 
 

@@ -204,7 +204,7 @@ async def test_a_filtered_group_is_forgotten(spec):  # noqa: F811
     same = group(ticket.ordinal, versions=(ticket.version,))
     await queue.put(ticket, replace(same, trajectories=tuple(replace(t, reward=1.0) for t in same.trajectories)))
     assert (await queue.counts()).filtered == 1
-    assert not queue._pacing._begun_at and not queue._pacing._took_s
+    assert (queue._pacing._begun_at, queue._pacing._took_s) == ({}, {})
 
 
 @given(st.lists(st.floats(-10, 10), max_size=40), st.floats(0, 20))
