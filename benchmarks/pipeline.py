@@ -158,6 +158,7 @@ def training_run(
         f"rollout.sampling.max_response_tokens={TAIL}",
         "trainer.lr=1.0e-9",
         f"staleness.max_lag={max_lag}",
+        "staleness.pacing=eager",  # each half alone needs a full queue
         "eval.every_steps=0",
         "checkpoint.every_steps=0",
         "observability.progress=false",

@@ -148,7 +148,7 @@ class MessageQueue:
         has_signal = not self._spec.dynamic_sampling or min(rewards) != max(rewards)
         if self._ledger.put(ticket, group.oldest_version, has_signal=has_signal):
             self._stored[group.ordinal] = StoredGroup(group, max(self._ledger.version, newest))
-        self._pacing.ready(ticket.ordinal, self._clock())
+            self._pacing.ready(ticket.ordinal, self._clock())
         self._notify()
 
     async def put_many(self, items: list[tuple[Ticket, TrajectoryGroup]]) -> list[Exception | None]:
@@ -193,6 +193,7 @@ class MessageQueue:
                 self._notify()  # a group expired: its slot is free, and its ticket may be cancelled
             if selection.chosen:
                 self._pacing.leased(selection.chosen, self._clock())
+                self._notify()  # it may be known now when more groups will be wanted
                 return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
                 self._overdue_since = self._clock()
@@ -293,6 +294,7 @@ class MessageQueue:
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
         self._leased = {}
+        self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step)
         self._overdue_since = None
         self._budgets.failed.load_text(saved.failed_window)
         self._budgets.filtered.load_text(saved.filtered_window)

@@ -7,16 +7,17 @@ probably be ready when the step that trains it asks for it, and no earlier:
     wanted(now) = B (1 + floor((H - t) / T))        groups that are running or ready; 0 where H < t
 
 B: groups per step. T: time from a lease to the next question for one, which is what the trainer needs; not counted is
-what it waits; the median of the last steps. t: time until the next such question, 0 while one waits. H: how long before
-that question the groups of a step begin. Step i needed D_i, the time of its slowest group from admission to ready, and
-E_i more, by how much it asked earlier than expected. H is the smallest lead with which the last steps would have waited
-0.3 % of their time:
+what it waits; the median of the last steps. t: time until the next such question; minus what it has waited so far while
+one waits. H: how long before that question the groups of a step begin. A step needed D, the time of its slowest group
+from admission to ready, and more by as much as it asked earlier than expected; one that waited needed at least the lead
+that it had and its wait, since groups that were filtered or failed, and others in their place, do not show in D. H is
+the smallest lead with which the last steps would have waited 0.3 % of their time:
 
-    sum_i max(0, D_i + E_i - H)  <=  0.003 sum_i T_i
+    sum_i max(0, needed_i - H)  <=  0.003 sum_i T_i
 
 Where generation is the slower side T is short against D, and the formula asks for as many groups as the limit allows. A
-step that waits is never refused its groups (t = 0), so pacing can slow a run down, and cannot stop it. The hard bound
-is that of `staleness.py`, whatever is wanted here.
+step that waits is not refused its groups (t = 0), and after each T more of waiting those of a further step are wanted:
+pacing can slow a run down, and cannot stop it. The hard bound is that of `staleness.py`, whatever is wanted here.
 """
 
 from __future__ import annotations
@@ -38,9 +39,6 @@ NEWEST_STEPS = 8
 """Steps that tell how long the next one will take: their median."""
 WAIT_SHARE = 0.003
 """Of the trainer's time, what waits for groups may take."""
-FIRST_STEPS = 2
-"""Steps whose groups are wanted before anything is known. All that the limit allows, generated at once, would take
-longer than groups take later, and the lead would be too long for as many steps as are remembered."""
 ROUNDING_S = 1e-6
 LEAST_KEPT_SHARE = 0.1
 """Of the groups that are generated, the share that is taken to be not filtered, at least."""
@@ -109,6 +107,8 @@ class JustInTime:
         self._begun_at: dict[int, float] = {}
         self._took_s: dict[int, float] = {}
         """Of the groups that are ready."""
+        self._crowd: set[int] = set()
+        """Groups of the start, as many as the limit allows at once: what they take is forgotten once others are known."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._needed_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         """With which lead each of the last steps would have waited for nothing."""
@@ -118,6 +118,8 @@ class JustInTime:
 
     def begun(self, ordinal: int, now: float) -> None:
         self._begun_at[ordinal] = now
+        if not self._needed_s:
+            self._crowd.add(ordinal)
 
     def ready(self, ordinal: int, now: float) -> None:
         began = self._begun_at.pop(ordinal, None)
@@ -135,9 +137,14 @@ class JustInTime:
     def leased(self, ordinals: Sequence[int], now: float) -> None:
         took = [self._took_s.pop(ordinal) for ordinal in ordinals if ordinal in self._took_s]
         if took and self._asked_at is not None and self._leased_at is not None:
-            trained = self._asked_at - self._leased_at
+            if self._crowd and self._crowd.isdisjoint(ordinals):
+                self._needed_s.clear()
+                self._trained_s.clear()
+                self._crowd.clear()
+            trained, waited = self._asked_at - self._leased_at, now - self._asked_at
             early = (self._step_s or trained) - trained
-            self._needed_s.append(max(took) + early)
+            held_back = self._lead_s + waited if waited > WAIT_SHARE * trained else 0.0
+            self._needed_s.append(max(max(took) + early, held_back))
             self._trained_s.append(trained)
             self._step_s = max(1e-6, median(list(self._trained_s)[-NEWEST_STEPS:]))
             self._lead_s = least_lead(self._needed_s, WAIT_SHARE * sum(self._trained_s))
@@ -145,18 +152,24 @@ class JustInTime:
 
     def wanted(self, now: float) -> float:
         if not self._needed_s:
-            return FIRST_STEPS * self._size
+            return math.inf
         early = self._lead_s - self._until_asked(now) + ROUNDING_S
         return 0.0 if early < 0 else self._size * (1 + math.floor(early / self._step_s))
 
     def next_change(self, now: float) -> float | None:
-        if not self._needed_s or (until := self._until_asked(now)) <= 0:
-            return None  # the trainer asks, or does so any moment
-        early = self._lead_s - until
-        return now - early if early < 0 else now + self._step_s * (1 + math.floor(early / self._step_s)) - early
+        if not self._needed_s:
+            return None
+        early = self._lead_s - self._until_asked(now)
+        after = -early if early < 0 else self._step_s * (1 + math.floor(early / self._step_s)) - early
+        if self._asked_at is None and after > self._until_asked(now) + ROUNDING_S:
+            return None  # the trainer asks before that, or does so any moment
+        return now + after
 
     def _until_asked(self, now: float) -> float:
-        if self._asked_at is not None or self._leased_at is None:
+        """Below 0: how long the trainer has been waiting."""
+        if self._asked_at is not None:
+            return self._asked_at - now
+        if self._leased_at is None:
             return 0.0
         return max(0.0, self._leased_at + self._step_s - now)
 

@@ -111,8 +111,8 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "hint",
             "Training bounds this run",
-            f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag admits no "
-            "further group, and the trainer never waits.",
+            f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag, or the "
+            "pacing, admits no further group, and the trainer never waits.",
             "Fewer replicas would do as well, or more trainer ranks would make it faster.",
             (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
         )

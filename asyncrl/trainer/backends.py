@@ -91,8 +91,8 @@ def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> 
     """Asks the backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at all."""
     spec = BACKENDS[backend]
     if facts.quantization:
-        found = f"its files hold quantised weights ({facts.quantization}), which neither train nor take a publish"
-        do = "name the model that was quantised; rollout.vllm.quantization quantises what replicas serve"
+        found = f"its files hold quantised weights ({facts.quantization}), and trainer ranks load weights as they are"
+        do = "name the model that was quantised; rollout.vllm.quantization quantises what replicas serve of the policy"
         raise ConfigError(explain(facts.name.replace("model.path", key, 1), found, do))
     if problems := resolve_name(spec.unsupported)(facts):
         asked = f"train {facts.name.replace('model.path', key, 1)} with trainer.backend={backend}"

@@ -114,7 +114,7 @@ class ModelFacts:
             is_encoder_decoder=bool(config.get("is_encoder_decoder")),
             has_custom_code=bool(config.get("auto_map")),
             unusual=tuple(_unusual(text)),
-            quantization=_quantization(text),
+            quantization=_quantization(config) or _quantization(text),
             sizes=LayerSizes(
                 layers=text.get("num_hidden_layers"),
                 hidden=text.get("hidden_size"),
@@ -141,7 +141,7 @@ def expert_layers_of(text: Mapping[str, Any]) -> list[int]:
 
 def _quantization(text: Mapping[str, Any]) -> str | None:
     found = text.get("quantization_config") or text.get("compression_config")
-    return (found.get("quant_method") or "an unnamed method") if found else None
+    return str(found.get("quant_method") or "an unnamed method") if isinstance(found, Mapping) and found else None
 
 
 def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
