@@ -127,9 +127,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Observation]:
     usual = min(limit, every)
     text = f"no token is trained with a lag over {limit}. Most have a lag near {usual} or less"
     if recipe.pacing == "eager":
-        text += (
-            f" where training is faster than generation; where it is slower the queue is full, and it is near {limit}"
-        )
+        text += f" where training is the faster side; else the queue is full, and it is near {limit}"
     yield ok("staleness", text)
 
 

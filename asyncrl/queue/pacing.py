@@ -108,7 +108,7 @@ class JustInTime:
         self._took_s: dict[int, float] = {}
         """Of the groups that are ready."""
         self._crowd: set[int] = set()
-        """Groups of the start, as many as the limit allows at once: what they take is forgotten once others are known."""
+        """Groups of the start, generated all at once: what they take is forgotten once others are known."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._needed_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         """With which lead each of the last steps would have waited for nothing."""
