@@ -49,7 +49,7 @@ class StalenessConfig:
     """What a step does when a group that it must train is not ready although enough others are. wait: wait for it.
     refill: end the group as `expired` and generate its prompt again. mask: train the group in a later step, without the
     tokens that are over the limit by then."""
-    pacing: Literal["eager", "just_in_time"] = "just_in_time"
+    pacing: Literal["eager", "just_in_time"] = "eager"
     """When groups are admitted, within max_lag. eager: as soon as it allows. just_in_time: so early that they are
     probably ready when a step asks for them; tokens are younger where training is slower than generation. Read in mode
     fully_async."""
