@@ -166,7 +166,7 @@ async def test_every_transition_is_an_event(spec):
     assert all({"time_s", "monotonic_s", "trainer_version", "version"} <= set(e) for e in events)
 
 
-async def test_a_straggler_is_given_up_told_once_and_generated_again(spec):
+async def test_a_straggler_is_given_up_told_once_and_generated_again(spec, monkeypatch):
     queue = MessageQueue(replace(spec, groups_per_step=1, on_overdue="refill"))
     late, other = await admit(queue)
     await queue.put(other, group(1))
@@ -185,7 +185,10 @@ async def test_a_straggler_is_given_up_told_once_and_generated_again(spec):
     assert [(t.ordinal, t.attempt, t.version) for t in admission.tickets] == [(0, 1, 1)]
     later = await queue.admit(10, 0)
     assert (later.tickets, later.cancelled) == ((), ())
+    told: list[int] = []
+    monkeypatch.setattr(queue._pacing, "ready", lambda ordinal, now: told.append(ordinal))
     await queue.put(late, group(0))  # it was on its way
+    assert told == [], "the pacing would take it for the attempt that runs now"
     with pytest.raises(LedgerError):
         await queue.put(late, group(0))
     counts = await queue.counts()
