@@ -480,7 +480,8 @@ class Recipe:
     @property
     def overlaps_publish(self) -> bool:
         """True where a publish goes on beside the next step; where it empties the queue, that step waits for it."""
-        return self.weights.overlap and not self.empties_queue
+        is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
+        return is_wanted and not self.empties_queue
 
     def publishes_after(self, step: int) -> bool:
         """True when the weights that `step` optimizer steps have made are published."""

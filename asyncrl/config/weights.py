@@ -31,9 +31,9 @@ class WeightsConfig:
     """With verify=first: publishes between two verified ones."""
     max_retries: NonNegativeInt = 1
     """Retries of a transfer to a replica that got wrong weights, before the replica is replaced."""
-    overlap: bool = False
+    overlap: bool | None = None
     """Publish from a copy of the weights while the next step trains. It takes host memory for the weights in the dtype
-    of the replicas, on the ranks that send. Read in mode fully_async."""
+    of the replicas, on the ranks that send. In mode fully_async; null: yes."""
     rolling: bool = False
     """Publish to rolling_replicas replicas at a time, while the others generate; without overlap the trainer waits for
     all of them. Read in mode fully_async."""

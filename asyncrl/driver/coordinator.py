@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.beside import cancel
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.evaluation_schedule import Evaluations
+from asyncrl.driver.foresight import Foresight
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.driver.publisher import Publisher
@@ -24,7 +28,15 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, ex
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
-from asyncrl.types import LeaseManifest
+from asyncrl.types import (
+    Committed,
+    EndShares,
+    LeaseManifest,
+    LedgerCounts,
+    PublishReport,
+    ReplicaStats,
+    TrainMetrics,
+)
 from asyncrl.types.events import StepTrained, TrainingResumed
 from asyncrl.types.metrics import Metric
 
@@ -34,6 +46,21 @@ POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
 _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_FAILED: Metric.EVAL_FAILED}
 """Metric of the evaluation before training -> its name on the line of step 1."""
+
+
+@dataclass(slots=True, eq=False)
+class _EndedStep:
+    """What the metrics of a committed step are made from. `stats`: of the replicas, where they are known already;
+    `publishes`: that have ended since the step before."""
+
+    manifest: LeaseManifest
+    metrics: TrainMetrics
+    train_s: float
+    waited_s: float
+    counts: LedgerCounts
+    shares: EndShares
+    stats: Sequence[ReplicaStats] | None = None
+    publishes: Sequence[PublishReport] = ()
 
 
 class Coordinator:
@@ -60,6 +87,7 @@ class Coordinator:
             on_event=parts.events.write,
         )
         self._planner = StepPlanner(recipe)
+        self._foresight = Foresight(parts, self._planner)
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
@@ -79,6 +107,12 @@ class Coordinator:
         )
         self._health: dict[str, float] = {}
         """Metrics that the last health check found."""
+        self._initial: dict[str, float] = {}
+        """Of the evaluation before training, until a line of metrics has them."""
+        self._ahead: LeaseManifest | None = None
+        """The lease of the next step, where it came with the commit: that step is in progress."""
+        self._recording: asyncio.Task[None] | None = None
+        """Puts together the metrics of the last step while the next one trains."""
 
     @property
     def step(self) -> int:
@@ -145,6 +179,8 @@ class Coordinator:
             for task in (training, stop, *guards):
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
+            await self._foresight.close()
+            await cancel(self._recording)
             await self._evaluations.close()
             await self._publisher.close()
             await self._writer.close()
@@ -162,7 +198,7 @@ class Coordinator:
         Stops when: `run.max_steps` steps are trained, or `stop` was called; `run` cancels it when another task fails.
         When the off-policy guard stops the run, it raises RunFailed after the last checkpoint.
         """
-        recipe, parts = self._recipe, self._parts
+        parts = self._parts
         await self._resume(self._start_from)
         # The checkpoint is the truth now: what a later step of the same directory wrote is cut off or set aside.
         parts.metrics.truncate_after(self._step)
@@ -170,21 +206,15 @@ class Coordinator:
         await self._publisher.publish(self._step)
         self._publisher.take()  # it belongs to no step
         self._restored.set()
-        initial = await self._evaluations.before_training() if self._step == 0 else {}
+        self._initial = await self._evaluations.before_training() if self._step == 0 else {}
         started = await parts.replicas.stats()
         self._clock.mark(started)
         self._turns.take_metrics(started)  # the start belongs to no step
         self._clock.time.take()
-        while self._step < recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped):
-            record = await self._one_step()
-            if record is None:
+        while self._ahead is not None or self._goes_on:
+            if not await self._one_step():
                 break
-            for name in _INITIAL.keys() & initial.keys():
-                record.add(_INITIAL[name], initial[name])
-            initial = {}
-            parts.metrics.write(record.values)
-            parts.progress.stepped(record.values)
-            if recipe.checkpoint.every_steps and self._step % recipe.checkpoint.every_steps == 0:
+            if self._saves_after(self._step):
                 await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
@@ -193,29 +223,49 @@ class Coordinator:
         await self._writer.last(self._state())
         self._guard.raise_if_stopped()
 
-    async def _one_step(self) -> StepRecord | None:
-        """Leases, trains, commits and publishes one step; None when a stop came before its groups were ready."""
+    @property
+    def _goes_on(self) -> bool:
+        return self._step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped)
+
+    def _saves_after(self, step: int) -> bool:
+        every = self._recipe.checkpoint.every_steps
+        return every > 0 and step % every == 0
+
+    async def _one_step(self) -> bool:
+        """Leases, trains, commits and publishes one step; False when a stop came before its groups were ready.
+
+        Between two steps the trainer waits for as little as can be. Where the publish goes on beside training, the
+        answer to the commit has the next lease, the trainer copies its weights meanwhile, and the metrics of a step are
+        put together while the next one trains.
+        """
         recipe, parts = self._recipe, self._parts
+        manifest, self._ahead, waited_s = self._ahead, None, 0.0
         self._clock.start()
-        with self._clock.time.during(Metric.TRAINER_GROUPS):
-            manifest = await self._lease()
         if manifest is None:
-            return None
-        waited_s = self._clock.lap()
-        self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
+            with self._clock.time.during(Metric.TRAINER_GROUPS):
+                manifest = await self._lease()
+            if manifest is None:
+                return False
+            waited_s = self._clock.lap()
+            self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
         await self._turns.take(self._step + 1)
         self._clock.start()  # the engines' way to sleep is no part of the optimizer step
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         bounds = self._guard.correction_bounds
-        plans = self._planner.plan(manifest, correction_bounds=bounds)
+        plans = self._foresight.plans(manifest, bounds)
         if self._planner.needs_kl:
             with self._clock.time.during(Metric.TRAINER_TRAINING):
                 reference_kl = await parts.trainers.reference_kl(plans)
             plans = self._planner.plan(manifest, reference_kl, correction_bounds=bounds)
+        last = self._step + 1 >= recipe.run.max_steps
+        if recipe.max_lag > 0 and not last:
+            self._foresight.begin(self._step + 1, bounds)
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
+        await self._foresight.end()
         await self._publisher.settle()
+        await self._recorded()
         parts.events.write(
             StepTrained(
                 step=self._step + 1,
@@ -223,44 +273,85 @@ class Coordinator:
                 lag_max=max(group.lag_max for group in manifest.groups),
             )
         )
-        counts, stats = await asyncio.gather(parts.queue.commit(self._step), parts.replicas.stats())
+        publishes = not self._stop.is_set() and recipe.publishes_after(self._step + 1)
+        is_beside = publishes and recipe.overlaps_publish and not last
+        committed, stats = await self._commit(copies=is_beside, leases_next=self._leases_ahead())
+        self._ahead = committed.lease
         self._step += 1
         parts.saw("step", self._step)
-        record = StepRecord(self._step, max_lag=recipe.max_lag, keeps_cache=recipe.interrupt == "keep")
-        record.of_batch(manifest)
-        record.of_training(metrics, train_s)
-        last = self._step >= recipe.run.max_steps
-        if not self._stop.is_set() and recipe.publishes_after(self._step):
+        ended = _EndedStep(manifest, metrics, train_s, waited_s, committed.counts, committed.shares, stats)
+        if is_beside:
+            self._publisher.begin(self._step)
+        elif publishes:
             if recipe.empties_queue:
                 with self._clock.time.during(Metric.TRAINER_GROUPS):
-                    waited_s += await self._drain()
-                stats = await parts.replicas.stats()
-            if self._stop.is_set() or self._publisher.version == self._step:
-                pass  # a catch-up of newcomers has published this step already, in the drain
-            elif recipe.overlaps_publish and not last:
-                await self._publisher.begin(self._step, stats)
-            else:
-                counts, stats = await self._publisher.publish(self._step, stats)
-        record.of_publish(*self._publisher.take())
-        guarded, limited = await self._guard.after_step(self._step, record.values)
-        counts = limited or counts
+                    ended.waited_s += await self._drain()
+                ended.stats = await parts.replicas.stats()
+            if not self._stop.is_set() and self._publisher.version != self._step:  # a catch-up may have published it
+                ended.counts, ended.stats = await self._publisher.publish(self._step, ended.stats)
+        ended.publishes = self._publisher.take()
+        if self._ahead is None:
+            await self._record(ended)
+        else:
+            self._recording = asyncio.create_task(self._record(ended), name=f"metrics of step {self._step}")
+        return True
+
+    def _leases_ahead(self) -> bool:
+        """True where the next step follows the commit at once: nobody looks at this one, or saves it, in between."""
+        recipe, step = self._recipe, self._step + 1
+        waits = self._saves_after(step) or self._evaluations.acts_after(step) or self._guard.state is not None
+        return recipe.overlaps_publish and step < recipe.run.max_steps and not (waits or self._stop.is_set())
+
+    async def _commit(self, *, copies: bool, leases_next: bool) -> tuple[Committed, list[ReplicaStats] | None]:
+        """Commits the step that was trained; `copies`: the trainer copies its weights meanwhile. Where training waits
+        for publishes also the statistics of the replicas: elsewhere it does not wait for the slowest of them."""
+        parts = self._parts
+        committing = parts.queue.commit(self._step, leases_next=leases_next)
+        if not self._recipe.overlaps_publish:
+            return await asyncio.gather(committing, parts.replicas.stats())
+        if not copies:
+            return await committing, None
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
+            committed, _ = await asyncio.gather(committing, parts.trainers.snapshot_weights())
+        return committed, None
+
+    async def _record(self, ended: _EndedStep) -> None:
+        """Writes the line of metrics of the step, after the guard and the evaluations have looked at it. Beside
+        training neither has anything to do."""
+        recipe, parts, step = self._recipe, self._parts, self._step
+        record = StepRecord(step, max_lag=recipe.max_lag, keeps_cache=recipe.interrupt == "keep")
+        record.of_batch(ended.manifest)
+        record.of_training(ended.metrics, ended.train_s)
+        record.of_publish(*ended.publishes)
+        guarded, limited = await self._guard.after_step(step, record.values)
         slots = self._staleness.limited(self._guard.limit).admissible(
-            step=self._step, version=self._publisher.version, active=0
+            step=step, version=self._publisher.version, active=0
         )
-        record.of_queue(counts, await parts.queue.window(), slots)
+        record.of_queue(limited or ended.counts, ended.shares, slots)
         with self._clock.time.during(Metric.TRAINER_EVALUATION):
-            evaluated = await self._evaluations.after_step(self._step, last=last)
-        if evaluated:
+            evaluated = await self._evaluations.after_step(step, last=step >= recipe.run.max_steps)
+        stats = ended.stats
+        if stats is None or evaluated:
             stats = await parts.replicas.stats()
         for name, value in (*guarded.items(), *evaluated.items()):
             record.add(name, value)
+        for name in _INITIAL.keys() & self._initial.keys():
+            record.add(_INITIAL[name], self._initial[name])
+        self._initial = {}
         for name, value in self._turns.take_metrics(stats).items():
             record.add(name, value)
-        record.of_time(self._clock, stats, waited_s)
+        record.of_time(self._clock, stats, ended.waited_s)
         record.of_server(parts.server(), self._clock)
         record.of_processes(stats, self._health)
         record.of_waits(WAITS.take())
-        return record
+        parts.metrics.write(record.values)
+        parts.progress.stepped(record.values)
+
+    async def _recorded(self) -> None:
+        """Returns when the metrics of the step before are written. Raises what that raised."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
 
     async def _lease(self) -> LeaseManifest | None:
         deadline = time.monotonic() + self._recipe.staleness.overdue_timeout_s

@@ -96,6 +96,12 @@ class Evaluations:
             await self._begin(step)
         return found
 
+    def acts_after(self, step: int) -> bool:
+        """True where `after_step` has something to do, which the next step must wait for."""
+        config = self._config
+        is_due = config.every_steps > 0 and step % config.every_steps == 0
+        return is_due or self._beside is not None or self._due is not None
+
     async def close(self) -> None:
         """Cancels the evaluation in progress. Its replicas are fenced or stopped together with the others."""
         if self._beside is not None:

@@ -7,19 +7,17 @@ newest, and the lag of a token is counted as if training had waited.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.beside import cancel
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
 from asyncrl.types import LedgerCounts, PublishReport, ReplicaStats
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
-
-logger = logging.getLogger(__name__)
 
 Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
 """Counts of the ledger and statistics of the replicas after a publish."""
@@ -59,13 +57,11 @@ class Publisher:
                 await self._parts.trainers.snapshot_weights()
             return await self._send(step, before)
 
-    async def begin(self, step: int, before: Sequence[ReplicaStats]) -> None:
-        """Copies the weights of `step` and begins to publish the copy. `settle` must be called before that step's
-        successor is committed."""
-        with self._clock().time.during(Metric.TRAINER_PUBLISH):
-            await self._end()
-            await self._parts.trainers.snapshot_weights()
-        self._beside = asyncio.create_task(self._send(step, before), name=f"publish of version {step}")
+    def begin(self, step: int) -> None:
+        """Begins to publish the copy that the trainer has made of the weights of `step`, which is committed. `settle`
+        must be called before that copy, and before the next step is committed."""
+        assert self._beside is None, "the publish before it has ended"
+        self._beside = asyncio.create_task(self._send(step, None), name=f"publish of version {step}")
 
     async def settle(self) -> None:
         """Returns when no publish is in progress beside training. Raises what it raised."""
@@ -98,11 +94,7 @@ class Publisher:
     async def close(self) -> None:
         """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay
         closed; the run is at its end."""
-        if self._beside is not None:
-            self._beside.cancel()
-            (outcome,) = await asyncio.gather(self._beside, return_exceptions=True)
-            if isinstance(outcome, Exception):
-                logger.error("also: %s: %s", self._beside.get_name(), outcome)
+        await cancel(self._beside)
 
     async def _end(self) -> None:
         if (beside := self._beside) is not None:

@@ -17,6 +17,7 @@ class Scenario:
 
     Attributes:
         empties_queue: a publish waits until no group is being generated or can be admitted.
+        overlaps_publish: a publish goes on beside the next step; not where it empties the queue.
         decodes_at_once: requests that one replica decodes at once.
         num_threads: of each trainer rank; None: nobody shares cores.
         rolling_replicas: replicas that a publish reaches at once; None: all.
@@ -28,6 +29,7 @@ class Scenario:
     max_lag: int
     publish_every_steps: int = 1
     empties_queue: bool = False
+    overlaps_publish: bool = False
     interrupt: Interrupt = "abort_resume"
     on_overdue: OnOverdue = "wait"
     pacing: PacingName = "eager"
@@ -64,6 +66,7 @@ class Scenario:
             max_lag=recipe.max_lag,
             publish_every_steps=recipe.staleness.publish_every_steps,
             empties_queue=recipe.empties_queue,
+            overlaps_publish=recipe.overlaps_publish,
             interrupt=recipe.interrupt,
             on_overdue=recipe.staleness.on_overdue,
             pacing=recipe.pacing,

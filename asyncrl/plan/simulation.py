@@ -3,7 +3,8 @@ trainer and publishes that take the time which a cost model says. Pure.
 
     ask -> lease -> train -> commit -> (wait until the queue is empty) -> publish -> the rest of the loop -> ask
 
-is the order of the coordinator (`driver/coordinator.py`), one step after the other. What the real queue decides at each
+is the order of the coordinator (`driver/coordinator.py`), one step after the other; a publish beside training ends
+before the next commit. What the real queue decides at each
 call is decided here after each event. Nothing fails, nobody dies, and there are no evaluations.
 """
 
@@ -39,7 +40,8 @@ class SimulatedStep:
     Attributes:
         asked: the trainer began to wait for its groups; `leased`: it got them; `trained`: it committed.
         published_from: the publish began, after the wait for an empty queue if the mode has one; `ended`: the step did.
-        publish_s: 0 where none followed; `paused_s`: mean over replicas of the time that the publish held them up.
+        publish_s: 0 where none followed; beside training it may end after the step. `paused_s`: mean over replicas of
+            the time that the publish held them up.
         tokens: trained ones of responses; `lag_sum`: their lags together, in optimizer steps; `masked`: those that were
             over the limit.
         busy_s: seconds that replicas have decoded since the start, summed over replicas.
@@ -149,6 +151,10 @@ class Simulation:
         self._wakes_at: float | None = None
         self._draft: dict[str, Any] = {}
         """The step in progress."""
+        self._publishing: dict[str, Any] | None = None
+        """The step whose publish is in progress."""
+        self._commits_later = False
+        """A step is trained and waits for the publish before it."""
         self._waves: Iterator[list[SharedReplica]] = iter(())
         self._done: list[SimulatedStep] = []
 
@@ -231,6 +237,12 @@ class Simulation:
 
     def _trained(self) -> None:
         self._training = False
+        self._commits_later = self._publishing is not None
+        if not self._commits_later:
+            self._commit_step()
+
+    def _commit_step(self) -> None:
+        self._commits_later = False
         self._ledger.commit(self._ledger.step)
         self._draft["trained"] = self._wall
         if self._ledger.step % self._scenario.publish_every_steps:
@@ -240,11 +252,18 @@ class Simulation:
             self._drains = self._scenario.empties_queue
             if not self._drains:
                 self._publish()
+            if self._scenario.overlaps_publish:
+                self._after(self._costs.loop_s, self._end)
         self._settle()
 
     def _end(self) -> None:
-        self._done.append(SimulatedStep(**self._draft, ended=self._wall, busy_s=self._busy_s))
+        self._draft |= {"ended": self._wall, "busy_s": self._busy_s}
+        self._finish(self._draft)
         self._ask()
+
+    def _finish(self, step: dict[str, Any]) -> None:
+        if step.keys() >= {"ended", "publish_s"}:
+            self._done.append(SimulatedStep(**step))
 
     # -- publishes -----------------------------------------------------------------------------------------------
 
@@ -252,16 +271,14 @@ class Simulation:
         self._drains = False
         size = self._scenario.rolling_replicas or len(self._replicas)
         self._draft |= {"published_from": self._wall, "paused_s": 0.0}
+        self._publishing = self._draft
         self._waves = (self._replicas[i : i + size] for i in range(0, len(self._replicas), size))
         self._next_wave()
 
     def _next_wave(self) -> None:
         wave = next(self._waves, None)
         if wave is None:
-            self._draft["publish_s"] = self._wall - self._draft["published_from"]
-            self._ledger.published(self._ledger.step)
-            self._after(self._costs.loop_s, self._end)
-            self._settle()
+            self._published()
             return
         if self._scenario.rolling_replicas:
             for replica in wave:
@@ -269,9 +286,23 @@ class Simulation:
         running_s = min(self._costs.publish.running_s, self._costs.publish.seconds(len(wave)))
         self._after(running_s, self._hold, wave, running_s)
 
+    def _published(self) -> None:
+        assert self._publishing is not None, "waves belong to a publish"
+        step, self._publishing = self._publishing, None
+        step["publish_s"] = self._wall - step["published_from"]
+        self._ledger.published(self._ledger.step)
+        if not self._scenario.overlaps_publish:
+            self._after(self._costs.loop_s, self._end)
+        else:
+            self._finish(step)
+            if self._commits_later:
+                self._commit_step()
+        self._settle()
+
     def _hold(self, wave: list[SharedReplica], running_s: float) -> None:
         """Pauses the replicas of a wave, under drain once their requests have ended."""
-        self._draft.setdefault("held", self._wall)
+        assert self._publishing is not None, "waves belong to a publish"
+        self._publishing.setdefault("held", self._wall)
         if self._scenario.interrupt == "drain" and any(replica.running for replica in wave):
             for replica in wave:
                 replica.closed = True
@@ -298,8 +329,9 @@ class Simulation:
             self._reschedule(replica)
             if rolls:
                 self._router.put(replica.replica_id, version, held=False)
-        held_s = self._wall - self._draft.pop("held")
-        self._draft["paused_s"] += held_s * len(wave) / len(self._replicas)
+        assert self._publishing is not None, "waves belong to a publish"
+        held_s = self._wall - self._publishing.pop("held")
+        self._publishing["paused_s"] += held_s * len(wave) / len(self._replicas)
         self._next_wave()
 
     # -- groups --------------------------------------------------------------------------------------------------

@@ -179,6 +179,10 @@ class Ledger:
             self._emit("leased", record)
         return selection
 
+    def foresee(self, step: int) -> tuple[int, ...]:
+        """What a lease of `step`, the one after that in training, would choose as things are. Changes nothing."""
+        return self._select(step).chosen
+
     def commit(self, step: int) -> tuple[int, ...]:
         """Ends the leased groups as `trained` and completes the step; returns their ordinals."""
         self._at(step, "commit")

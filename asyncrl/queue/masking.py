@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,10 +13,17 @@ from asyncrl.types import GroupSummary, Lengths, Segment, TokenLag, Trajectory, 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A ready or leased group; `put_version` is the one published when it was put."""
+    """A ready or leased group; `put_version` is the one published when it was put.
+
+    `at_put`: its summary as step 0 would train it, whose lags are below 0. It is made here, because the trainer waits for
+    a lease and not for a put."""
 
     group: TrajectoryGroup
     put_version: int
+    at_put: GroupSummary = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at_put", _summary(self.group, self.put_version))
 
 
 def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
@@ -42,35 +49,42 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
 
     Raises LedgerError: a token would be trained with a lag over `max_lag`.
     """
+    whole = stored.at_put
+    summary = whole if leased is stored.group else _summary(leased, stored.put_version)
+    lags = tuple(TokenLag(p.trajectory, step + p.lag, p.in_flight, p.tokens) for p in summary.lags)
+    masked = whole.trained_tokens - summary.trained_tokens
+    found = replace(summary, lags=lags, masked_tokens=masked)
+    if found.lag_max > max_lag:
+        raise LedgerError(
+            f"step {step} would train a token of group {leased.ordinal} with lag {found.lag_max} > {max_lag}"
+        )
+    return found
+
+
+def _summary(group: TrajectoryGroup, put_version: int) -> GroupSummary:
     lags, lengths = [], []
-    for owner, sequence in zip(leased.owners, leased.sequences, strict=True):
+    for owner, sequence in zip(group.owners, group.sequences, strict=True):
         parts = [
-            TokenLag(owner, step - segment.version, stored.put_version - segment.version, count)
+            TokenLag(owner, -segment.version, put_version - segment.version, count)
             for segment, count in _trained(sequence)
         ]
         trained = sum(part.tokens for part in parts)
         lengths.append(Lengths(len(sequence.prompt_ids), len(sequence.response_ids), trained))
         lags += parts
-    lag_max = max((part.lag for part in lags), default=0)
-    if lag_max > max_lag:
-        raise LedgerError(f"step {step} would train a token of group {leased.ordinal} with lag {lag_max} > {max_lag}")
-    trained_tokens = sum(length.trained for length in lengths)
-    before = sum(s.num_trained_tokens for s in stored.group.sequences) if leased is not stored.group else trained_tokens
-    spans = [_version_span(t) for t in leased.trajectories]
+    spans = [_version_span(t) for t in group.trajectories]
     return GroupSummary(
-        ordinal=leased.ordinal,
-        attempt=leased.attempt,
+        ordinal=group.ordinal,
+        attempt=group.attempt,
         lengths=tuple(lengths),
-        rewards=tuple(t.reward for t in leased.trajectories),
+        rewards=tuple(t.reward for t in group.trajectories),
         lags=tuple(lags),
-        segments=sum(len(s.segments) for s in leased.sequences),
+        segments=sum(len(s.segments) for s in group.sequences),
         interrupted=sum(span > 0 for span in spans),
         version_span=sum(spans),
-        continued_tokens=sum(map(_continued_tokens, leased.sequences)),
-        masked_tokens=before - trained_tokens,
-        truncated=sum(t.finish_reason == "length" for t in leased.trajectories),
-        reward_parts=_mean_parts(leased),
-        owners=leased.owners,
+        continued_tokens=sum(map(_continued_tokens, group.sequences)),
+        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
+        reward_parts=_mean_parts(group),
+        owners=group.owners,
     )
 
 

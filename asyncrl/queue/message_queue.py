@@ -24,10 +24,11 @@ from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.pacing import PacingName, build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
-from asyncrl.queue.staleness import OnOverdue, StalenessPolicy
+from asyncrl.queue.staleness import OnOverdue, Selection, StalenessPolicy
 from asyncrl.types import (
     Admission,
-    EndShares,
+    Committed,
+    GroupSummary,
     LeaseManifest,
     LeaseWait,
     LedgerCounts,
@@ -89,6 +90,8 @@ class MessageQueue:
         self._stored: dict[int, StoredGroup] = {}
         self._leased: dict[int, TrajectoryGroup] = {}
         """The groups of the lease as the step trains them."""
+        self._foreseen: dict[int, TrajectoryGroup] = {}
+        """Those of the last `foresee`, as that step would train them."""
         self._partials: dict[int, PartialGroup] = {}
         """Restored partial groups that wait to be issued again; each has the ticket that it will be issued with."""
         self._captured: SavedState | None = None
@@ -186,14 +189,8 @@ class MessageQueue:
         self._pacing.asked(self._clock())
         self._notify()  # a step that waits is refused no group
         while True:
-            self._budgets.check()
-            expired = self._ledger.counts.expired
-            selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
-            if self._ledger.counts.expired > expired:
-                self._notify()  # a group expired: its slot is free, and its ticket may be cancelled
+            selection = self._select(step)
             if selection.chosen:
-                self._pacing.leased(selection.chosen, self._clock())
-                self._notify()  # it may be known now when more groups will be wanted
                 return self._manifest(step, selection.chosen)
             if selection.missing == 0 and self._overdue_since is None:
                 self._overdue_since = self._clock()
@@ -201,6 +198,25 @@ class MessageQueue:
             if remaining <= 0:
                 return LeaseWait(selection.missing, selection.overdue, self._overdue_s(), self._ledger.counts)
             await self._wait_change(remaining)
+
+    async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
+        """The groups that `step`, the one after that in training, would lease as things are, described as its lease
+        would; empty when after `wait_s` it would have to wait, or when the step in training has ended. Nothing is
+        decided by it."""
+
+        def is_next() -> bool:
+            return step == self._ledger.step + 1
+
+        await self._wait(lambda: not is_next() or bool(self._ledger.foresee(step)), wait_s)
+        if not is_next():
+            return ()
+        self._foreseen = self._as_trained(step, self._ledger.foresee(step))
+        return self._summaries(step, self._foreseen)
+
+    async def fetch_ahead(self, keys: list[TrajectoryKey]) -> dict[TrajectoryKey, Trajectory]:
+        """Those of these sequences that were foreseen last."""
+        groups = {ordinal: self._foreseen[ordinal].sequences for ordinal, _ in keys if ordinal in self._foreseen}
+        return {(o, index): _alone(groups[o][index]) for o, index in keys if o in groups}
 
     async def fetch(self, keys: list[TrajectoryKey]) -> list[Trajectory]:
         """Sequences of leased groups, without their branches; tokens over the limit are not in the loss mask. Raises
@@ -212,16 +228,15 @@ class MessageQueue:
             groups[ordinal] = self._leased[ordinal].sequences
         return [_alone(groups[ordinal][index]) for ordinal, index in keys]
 
-    async def commit(self, step: int) -> LedgerCounts:
+    async def commit(self, step: int, *, leases_next: bool = False) -> Committed:
+        """Ends the leased groups as trained. `leases_next`: also leases those of the next step where they are ready, so
+        that the trainer waits for one answer in place of two; raises RunFailed then as `lease` does."""
         self._ledger.commit(step)
         self._leased = {}
+        counts, shares = self._ledger.counts, self._budgets.shares
+        lease = self._lease_now(step + 1) if leases_next else None
         self._notify()
-        return self._ledger.counts
-
-    async def rollback(self, step: int) -> None:
-        self._ledger.rollback(step)
-        self._leased = {}
-        self._notify()
+        return Committed(counts, shares, lease)
 
     async def published(self, version: int) -> LedgerCounts:
         self._ledger.published(version)
@@ -247,10 +262,6 @@ class MessageQueue:
 
     async def counts(self) -> LedgerCounts:
         return self._ledger.counts
-
-    async def window(self) -> EndShares:
-        """How the last groups ended."""
-        return self._budgets.shares
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -293,7 +304,7 @@ class MessageQueue:
         saved = await asyncio.to_thread(load_state, directory)
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
-        self._leased = {}
+        self._leased, self._foreseen = {}, {}
         self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step)
         self._overdue_since = None
         self._budgets.failed.load_text(saved.failed_window)
@@ -319,16 +330,39 @@ class MessageQueue:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _lease_now(self, step: int) -> LeaseManifest | None:
+        """None: the groups are not ready."""
+        self._pacing.asked(self._clock())
+        selection = self._select(step)
+        return self._manifest(step, selection.chosen) if selection.chosen else None
+
+    def _select(self, step: int) -> Selection:
+        self._budgets.check()
+        expired = self._ledger.counts.expired
+        selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
+        if selection.chosen:
+            self._pacing.leased(selection.chosen, self._clock())
+        if selection.chosen or self._ledger.counts.expired > expired:
+            self._notify()  # more groups may be wanted now; a slot may be free, and a ticket cancelled
+        return selection
+
     def _manifest(self, step: int, ordinals: tuple[int, ...]) -> LeaseManifest:
         waited = self._overdue_s()
         self._overdue_since = None
+        self._leased = self._as_trained(step, ordinals)
+        return LeaseManifest(step, self._summaries(step, self._leased), waited)
+
+    def _as_trained(self, step: int, ordinals: tuple[int, ...]) -> dict[int, TrajectoryGroup]:
+        """The groups with the tokens masked that are over the limit in `step`."""
         policy = self._ledger.policy
         groups = {o: self._stored[o].group for o in ordinals}
-        if policy.on_overdue == "mask":
-            groups = {o: mask_older(group, policy.oldest_trainable(step)) for o, group in groups.items()}
-        self._leased = groups
-        summaries = (summarize(self._stored[o], groups[o], step=step, max_lag=policy.max_lag) for o in ordinals)
-        return LeaseManifest(step, tuple(summaries), waited)
+        if policy.on_overdue != "mask":
+            return groups
+        return {o: mask_older(group, policy.oldest_trainable(step)) for o, group in groups.items()}
+
+    def _summaries(self, step: int, groups: dict[int, TrajectoryGroup]) -> tuple[GroupSummary, ...]:
+        limit = self._ledger.policy.max_lag
+        return tuple(summarize(self._stored[o], group, step=step, max_lag=limit) for o, group in groups.items())
 
     def _overdue_s(self) -> float:
         return 0.0 if self._overdue_since is None else self._clock() - self._overdue_since

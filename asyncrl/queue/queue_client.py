@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient, ActorHandle
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.types import EndShares, LeaseManifest, LeaseWait, LedgerCounts, PartialGroup
+from asyncrl.types import Committed, GroupSummary, LeaseManifest, LeaseWait, LedgerCounts, PartialGroup
 
 LOAD_TIMEOUT_S = 600.0
 """Longest that reading the queue's part of a checkpoint may take."""
@@ -20,11 +20,14 @@ class QueueControl:
         self.handle = handle
         self._actor = ActorClient(handle, MESSAGE_QUEUE)
 
+    async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
+        return await self._actor.call(wait_s + CALL_TIMEOUT_S, MessageQueue.foresee, step, wait_s)
+
     async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait:
         return await self._actor.call(wait_s + CALL_TIMEOUT_S, MessageQueue.lease, step, wait_s)
 
-    async def commit(self, step: int) -> LedgerCounts:
-        return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.commit, step)
+    async def commit(self, step: int, *, leases_next: bool = False) -> Committed:
+        return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.commit, step, leases_next=leases_next)
 
     async def published(self, version: int) -> LedgerCounts:
         return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.published, version)
@@ -37,9 +40,6 @@ class QueueControl:
 
     async def counts(self) -> LedgerCounts:
         return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.counts)
-
-    async def window(self) -> EndShares:
-        return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.window)
 
     async def take_back_all(self, reason: str, client_id: str) -> int:
         return await self._actor.call(CALL_TIMEOUT_S, MessageQueue.take_back_all, reason, client_id)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -45,10 +45,11 @@ BLAME_S = 5.0
 """When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
 not answer a ping."""
 STOP_TIMEOUT_S = 3.0
-CONTROL, HEALTH, SAVING, SENDING = "control", "health", "saving", "sending"
-"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, the
-answer to health checks, which waits for nothing at all, the writing of a checkpoint, and the sending of a snapshot."""
-GROUPS = {CONTROL: 1, HEALTH: 1, SAVING: 1, SENDING: 1}
+CONTROL, FETCHING, HEALTH, SAVING, SENDING = "control", "fetching", "health", "saving", "sending"
+"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, fetching
+for the next step, the answer to health checks, which waits for nothing at all, the writing of a checkpoint, and the
+sending of a snapshot."""
+GROUPS = {CONTROL: 1, FETCHING: 1, HEALTH: 1, SAVING: 1, SENDING: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,15 @@ class QueueFetch:
     timeout_s: float = FETCH_TIMEOUT_S
 
     def __call__(self, keys: Sequence[TrajectoryKey]) -> Sequence[Trajectory]:
+        return self._reply(self.queue.fetch, keys)
+
+    def ahead(self, keys: Sequence[TrajectoryKey]) -> Mapping[TrajectoryKey, Trajectory]:
+        """Those that were foreseen last: `MessageQueue.fetch_ahead`."""
+        return self._reply(self.queue.fetch_ahead, keys)
+
+    def _reply(self, method: Any, keys: Sequence[TrajectoryKey]) -> Any:
         call = f"fetch({len(keys)} sequences)"
-        answer = self.queue.fetch.remote(list(keys))
-        return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
+        return reply_now(method.remote(list(keys)), timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 
 def in_group(name: str) -> Callable[[F], F]:
@@ -76,6 +83,7 @@ class TrainerActor:
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
 
+        self._fetch = fetch
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
 
     def open_rendezvous(self) -> tuple[str, int]:
@@ -121,6 +129,10 @@ class TrainerActor:
     def save(self, path: Path) -> dict[str, FileDigest]:
         return self._worker.save(path)
 
+    @in_group(FETCHING)
+    def fetch_ahead(self, keys: Sequence[TrajectoryKey]) -> None:
+        self._worker.keep(self._fetch.ahead(keys))
+
     @in_group(HEALTH)
     def ping(self) -> float:
         return self._worker.ping()
@@ -131,8 +143,9 @@ class TrainerActor:
 
 
 class TrainerPool:
-    """Owns the rank actors; built by `start`. One call at a time; `ping`, `interrupt_weights` and `save` may run beside
-    any other. Where snapshots are sent, so may `open_weights` and `send_weights`, except beside `snapshot_weights`.
+    """Owns the rank actors; built by `start`. One call at a time; `ping`, `fetch_ahead`, `interrupt_weights` and `save`
+    may run beside any other. Where snapshots are sent, so may `open_weights` and `send_weights`, except beside
+    `snapshot_weights`.
 
     The error of a failed call names the rank to blame in `.process`: the rank that died, else a rank that does not
     answer a ping (its process is stopped, or its machine is lost). When all ranks answer, the error is the one that a
@@ -214,6 +227,14 @@ class TrainerPool:
         timeout_s, by_rank = self._spec.trainer.step_timeout_s, self._spec.trainer.layout.by_rank(plans)
         calls = [actor.call(timeout_s, method, plan) for actor, plan in zip(self._actors, by_rank, strict=True)]
         return await self._together(calls, method.__name__)
+
+    async def fetch_ahead(self, plans: Sequence[RankPlan]) -> None:
+        """Every rank fetches what these plans of the next step name, of the groups that the queue has foreseen last.
+        Raises DeadlineExceeded, ProcessDied."""
+        by_rank = self._spec.trainer.layout.by_rank(plans)
+        limit_s = FETCH_TIMEOUT_S + BLAME_S
+        calls = (a.call(limit_s, TrainerActor.fetch_ahead, p.keys) for a, p in zip(self._actors, by_rank, strict=True))
+        await asyncio.gather(*calls)
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         return await self._actors[0].call(timeout_s, TrainerActor.weight_specs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -50,8 +50,8 @@ Fetch = Callable[[Sequence[TrajectoryKey]], Sequence[Trajectory]]
 class TrainerWorker:
     """Owns the backend, the process group and the sending end of a transport.
 
-    All methods except `ping`, `close_weights` and `save` must be called from one thread: torch's thread count and the
-    order of collectives depend on it. `save` may run beside them, in one thread of its own. So may `open_weights` and
+    All methods except `ping`, `keep`, `close_weights` and `save` must be called from one thread: torch's thread count
+    and the order of collectives depend on it. `save` may run beside them, in one thread of its own. So may `open_weights` and
     `send_weights`, in another one, where snapshots are sent.
 
     Consumes: one plan per step; the groups that it names.
@@ -73,6 +73,8 @@ class TrainerWorker:
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
         """By thread."""
+        self._kept: Mapping[TrajectoryKey, Trajectory] = {}
+        """Sequences of the next step, as far as they were foreseen."""
         self._is_sending = threading.Lock()
         """Held while the snapshot is read."""
         self._host = "127.0.0.1"
@@ -142,9 +144,16 @@ class TrainerWorker:
         if self._spec.shares_device and self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def keep(self, sequences: Mapping[TrajectoryKey, Trajectory]) -> None:
+        """Holds sequences for the next step, in place of those before. May be called from another thread."""
+        self._kept = sequences
+
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
-        keys = plan.keys
-        return dict(zip(keys, self._fetch(keys) if keys else (), strict=True))
+        """What the plan names: what is held as the plan describes it, the rest from the queue."""
+        kept, due = self._kept, plan.lengths
+        found = {key: kept[key] for key, lengths in due.items() if key in kept and lengths.fits(kept[key])}
+        missing = [key for key in due if key not in found]
+        return found | dict(zip(missing, self._fetch(missing) if missing else (), strict=True))
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()

@@ -15,6 +15,7 @@ from asyncrl.types.generation import (
 )
 from asyncrl.types.groups import (
     Admission,
+    Committed,
     EndShares,
     GroupSummary,
     LeaseManifest,
@@ -62,6 +63,7 @@ __all__ = [
     "Admission",
     "Bucket",
     "CollectiveSource",
+    "Committed",
     "Digest",
     "DigestKind",
     "DiskSource",

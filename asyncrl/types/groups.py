@@ -1,9 +1,13 @@
-"""Prompt groups between rollouter, message queue and trainer: tickets, what is running, counts and leases."""
+"""Prompt groups between rollouter, message queue and trainer: tickets, what is running, counts and leases.
+
+Records that travel by the hundred say in `__reduce__` how, as those of `types.trajectories` do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.ranges import Whole
 from asyncrl.types.generation import Generation
@@ -68,6 +72,15 @@ class Lengths:
     response: int
     trained: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lengths, (self.prompt, self.response, self.trained)
+
+    def fits(self, sequence: Trajectory) -> bool:
+        """True where these are the lengths of the sequence. Masks of one sequence are within each other: one that
+        leaves as many tokens is the same."""
+        own = len(sequence.prompt_ids), len(sequence.response_ids), sequence.num_trained_tokens
+        return own == (self.prompt, self.response, self.trained)
+
     @property
     def total(self) -> int:
         return self.prompt + self.response
@@ -82,6 +95,9 @@ class TokenLag:
     lag: int
     in_flight: int
     tokens: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenLag, (self.trajectory, self.lag, self.in_flight, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +196,16 @@ class EndShares:
 
     filtered: float = 0.0
     failed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The queue after a commit: `counts` and `shares` before anything else is leased. `lease`: the groups of the step
+    after it, where it was asked for and they were ready."""
+
+    counts: LedgerCounts = LedgerCounts()
+    shares: EndShares = EndShares()
+    lease: LeaseManifest | None = None
 
 
 @dataclass(frozen=True, slots=True)

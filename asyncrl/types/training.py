@@ -49,7 +49,13 @@ class RankPlan:
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
         """Of its sequences, each once, ascending: what the ranks fetch."""
-        return tuple(sorted({(s.ordinal, s.index) for microbatch in self.microbatches for s in microbatch}))
+        return tuple(self.lengths)
+
+    @property
+    def lengths(self) -> dict[TrajectoryKey, Lengths]:
+        """Of its sequences, by their keys, ascending."""
+        found = {(s.ordinal, s.index): s.lengths for microbatch in self.microbatches for s in microbatch}
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

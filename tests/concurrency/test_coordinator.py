@@ -4,6 +4,7 @@ The checkpoint engine, the logs and the checkpoint store are real; trainer, repl
 """
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
-from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
+from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed, StorageError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import (
-    EndShares,
+    Committed,
     EvalResult,
     GroupSummary,
     LeaseManifest,
@@ -99,9 +101,14 @@ class Queue(Part):
         self.ready, self.idle = {}, asyncio.Event()
         self.idle.set()
         self.published_versions, self.committed, self.leases, self.waits = [], [], 0, 0
+        self.foreseen = ()
 
     def hold(self, step):
         self.ready[step] = asyncio.Event()
+
+    async def foresee(self, step, wait_s):
+        ready = step not in self.ready or await _set_within(self.ready[step], wait_s)
+        return (self.foreseen or (GROUP,)) if ready else ()
 
     async def lease(self, step, wait_s):
         self.leases += 1
@@ -109,9 +116,10 @@ class Queue(Part):
             return LeaseWait(1, 0, 0.0, LedgerCounts())
         return LeaseManifest(step, (GROUP,))
 
-    async def commit(self, step):
+    async def commit(self, step, *, leases_next=False):
         self.committed.append(step)
-        return LedgerCounts()
+        is_ready = step + 1 not in self.ready or self.ready[step + 1].is_set()
+        return Committed(lease=LeaseManifest(step + 1, (GROUP,)) if leases_next and is_ready else None)
 
     async def published(self, version):
         self.published_versions.append(version)
@@ -128,9 +136,6 @@ class Queue(Part):
         self.waits += 1
         return await _set_within(self.idle, wait_s)
 
-    async def window(self):
-        return EndShares(0.0, 0.0)
-
     async def capture(self, partials):
         self.captured = len(self.committed)
         return LedgerCounts()
@@ -140,12 +145,16 @@ class Trainers(Part):
     """`on_step[i]`: awaited within step i. `snapshots`: number of them."""
 
     def __init__(self):
-        self.on_step, self.snapshots = {}, 0
+        self.on_step, self.snapshots, self.ahead, self.plans = {}, 0, [], []
 
     async def snapshot_weights(self):
         self.snapshots += 1
 
+    async def fetch_ahead(self, plans):
+        self.ahead.append(plans[0].step)
+
     async def train_step(self, plans):
+        self.plans += plans
         if hook := self.on_step.get(plans[0].step):
             await hook()
         return TRAINED
@@ -253,8 +262,9 @@ class Rig:
         return [event for event in events if event["event"] == kind]
 
 
-async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path):
-    rig = Rig(tmp_path, max_steps=3)
+@pytest.mark.parametrize("overlap", ["weights.overlap=true", "weights.overlap=false"])
+async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path, overlap):
+    rig = Rig(tmp_path, overlap, max_steps=3)
     await rig.run()
     assert rig.sent() == rig.queue.published_versions == [0, 1, 2, 3]
     assert rig.fleet.versions() == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
@@ -438,6 +448,128 @@ async def test_a_newcomer_that_comes_during_a_publish_beside_training_gets_that_
     assert rig.queue.published_versions == [0, 1, 2]
 
 
+async def test_beside_a_publish_the_next_lease_comes_with_the_commit_and_metrics_are_written_while_it_trains(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", "checkpoint.every_steps=3", max_steps=6)
+    lines = []
+
+    async def count():
+        await until(lambda: len(_metrics(tmp_path)) == len(lines) + 1)  # the line of the step before
+        lines.append(1)
+
+    rig.trainers.on_step = {1: count, 2: count}
+    await rig.run()
+    assert len(lines) == 2
+    assert [line["step"] for line in _metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert rig.queue.leases == 2, "of the first step, and of the one after the checkpoint"
+    assert (rig.queue.committed, rig.sent()) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6])
+    assert rig.saved() == ["step_3", "step_6"]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_the_next_step_is_planned_and_fetched_while_one_trains(tmp_path, is_right, monkeypatch):
+    rig = Rig(tmp_path, max_steps=3)
+    rig.queue.foreseen = () if is_right else (dataclasses.replace(GROUP, ordinal=7),)
+    planned, plan = [], StepPlanner.plan
+
+    def counted(self, manifest, *args, **options):
+        planned.append(manifest.step)
+        return plan(self, manifest, *args, **options)
+
+    monkeypatch.setattr(StepPlanner, "plan", counted)
+
+    def foreseen(step):
+        async def hook():
+            await until(lambda: step in rig.trainers.ahead)
+
+        return hook
+
+    rig.trainers.on_step = {0: foreseen(1), 1: foreseen(2)}
+    await rig.run()
+    assert rig.trainers.ahead == [1, 2], "the last step has no successor"
+    assert planned == ([0, 1, 2] if is_right else [0, 1, 1, 2, 2]), "the lease decides"
+    assert {s.ordinal for p in rig.trainers.plans for m in p.microbatches for s in m} == {0}
+
+
+async def test_a_rank_that_dies_while_it_fetches_ahead_ends_the_step_with_its_error(tmp_path):
+    rig, tried = Rig(tmp_path, max_steps=3), asyncio.Event()
+
+    async def dies(plans):
+        tried.set()
+        raise ProcessDied("rank 0 is gone")
+
+    rig.trainers.fetch_ahead, rig.trainers.on_step = dies, {0: tried.wait}
+    with pytest.raises(ProcessDied, match="rank 0"):
+        await rig.run()
+    assert rig.queue.committed == []
+
+
+async def test_groups_that_are_not_ready_in_time_are_not_waited_for(tmp_path):
+    rig = Rig(tmp_path, max_steps=2)
+    rig.queue.hold(1)
+    running = rig.run()
+    await until(lambda: rig.queue.leases > 1)
+    assert (rig.queue.committed, rig.trainers.ahead) == ([0], [])
+    rig.queue.ready[1].set()
+    await running
+
+
+async def test_a_stop_after_the_next_lease_has_come_trains_that_step(tmp_path):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=9)
+    commit = rig.queue.commit
+
+    async def stopped(step, *, leases_next=False):
+        found = await commit(step, leases_next=leases_next)
+        rig.coordinator.stop()
+        return found
+
+    rig.queue.commit = stopped
+    await rig.run()
+    assert (rig.queue.committed, rig.saved()) == ([0, 1], ["step_2"])
+    assert [line["step"] for line in _metrics(tmp_path)] == [1, 2]
+
+
+async def test_metrics_that_cannot_be_written_beside_training_end_the_run(tmp_path, monkeypatch):
+    rig = Rig(tmp_path, "weights.overlap=true", max_steps=9)
+
+    def full(self, record):
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(MetricsLog, "write", full)
+    with pytest.raises(StorageError, match="no space"):
+        await rig.run()
+    assert rig.queue.committed == [0], "the step that trained meanwhile is not committed"
+
+
+async def test_metrics_that_cannot_be_written_are_told_when_training_fails_first(tmp_path, monkeypatch, caplog):
+    rig, tried = Rig(tmp_path, "weights.overlap=true", max_steps=9), []
+
+    async def fails():
+        await until(lambda: tried)
+        raise RunFailed("the loss is not finite")
+
+    def full(self, record):
+        tried.append(record)
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(MetricsLog, "write", full)
+    rig.trainers.on_step = {1: fails}
+    with pytest.raises(RunFailed, match="not finite"):
+        await rig.run()
+    assert "no space left" in caplog.text
+
+
+@pytest.mark.parametrize("watches", ["staleness.guard=watch", "eval.every_steps=1"])
+async def test_what_looks_at_a_step_looks_before_the_next_lease(tmp_path, watches):
+    rig = Rig(tmp_path, "weights.overlap=true", watches, max_steps=3)
+    await rig.run()
+    assert rig.queue.leases == 3
+
+
+def _metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
 @pytest.mark.parametrize("every", ["checkpoint.every_steps=1", "eval.every_steps=1"])
 async def test_a_checkpoint_and_an_evaluation_wait_for_the_publish_beside_training(tmp_path, every):
     rig = Rig(tmp_path, "weights.overlap=true", every, max_steps=2)
@@ -510,7 +642,7 @@ async def test_during_an_evaluation_of_the_published_version_a_newcomer_gets_it(
 async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_a_checkpoint(tmp_path):
     """The scripted trainer is always far off-policy: half of its tokens are in the tails of the ratio."""
     rules = "staleness.guard_rules.trip_steps=1", "staleness.guard_rules.stop_steps=2"
-    guarded = "staleness.guard=act", "staleness.max_lag=8", *rules
+    guarded = "staleness.guard=act", "staleness.max_lag=8", "weights.overlap=false", *rules
     rig = Rig(tmp_path, *guarded, max_steps=9)
     with pytest.raises(RunFailed, match=r"after step 3: tokens in the tails of the ratio 0\.50"):
         await rig.run()

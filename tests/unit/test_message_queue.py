@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import LedgerError, RunFailed
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, LeaseWait
+from asyncrl.types import EndShares, LeaseManifest, LeaseWait
 from tests.make import group
 
 pytestmark = pytest.mark.unit
@@ -53,7 +54,7 @@ async def test_the_round_of_a_group(spec):
     assert [t.reward for t in fetched] == [1.0, 0.0]
     with pytest.raises(LedgerError, match="fetch"):
         await queue.fetch([(0, 0), (2, 0)])
-    counts = await queue.commit(0)
+    counts = (await queue.commit(0)).counts
     assert (counts.trained, counts.ready) == (2, 2)
     assert await admit(queue) == (), "the slots come back with the publish"
     await queue.published(1)
@@ -269,12 +270,69 @@ async def test_a_group_of_undone_weights_is_generated_again(spec):
     assert (again.ordinal, again.attempt) == (0, 1)
 
 
+async def test_the_answer_to_a_commit_has_the_next_lease_where_its_groups_are_ready(spec):
+    queue = MessageQueue(spec)
+    await fill(queue)
+    await queue.lease(0, 0)
+    committed = await queue.commit(0, leases_next=True)
+    assert (committed.counts.ready, committed.counts.leased) == (2, 0), "as the commit left it"
+    assert committed.shares == EndShares()
+    assert [(g.ordinal, g.lag_max) for g in committed.lease.groups] == [(2, 1), (3, 1)]
+    assert pickle.loads(pickle.dumps(committed)) == committed
+    assert await queue.lease(1, 0) == committed.lease, "it is the lease of that step"
+    assert len(await queue.fetch([(2, 0), (3, 1)])) == 2
+    committed = await queue.commit(1, leases_next=True)
+    assert (committed.counts.trained, committed.lease) == (4, None), "nothing is ready"
+    await queue.published(2)
+    await fill(queue)
+    assert [g.lag_max for g in (await queue.lease(2, 0)).groups] == [0, 0]
+
+
+async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_change(spec):
+    queue = MessageQueue(replace(spec, max_lag=2))
+    tickets = await admit(queue, 6)
+
+    async def put(*these):
+        for t in these:
+            await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+
+    await put(*tickets[:3])
+    await queue.lease(0, 0)
+    assert await queue.foresee(1, 0) == (), "one more is needed"
+    waiting = asyncio.create_task(queue.foresee(1, 5))
+    await asyncio.sleep(0)
+    await put(tickets[5])
+    foreseen = await waiting
+    assert [(g.ordinal, g.lag_max) for g in foreseen] == [(2, 1), (5, 1)]
+    keys = [(2, 0), (5, 1), (3, 0)]
+    ahead = await queue.fetch_ahead(keys)
+    assert ahead.keys() == {(2, 0), (5, 1)}, "group 3 is not foreseen"
+    with pytest.raises(LedgerError, match="fetch of group 2"):
+        await queue.fetch([(2, 0)])
+    await put(tickets[3])
+    assert [g.ordinal for g in await queue.foresee(1, 0)] == [2, 3], "as things are now"
+    lease = (await queue.commit(0, leases_next=True)).lease
+    assert lease.groups == (await queue.lease(1, 0)).groups
+    assert [g.ordinal for g in lease.groups] == [2, 3]
+    assert lease.groups[0] == foreseen[0]
+    assert await queue.foresee(1, 5) == (), "that step is in training: an old question ends at once"
+
+
+async def test_a_commit_that_leases_ends_the_run_as_a_lease_does(spec):
+    limits = {"filtered_window": 4, "max_filtered_fraction": 0.4}
+    queue = MessageQueue(replace(spec, dynamic_sampling=True, **limits))
+    await fill(queue, 2)
+    await queue.lease(0, 0)
+    await fill(queue, rewards=(1.0, 1.0))
+    with pytest.raises(RunFailed, match="2 of the last 4 ended groups had equal rewards"):
+        await queue.commit(0, leases_next=True)
+
+
 async def test_groups_that_all_are_filtered_stop_the_run(spec):
     queue = MessageQueue(replace(spec, dynamic_sampling=True, filtered_window=8))
     await fill(queue, rewards=(1.0, 1.0))
     assert isinstance(await queue.lease(0, 0), LeaseWait)
     await fill(queue, rewards=(1.0, 1.0))
-    assert (await queue.window()).filtered == 1
     for call in (queue.lease(0, 0), queue.wait_idle(0)):
         with pytest.raises(RunFailed, match="8 of the last 8 ended groups had equal rewards"):
             await call

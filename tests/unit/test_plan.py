@@ -145,6 +145,13 @@ def test_a_drained_publish_waits_for_the_longest_response():
     assert drained.publish_s > 3.0
 
 
+def test_a_publish_beside_training_costs_no_time_unless_it_is_the_longer_one():
+    waits, beside = (forecast(model(), overlaps_publish=overlaps) for overlaps in (False, True))
+    assert (waits.step_s, beside.step_s) == (pytest.approx(1.0 + 0.25 + 0.05), pytest.approx(1.0 + 0.05))
+    assert beside.publish_s == pytest.approx(0.25)
+    assert forecast(model(publish_s=2.0, running_s=1.9), overlaps_publish=True).step_s == pytest.approx(2.0)
+
+
 def test_a_rolling_publish_holds_up_a_wave_at_a_time():
     whole = forecast(model(training_s=4.0), num_replicas=4)
     rolling = forecast(model(training_s=4.0), num_replicas=4, rolling_replicas=2)
@@ -247,6 +254,7 @@ scenarios = st.builds(
     max_lag=st.integers(0, 4),
     publish_every_steps=st.integers(1, 3),
     empties_queue=st.booleans(),
+    overlaps_publish=st.booleans(),
     interrupt=st.sampled_from(["abort_resume", "keep", "drain"]),
     on_overdue=st.sampled_from(["wait", "refill", "mask"]),
     pacing=st.sampled_from(["eager", "just_in_time"]),
@@ -291,23 +299,24 @@ cost_models = st.builds(
 def test_what_holds_of_every_run(drawn, costs):
     drawn["publish_every_steps"] = min(drawn["publish_every_steps"], drawn["max_lag"] + 1)
     if drawn["empties_queue"]:
-        drawn |= {"pacing": "eager", "rolling_replicas": None, "interrupt": "drain"}
+        drawn |= {"pacing": "eager", "rolling_replicas": None, "interrupt": "drain", "overlaps_publish": False}
     scenario = Scenario(response_limit=400, **drawn)
     steps = Simulation(scenario, costs).run(10)
     assert len(steps) == 10
-    ended = 0.0
+    ended, before = 0.0, None
     for step in steps:
         assert ended == pytest.approx(step.asked)
         assert step.asked <= step.leased <= step.trained <= step.published_from <= step.ended + 1e-9
+        assert not before or before.published_from + before.publish_s <= step.trained + 1e-9, "it ends first"
         assert 0 <= step.lag_max <= scenario.max_lag, "the bound holds here as it does in a run"
         assert step.masked == 0 or scenario.on_overdue == "mask"
         assert step.waited_s >= 0
         trained = (step.tokens + step.masked) + 30 * scenario.samples_per_step
         least = costs.training.seconds(trained, scenario.num_ranks, scenario.num_threads)
         assert step.trained - step.leased >= least * (1 - 1e-9)
-        if costs.cores is None:
+        if costs.cores is None and not scenario.overlaps_publish:
             assert step.trained - step.leased == pytest.approx(least)
-        ended = step.ended
+        ended, before = step.ended, step
     forecast = Forecast.of(steps, scenario)
     assert 0 <= forecast.trainer_idle <= 1
     assert 0 <= forecast.replica_idle <= 1

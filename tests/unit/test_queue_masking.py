@@ -91,12 +91,6 @@ async def test_a_straggler_is_trained_without_its_old_tokens(spec):
     assert [length.trained for length in summary.lengths] == [3, 3]
     trained = await queue.fetch([(0, 0), (0, 1)])
     assert lags(trained, 2) == [1, 0, 0] * 2
-    await queue.rollback(2)
-    with pytest.raises(LedgerError, match="fetch"):
-        await queue.fetch([(0, 0)])
-    assert isinstance(await queue.lease(2, 0), LeaseManifest)
-    trained = await queue.fetch([(0, 0), (0, 1)])
-    assert lags(trained, 2) == [1, 0, 0] * 2
     await queue.commit(2)
     text = spec.events_path.read_text().splitlines()
     assert '"transition": "trained", "ordinal": 0' in text[-1]

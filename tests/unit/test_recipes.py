@@ -41,6 +41,8 @@ def test_modes_are_presets(mode, max_lag, interrupt):
     assert (recipe.max_lag, recipe.interrupt) == (max_lag, interrupt)
     is_free = mode == "fully_async"
     assert recipe.overlaps_publish == is_free
+    assert load_recipe(QUICKSTART, [f"mode={mode}"]).overlaps_publish == is_free, "the default"
+    assert not load_recipe(QUICKSTART, [f"mode={mode}", "weights.overlap=false"]).overlaps_publish
     long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
     if not is_free:  # no request waits at a gate
         load_recipe(QUICKSTART, long_publish)
@@ -124,7 +126,10 @@ BASELINE = "algorithm.advantage=reinforce_plus_plus"
         (["algorithm.corrections=[{name: icepop, normalize: true}]"], "weigh nothing there"),
         (["algorithm.kl.importance_weighted=true"], "no divergence in the loss"),
         (["algorithm.router_aux_coefficient=-1"], "at least 0"),
-        (["trainer.num_ranks=2", "weights.transfer_timeout_s=600"], "ranks wait in a collective"),
+        (
+            ["trainer.num_ranks=2", "weights.overlap=false", "weights.transfer_timeout_s=600"],
+            "ranks wait in a collective",
+        ),
     ],
 )
 def test_what_can_never_be_meant_is_refused(overrides, found):
