@@ -15,8 +15,8 @@ from asyncrl.types import GroupSummary, Lengths, Segment, TokenLag, Trajectory, 
 class StoredGroup:
     """A ready or leased group; `put_version` is the one published when it was put.
 
-    `at_put`: its summary as step 0 would train it, whose lags are below 0. It is made here, because the trainer waits for
-    a lease and not for a put."""
+    `at_put`: its summary as step 0 would train it, whose lags are below 0. It is made here, because the trainer waits
+    for a lease and not for a put."""
 
     group: TrajectoryGroup
     put_version: int

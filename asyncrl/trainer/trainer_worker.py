@@ -51,8 +51,8 @@ class TrainerWorker:
     """Owns the backend, the process group and the sending end of a transport.
 
     All methods except `ping`, `keep`, `close_weights` and `save` must be called from one thread: torch's thread count
-    and the order of collectives depend on it. `save` may run beside them, in one thread of its own. So may `open_weights` and
-    `send_weights`, in another one, where snapshots are sent.
+    and the order of collectives depend on it. `save` may run beside them, in one thread of its own. So may
+    `open_weights` and `send_weights`, in another one, where snapshots are sent.
 
     Consumes: one plan per step; the groups that it names.
     Produces: optimizer steps; the tensors of a publish (the backend's sending ranks send their parts, the others help
