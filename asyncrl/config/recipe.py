@@ -317,7 +317,7 @@ class Recipe:
         those who wait for a publish outwait it: ranks, in a collective, and requests, at the gates of the replicas."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
-            self.trainer.num_ranks == 1 or self.overlaps_publish or waits_s > transfer_s,
+            self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
             asked=f"trainer.collective_timeout_s={waits_s:g} with weights.transfer_timeout_s={transfer_s:g}",
             found="ranks wait in a collective, which gathers the next tensor, while a rank sends",
             do=f"set trainer.collective_timeout_s above {transfer_s:g}, or lower weights.transfer_timeout_s",
@@ -482,6 +482,17 @@ class Recipe:
         """True where a publish goes on beside the next step; where it empties the queue, that step waits for it."""
         is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
         return is_wanted and not self.empties_queue
+
+    @property
+    def rolls_publish(self) -> bool:
+        """True where a publish reaches some replicas at a time."""
+        return self.weights.rolling and self.mode == "fully_async"
+
+    @property
+    def sends_snapshots(self) -> bool:
+        """True where publishes send a copy of the weights: they go on beside the next step, or send more than once and
+        would gather them each time."""
+        return self.overlaps_publish or self.rolls_publish
 
     def publishes_after(self, step: int) -> bool:
         """True when the weights that `step` optimizer steps have made are published."""

@@ -35,8 +35,8 @@ class WeightsConfig:
     """Publish from a copy of the weights while the next step trains. It takes host memory for the weights in the dtype
     of the replicas, on the ranks that send. In mode fully_async; null: yes."""
     rolling: bool = False
-    """Publish to rolling_replicas replicas at a time, while the others generate; without overlap the trainer waits for
-    all of them. Read in mode fully_async."""
+    """Publish to rolling_replicas replicas at a time, while the others generate, from a copy of the weights as overlap
+    has it; without overlap the trainer waits for all of them. Read in mode fully_async."""
     rolling_replicas: PositiveInt = 1
     """With rolling: number of replicas that are updated at once."""
     transfer_timeout_s: Positive = 120.0

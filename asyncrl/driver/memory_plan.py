@@ -13,7 +13,7 @@ from asyncrl.cluster.address import joined_address, visible_gpus
 from asyncrl.cluster.placement import Demand
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig, MegatronConfig, TrainerConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.backends import memory_of, require_fits
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors
@@ -86,13 +86,14 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     room = int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
 
     def needed(trainer: TrainerConfig) -> int | None:
-        found = ranks_memory(recipe, facts, trainer)
-        peaks = [memory.peak for memory in found or () if memory.peak is not None]
-        return max(peaks, default=None)
+        """At the peak; where that is not estimated, what a rank holds before any pass."""
+        found = ranks_memory(recipe, facts, trainer) or ()
+        return max((memory.total if memory.peak is None else memory.peak for memory in found), default=None)
 
     present = needed(recipe.trainer)
     if present is None or present <= room:
         return
+    at = "at its peak" if recipe.trainer.backend == "fsdp" else "before activations"
     fitting: dict[int, str] = {}
     trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
     for words, trainer in _layouts(recipe.trainer):
@@ -110,7 +111,7 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
         explain(
             f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with micro-batches of "
             f"{recipe.max_tokens_per_microbatch} tokens",
-            f"a rank needs about {present / GIB:.0f} GiB at its peak, and has {room / GIB:.0f} of the {gpu / GIB:.0f} "
+            f"a rank needs about {present / GIB:.0f} GiB {at}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} "
             "GiB of its GPU",
             do,
         )
@@ -118,31 +119,47 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
 
 
 def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
-    """Other layouts, nearest first, with the words that set them: less memory, rows that are shared, more ranks."""
-    fsdp, times = trainer.fsdp, 1
+    """Other layouts, nearest first, with the words that set them: less memory, rows or matrices that are shared, more
+    ranks."""
+    times, backend = 1, trainer.backend
+    present = getattr(trainer, backend)
     while times <= MOST_RANKS:
         ranks = trainer.num_ranks * times
-        for shared, recomputes, offloads in product(
-            _shared(fsdp, ranks),
-            sorted({fsdp.activation_checkpointing, True}),
-            sorted({fsdp.offload_optimizer, True}),
-        ):
-            other = replace(
-                fsdp,
-                context_parallel=shared,
-                activation_checkpointing=recomputes,
-                offload_optimizer=offloads,
-                reduce_every_microbatch=True,
-                shard_ranks=fsdp.shard_ranks if times == 1 else None,  # more copies would hold no less each
-            )
+        for other in _fsdp(trainer, ranks) if backend == "fsdp" else _megatron(trainer, ranks):
             words = {"trainer.num_ranks": ranks} if times > 1 else {}
-            words |= {f"trainer.fsdp.{key}": _word(getattr(other, key)) for key in _changed(fsdp, other)}
+            words |= {f"trainer.{backend}.{key}": _word(getattr(other, key)) for key in _changed(present, other)}
             if words:
-                yield (
-                    " ".join(f"{key}={value}" for key, value in words.items()),
-                    replace(trainer, num_ranks=ranks, fsdp=other),
-                )
+                told = " ".join(f"{key}={value}" for key, value in words.items())
+                yield told, replace(trainer, num_ranks=ranks, **{backend: other})
         times *= 2
+
+
+def _fsdp(trainer: TrainerConfig, ranks: int) -> Iterator[FsdpConfig]:
+    fsdp = trainer.fsdp
+    for shared, recomputes, offloads in product(
+        _shared(fsdp, ranks),
+        sorted({fsdp.activation_checkpointing, True}),
+        sorted({fsdp.offload_optimizer, True}),
+    ):
+        yield replace(
+            fsdp,
+            context_parallel=shared,
+            activation_checkpointing=recomputes,
+            offload_optimizer=offloads,
+            reduce_every_microbatch=True,
+            # more copies would hold no less each
+            shard_ranks=fsdp.shard_ranks if ranks == trainer.num_ranks else None,
+        )
+
+
+def _megatron(trainer: TrainerConfig, ranks: int) -> Iterator[MegatronConfig]:
+    """Of more tensor-parallel ranks, then of more stages: those that divide `ranks`."""
+    megatron = trainer.megatron
+    powers = [2**n for n in range(MOST_SPLIT.bit_length())]
+    for stages, split in product(powers, powers):
+        tensor, pipeline = megatron.tensor_parallel * split, megatron.pipeline_parallel * stages
+        if ranks % (tensor * pipeline * megatron.context_parallel) == 0:
+            yield replace(megatron, tensor_parallel=tensor, pipeline_parallel=pipeline)
 
 
 def _shared(fsdp: FsdpConfig, ranks: int) -> Iterator[int]:
@@ -161,7 +178,7 @@ def _divides(trainer: TrainerConfig, facts: ModelFacts) -> bool:
     return True
 
 
-def _changed(one: FsdpConfig, other: FsdpConfig) -> list[str]:
+def _changed(one: FsdpConfig | MegatronConfig, other: FsdpConfig | MegatronConfig) -> list[str]:
     return [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
 
 

@@ -53,7 +53,7 @@ class Publisher:
         """
         with self._clock().time.during(Metric.TRAINER_PUBLISH):
             await self._end()
-            if self._recipe.overlaps_publish:
+            if self._recipe.sends_snapshots:
                 await self._parts.trainers.snapshot_weights()
             return await self._send(step, before)
 

@@ -237,7 +237,7 @@ class _Run:
                 interrupt=recipe.interrupt,
                 encoding="lora" if recipe.trainer.lora.rank else recipe.weights.encoding,
                 receivers_per_replica=recipe.rollout.settings.num_workers,
-                rolling=recipe.weights.rolling and recipe.mode == "fully_async",
+                rolling=recipe.rolls_publish,
             ),
             checkpoints=self._checkpoints,
             metrics=self._metrics,

@@ -59,7 +59,6 @@ class Scenario:
             found="the simulated replicas generate while the trainer trains; only mode sync takes turns there",
             do="set mode=sync or placement=separate for the forecast",
         )
-        rolls = recipe.weights.rolling and recipe.mode == "fully_async"
         return cls(
             groups_per_step=recipe.batch.groups_per_step,
             group_size=recipe.batch.group_size,
@@ -75,7 +74,7 @@ class Scenario:
             num_ranks=recipe.trainer.num_ranks,
             num_threads=None if cores is None else trainer_threads(recipe, cores=max(1, round(cores))),
             num_epochs=recipe.batch.num_epochs,
-            rolling_replicas=recipe.weights.rolling_replicas if rolls else None,
+            rolling_replicas=recipe.weights.rolling_replicas if recipe.rolls_publish else None,
             response_limit=recipe.longest_response_tokens,
             dynamic_sampling=recipe.algorithm.dynamic_sampling,
             filtered_window=recipe.algorithm.filtered_window,

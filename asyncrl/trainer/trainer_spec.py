@@ -40,7 +40,7 @@ class TrainerSpec:
             seed=recipe.run.seed,
             total_steps=recipe.run.max_steps,
             num_threads=num_threads,
-            sends_snapshots=recipe.overlaps_publish,
+            sends_snapshots=recipe.sends_snapshots,
             shares_device=recipe.is_colocated,
             over_kept=recipe.rollout.sampling.keep_sets,
         )

@@ -585,6 +585,14 @@ async def test_a_checkpoint_and_an_evaluation_wait_for_the_publish_beside_traini
     assert [(e["step"], e["version"]) for e in rig.events("evaluation")] in ([], [(0, 0), (1, 1), (2, 2)])
 
 
+async def test_a_rolling_publish_sends_a_copy_also_where_training_waits_for_it(tmp_path):
+    """Each wave would gather the weights again."""
+    rig = Rig(tmp_path, "weights.overlap=false", "weights.rolling=true", max_steps=2)
+    await rig.run()
+    assert rig.recipe.sends_snapshots
+    assert rig.trainers.snapshots == len(rig.queue.published_versions) == 3
+
+
 async def test_a_mode_that_empties_the_queue_publishes_while_training_waits(tmp_path):
     rig = Rig(tmp_path, "weights.overlap=true", "mode=one_step_off", max_steps=2)
     await rig.run()

@@ -416,6 +416,12 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
         ),
         (["ray.gpu_memory_gib=12"], "a rank needs about 62 GiB", "of the 12 GiB", ["train a smaller model"]),
         (
+            ["trainer.backend=megatron", "trainer.megatron.tensor_parallel=1"],
+            "GiB before activations, and has",
+            "of the 80 GiB",
+            ["set trainer.megatron.tensor_parallel="],
+        ),
+        (
             ["rollout.vllm.tensor_parallel_size=1", "rollout.num_replicas=8", "ray.gpu_memory_gib=70"],
             "a replica of",
             "61 GiB for weights",
