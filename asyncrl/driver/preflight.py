@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from asyncrl.cluster.address import joined_address
 from asyncrl.cluster.placement import Demand, describe_demand
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place
@@ -30,6 +31,7 @@ from asyncrl.data.tokenizer import (
 from asyncrl.data.tool_calls import format_of, template_text
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
+from asyncrl.driver.advice import advice
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
@@ -373,6 +375,14 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         emit("note      algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act")
     for note in found.notes:
         emit(f"note      {note}")
+    for text in advice(recipe, cores=local_cores() if _computes_here(recipe) else None):
+        emit(f"advice    {text}")
+
+
+def _computes_here(recipe: Recipe) -> bool:
+    """True where the CPUs of this machine compute."""
+    on_gpus = recipe.trainer.device.startswith("cuda") or gpu_bytes(recipe) is not None
+    return not on_gpus and joined_address(recipe.ray.address) is None
 
 
 def _layout(trainer: TrainerConfig) -> str:
