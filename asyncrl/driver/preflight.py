@@ -370,13 +370,18 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
     _describe_sources(found.train, total, emit)
     for name, prompts in found.held_out.items():
         _describe_held_out(recipe, name, prompts, emit)
-    ratio_is_one = recipe.algorithm.ratio == "proximal" and recipe.algorithm.proximal == "recompute"
-    if ratio_is_one and batch.num_minibatches * batch.num_epochs == 1:
-        emit("note      algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act")
-    for note in found.notes:
+    for note in (*_ratio_notes(recipe), *found.notes):
         emit(f"note      {note}")
     for text in advice(recipe, cores=local_cores() if _computes_here(recipe) else None):
         emit(f"advice    {text}")
+
+
+def _ratio_notes(recipe: Recipe) -> list[str]:
+    batch, algorithm = recipe.batch, recipe.algorithm
+    ratio_is_one = algorithm.ratio == "proximal" and algorithm.proximal == "recompute"
+    if not ratio_is_one or batch.num_minibatches * batch.num_epochs > 1:
+        return []
+    return ["algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act"]
 
 
 def _computes_here(recipe: Recipe) -> bool:
