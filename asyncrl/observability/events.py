@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
@@ -52,8 +52,9 @@ class EventLog:
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}
-            record = {"event": event.kind, **now, **asdict(event), **seal}
-            body = self._hide(json.dumps(record))[:-1].encode()
+            own = {field.name: getattr(event, field.name) for field in fields(event)}  # `asdict` copies every value
+            record = {"event": event.kind, **now, **own, **seal}
+            body = self._hide(json.dumps(record, default=asdict))[:-1].encode()
             chain = self._before.copy()
             chain.update(body)
             line = b'%b, "chain": "%b"}\n' % (body, chain.hexdigest().encode())
