@@ -53,10 +53,10 @@ def helps_most(run: RunFiles) -> str:
     """One sentence: what would make the run faster, and by how much at most, from where its time goes."""
     training = _mean(run, Metric.TRAINER_TRAINING)
     environment, recovering = _mean(run, Metric.REPLICA_ENVIRONMENT), _mean(run, Metric.REPLICA_RECOVERING)
-    of_replicas = {
+    of_replicas = {  # a run that is too short to know counts as one that generates
+        "more replicas, or shorter responses": _mean(run, Metric.REPLICA_GENERATING),
         "a faster environment or reward, or more workers for it": environment,
         "replicas that do not fail": recovering,
-        "more replicas, or shorter responses": _mean(run, Metric.REPLICA_GENERATING),
     }
     waits = {
         max(of_replicas, key=lambda what: of_replicas[what]): Metric.TRAINER_GROUPS,
@@ -117,7 +117,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
         )
     for metric, name, do in (
-        (Metric.TRAINER_PUBLISH, "publishes", "staleness.publish_every_steps, weights.transport=ipc or collective"),
+        (Metric.TRAINER_PUBLISH, "publishes", "weights.overlap=true, weights.transport=ipc or collective"),
         (Metric.TRAINER_CHECKPOINT, "checkpoints", "checkpoint.every_steps higher, checkpoint.background=true"),
         (Metric.TRAINER_EVALUATION, "evaluations", "eval.leased_replicas, or eval.every_steps higher"),
     ):
