@@ -34,9 +34,9 @@ class SecondMemory:
         self._segment.close()
 
 
-def build_second_memory_receiver(source: IpcSource) -> IpcReceiver:
+def build_second_memory_receiver(source: IpcSource, device: str = "cpu") -> IpcReceiver:
     """A receiver that maps a `SecondMemory`, unless that says otherwise."""
-    return IpcReceiver(source, open_medium=partial(_open, source.receiver))
+    return IpcReceiver(source, device=device, open_medium=partial(_open, source.receiver))
 
 
 def _open(receiver: int, description: str, device: torch.device) -> Mapping:

@@ -71,9 +71,12 @@ def check_place(path: str, key: str = "model.path") -> None:
     raise ConfigError(explain(f"{key}={path}", "no such directory", f"make it with `{command}`" if command else do))
 
 
+def require_mounted(key: str, path: str) -> None:
+    """Raises ConfigError: `path` is a URL, of which a local directory would be made."""
+    if "://" in path:
+        raise ConfigError(explain(f"{key}={path}", "a URL", "name a mounted directory that all machines reach"))
+
+
 def how_to_make(name: str) -> str | None:
     """The command that makes the path `name`; None when no tool of this project does."""
-    path = Path(name).expanduser()
-    if path.is_absolute():
-        path = Path(os.path.relpath(path))
-    return MADE_BY.get(os.path.normpath(path))
+    return MADE_BY.get(os.path.relpath(Path(name).expanduser()))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 
+from asyncrl.cluster.address import joined_address
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.doctor.observation import Observation, bad, ok, warning
@@ -35,7 +36,8 @@ def trained_bytes(recipe: Recipe, facts: ModelFacts) -> int | None:
 
 
 def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
-    """Memory of ranks and replicas, against that of a GPU, or of this machine where there is none."""
+    """Memory of ranks and replicas, against that of a GPU: `ray.gpu_memory_gib`, or this machine's. Without any,
+    against this machine's memory. A run that joins a cluster is not compared with this machine."""
     tensors, ranks = model_tensors(facts), ranks_memory(recipe, facts)
     if tensors is None or not ranks:
         yield warning("memory", f"not estimated for {facts.name}", "watch the first steps")
@@ -50,14 +52,18 @@ def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     text += f"a replica's worker {replica / GIB:.2f} GiB of weights"
     import torch
 
-    if torch.cuda.device_count():
-        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    joins, room = joined_address(recipe.ray.address) is not None, (recipe.ray.gpu_memory_gib or 0) * GIB
+    if not room and not joins and (count := torch.cuda.device_count()):
+        room = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))
+    if room:
         worst, whose = max((largest, "a trainer rank"), (replica, "a replica's worker"))
         text += f"; a GPU has {room / GIB:.0f} GiB"
         if worst > 0.9 * room:
-            do = "split it over more ranks (trainer.num_ranks, tensor_parallel), or use trainer.fsdp.offload or LoRA"
+            do = "use more ranks (trainer.num_ranks, tensor_parallel), trainer.fsdp.offload_optimizer=true, or LoRA"
             yield bad("memory", f"{text}: {whose} does not fit", do)
             return
+    elif joins:
+        text += "; not compared with this machine: the run joins a cluster (ray.gpu_memory_gib says what its GPUs have)"
     else:
         room = psutil.virtual_memory().available
         needed = largest * recipe.trainer.num_ranks + weights * rollout.num_replicas

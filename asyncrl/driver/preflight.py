@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.cluster.address import joined_address
 from asyncrl.cluster.placement import Demand, describe_demand
 from asyncrl.config.checks import require
-from asyncrl.config.places import is_hub_model, is_place
+from asyncrl.config.places import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import replica_threads, trainer_threads
@@ -87,6 +87,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
     Raises ConfigError, DataError naming the key, file or row.
     """
+    for key, path in (("run.dir", recipe.run.dir), ("weights.disk_directory", recipe.weights.disk_directory)):
+        require_mounted(key, path or "")
     check_environment(recipe)
     build_reward(recipe.reward)
     build_group_reward(recipe.reward.group)

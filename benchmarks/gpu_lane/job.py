@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,23 @@ class Link:
         manifest = make_manifest(self._publishes, version, specs, self._bucket_bytes, verify=verify)
         self._replica.pipe.send(("receive", manifest, self._source, timeout_s))
         return manifest
+
+    def send(self, manifest: Any, timeout_s: float, *, at_first_ack: Callable[[int], None]) -> None:
+        """As `TrainerWorker.send_weights`. Calls `at_first_ack` once, with the largest bucket that the replica has
+        acknowledged: when the sender takes a tensor to pack, and the replica has acknowledged a bucket."""
+
+        def weights() -> Iterator[tuple[str, Any]]:
+            due = True
+            for item in self._worker._backend.named_weights():
+                acknowledged = max(channel._acked.values(), default=-1)
+                if due and acknowledged >= 0:
+                    due = False
+                    at_first_ack(acknowledged)
+                yield item
+
+        guarded = self._worker._sender
+        channel = guarded._sender._channel
+        guarded.send(manifest, weights(), timeout_s)
 
     def publish(self, version: int, *, verify: bool) -> float:
         """One publish; GB/s of the sender. Raises AssertionError: the digests differ."""

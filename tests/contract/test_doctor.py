@@ -8,10 +8,14 @@ import sys
 from collections import namedtuple
 
 import pytest
+import torch
 
 from asyncrl.commands.doctor import main
+from asyncrl.config.load import load_recipe
+from asyncrl.data.model_files import check_model
 from asyncrl.doctor import Observation, examination, examine, machine
 from asyncrl.doctor.observation import guarded
+from asyncrl.doctor.plan import check_memory
 from tests.conftest import ROOT
 from tests.unit.test_recipes import QUICKSTART
 
@@ -71,8 +75,6 @@ def test_a_machine_that_lacks_something(monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(1 << 26, 0, 1 << 26))
     (finding,) = machine.check_shared_memory()
     assert (finding.status, "--shm-size" in finding.remedy) == ("bad", True)
-    from asyncrl.config.load import load_recipe
-
     recipe = load_recipe(QUICKSTART, ["rollout.num_replicas=64"])
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
     (finding,) = machine.check_files(recipe)
@@ -111,11 +113,29 @@ def test_a_package_that_every_process_would_compile_again(tmp_path, monkeypatch)
 
 
 def test_gpus_that_torch_does_not_find(monkeypatch):
-    from asyncrl.config.load import load_recipe
-
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     (finding,) = machine.check_gpus(load_recipe(QUICKSTART, []), joins=False)
     assert (finding.status, "torch with CUDA" in finding.remedy) == ("bad", True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "told"),
+    [
+        ([], "bad", "GiB free"),
+        (["ray.address=10.0.0.1:6379"], "ok", "not compared with this machine: the run joins a cluster"),
+        (["ray.address=10.0.0.1:6379", "ray.gpu_memory_gib=24"], "ok", "a GPU has 24 GiB"),
+        (["ray.gpu_memory_gib=0.001"], "bad", "a trainer rank does not fit"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_memory_is_compared_with_the_machines_of_the_run(inputs, overrides, status, told):
+    """With more replicas than this machine has memory for."""
+    recipe = load_recipe(QUICKSTART, ["rollout.num_replicas=1000000000", *overrides])
+    (finding,) = check_memory(recipe, check_model(recipe.model.path))
+    assert finding.status == status, finding
+    assert told in finding.text
+    if overrides and status == "bad":
+        assert "trainer.fsdp.offload_optimizer" in finding.remedy
 
 
 def test_a_check_that_breaks_is_a_finding(monkeypatch, inputs):

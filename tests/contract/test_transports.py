@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightTransferError
-from asyncrl.weights.packing import byte_view
+from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.weights.packing import byte_view, spec_of
+from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender, collective
 from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
@@ -193,6 +197,21 @@ class TestDeviceMemoryOfIpc:
             transfer.workers[1].join(replace(transfer.source, receiver=1))
             transfer.publish(plain_weights(2))
             assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(plain_weights(2)[10][1]))
+
+    @pytest.mark.parametrize(("unreachable", "found"), [((), "meta"), ((0,), "cpu")])
+    def test_buckets_of_another_device_come_to_that_of_the_sink(self, unreachable, found):
+        """Device meta stands for the GPU of a receiver that sees the sender's, too."""
+        weights, devices = plain_weights(1), []
+        manifest = make_manifest(1, 1, [spec_of(*item) for item in weights], BUCKET_BYTES, verify=False)
+        sender = IpcSender(BUCKET_BYTES, 1, make_medium=partial(SecondMemory, unreachable=unreachable))
+        sink = AssemblingSink(lambda name, tensor: devices.append(tensor.device.type))
+        with closing(sender), ThreadPoolExecutor(1) as receiving:
+            receiver = build_second_memory_receiver(sender.open(), "meta")
+            received = receiving.submit(receiver.receive, manifest, sink, 30.0)
+            sender.send(manifest, weights, 30.0)
+            received.result()
+            receiving.submit(receiver.close).result()
+        assert devices == [found] * len(weights)
 
     def test_what_a_gpu_exports_survives_its_description(self):
         fields = {"handle": b"\0\xff", "size": 64, "offset": 512, "counter": b"/torch_1", "counter_offset": 3}

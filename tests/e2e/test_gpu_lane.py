@@ -3,13 +3,21 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.gpu import STEPS, _outcome
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def figures(directory):
+    return [json.loads(line) for line in (directory / "figures.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -23,8 +31,43 @@ def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
 
     assert "pair_ipc: passed" in run("probe", "pair_ipc")
     assert "pair_ipc: done before" in run("pair_ipc", "communicator")
-    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    lines = figures(tmp_path)
     assert [line["step"] for line in lines if "outcome" in line] == ["probe", "pair_ipc", "communicator"]
     publishes = [line for line in lines if "gb_per_s" in line]
     assert [line["publish"] for line in publishes] == [0, 1, 2]
     assert all(line["gb_per_s"] > 0 for line in publishes)
+
+
+@pytest.mark.slow
+def test_a_receiver_is_lost_in_the_middle_of_a_transfer(tmp_path):
+    lane = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(tmp_path), "--only", "fault_kill"]
+    done = subprocess.run(lane, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert "fault_kill: passed" in done.stdout, done.stdout + done.stderr
+    (lost,) = [line for line in figures(tmp_path) if "ended" in line]
+    assert 0 <= lost["acknowledged"] < lost["buckets"] - 1
+    assert lost["ended"].startswith("WeightTransferError")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("name", ["communicator", "colocated_vllm"])
+def test_a_step_that_needs_a_gpu_is_told_as_left_out(tmp_path, name):
+    step = next(replace(step, needs=()) for step in STEPS if step.name == name)
+    assert _outcome(step, "tiny", tmp_path / "figures.jsonl").startswith("left out: ")
+
+
+def test_only_what_missed_its_mark_or_was_interrupted_is_tried_again(tmp_path):
+    before = {
+        "probe": {"outcome": "missed: exit code 1"},
+        "communicator": {"abort_s": 0.1},  # its process was lost before it had an outcome
+        "pair_ipc": {"outcome": "passed"},
+        "quickstart": {"outcome": "left out: ray is not installed"},
+    }
+    lines = [json.dumps({"step": name, "size": "tiny", **line}) for name, line in before.items()]
+    (tmp_path / "figures.jsonl").write_text("\n".join(lines) + "\n")
+    lane = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(tmp_path), "--only", *before]
+    done = subprocess.run(lane, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = dict(line.split(": ", 1) for line in done.stdout.splitlines()[: len(before)])
+    assert told["pair_ipc"] == told["quickstart"] == "done before"
+    assert told["probe"] == "passed"
+    assert told["communicator"] != "done before"

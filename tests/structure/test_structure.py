@@ -321,6 +321,52 @@ def test_every_key_of_a_recipe_is_documented():
     assert listed == set(known_keys())
 
 
+def sentences(source: str) -> Iterator[tuple[int, str]]:
+    """Line and value of every string with a space in it, f-strings whole, with HOLE for each value; without
+    docstrings."""
+    tree = tree_of(source)
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):  # an f-string comes before its parts
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in node.values}
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            text = node.value
+        else:
+            continue
+        if " " in text:
+            yield node.lineno, text
+
+
+HOLE = "\0"
+DOTTED = re.compile(rf"(?<![\w./:{HOLE}])[a-z_]+(?:\.[a-z_0-9]+)+(?!\w|[(/{HOLE}]|\.\w|\.{HOLE})")
+
+
+def unknown_keys(source: str) -> list[str]:
+    """Line and name of what sentences call a key of a recipe, by its section, and is none."""
+    keys = known_keys()
+    known = {".".join(parts[:n]) for parts in (key.split(".") for key in keys) for n in range(1, len(parts) + 1)}
+    named = ((line, name) for line, text in sentences(source) for name in DOTTED.findall(text))
+    return [f"{line} {name}" for line, name in named if name.split(".")[0] in known and name not in known]
+
+
+def test_a_key_that_a_message_names_exists():
+    wrong = {str(path.relative_to(PACKAGE)): found for path in FILES if (found := unknown_keys(path.read_text()))}
+    assert not wrong
+
+
+def test_what_counts_as_a_key_that_does_not_exist():
+    lines = [
+        '"""Docstrings say set weights.nothing."""',
+        'do = "raise weights.timeout_s"',
+        'do = f"{asked}: set trainer.{backend}.x, weights.{key} or trainer.fsdp.offload={value}"',
+        'do = "lower rollout.torch.num_slots, see rollout.torch, data.jsonl/x and model.embed_tokens"',
+        'name = "model.embed_tokens.weight"',
+    ]
+    found = unknown_keys("\n".join(lines))
+    assert found == ["2 weights.timeout_s", "3 trainer.fsdp.offload", "4 model.embed_tokens"]
+
+
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Line and value of every string of a module, the parts of f-strings included; without docstrings."""
     tree = tree_of(path.read_text())

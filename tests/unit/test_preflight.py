@@ -67,6 +67,16 @@ def test_a_reference_or_a_critic_with_other_tokens_is_refused(checked, tmp_path:
         checked(override.format(path=other))
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/x", "file:///shared"])
+def test_a_url_in_place_of_a_directory_for_publishes_is_refused(checked, url: str) -> None:
+    asked = rf"weights\.disk_directory={url}\nfound: a URL\ndo: +name a mounted directory"
+    with pytest.raises(ConfigError, match=asked):
+        checked(f"weights.disk_directory={url}", "weights.transport=disk")
+    checked("weights.disk_directory=/shared/weights", "weights.transport=disk")
+    with pytest.raises(ConfigError, match=rf"run\.dir={url}\nfound: a URL"):
+        checked(f"run.dir={url}")
+
+
 def test_questions_that_ask_for_no_mark_are_told(checked, tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "What is 6 * 7?", "answer": "#### 42"}))
     gsm8k, told = f"data.train={tmp_path}/gsm8k.jsonl", "the questions of gsm8k do not ask for a marked answer"

@@ -46,6 +46,7 @@ def test_cores_are_used_and_none_twice(mode, counts):
         (["mode=fully_async", "rollout.num_replicas=2", "rollout.torch.num_threads=3"], 8, 1, 2),
         (["mode=one_step_off", "rollout.num_replicas=3", "trainer.num_ranks=2"], 8, 1, 2),
         (["mode=one_step_off", "rollout.num_replicas=3", "trainer.num_ranks=2"], 8, 2, 6),
+        (["mode=fully_async", "rollout.num_replicas=2", "rollout.max_replicas=6"], 8, 1, 6),  # ADR 42
         (["mode=sync", "trainer.num_threads=5"], 2, 1, 5),
     ],
 )

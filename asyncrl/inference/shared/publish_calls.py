@@ -46,7 +46,7 @@ class PublishCalls(ABC):
         await asyncio.wait((self._publish,), timeout=deadline - time.monotonic() + _GRACE_S)
         if not self._publish.done():
             found = f"no answer of {self._package}'s workers"
-            raise DeadlineExceeded(explain(asked, found, "raise weights.timeout_s"))
+            raise DeadlineExceeded(explain(asked, found, "raise weights.transfer_timeout_s"))
         return self._publish.result()
 
     def close(self) -> None:

@@ -175,7 +175,9 @@ class IpcSender:
 
 
 class IpcReceiver:
-    """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it."""
+    """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it. Only a
+    bucket in the memory of another GPU is copied to the sink's first, so that digests and sinks take neither memory nor
+    time of the sender's GPU."""
 
     def __init__(
         self,
@@ -206,7 +208,8 @@ class IpcReceiver:
             for bucket in manifest.buckets:
                 what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
                 channel.expect(Kind.BUCKET, bucket.index, deadline, what)
-                unpacker.unpack(bucket, slots[bucket.index % len(slots)])
+                slot = slots[bucket.index % len(slots)][: bucket.nbytes]
+                unpacker.unpack(bucket, slot.to(self._device) if begin.value == _DEVICE else slot)
                 medium.synchronize()
                 channel.ack(bucket.index)
             digest = unpacker.finish()
