@@ -22,7 +22,7 @@ BUDGET = {
     "config": 2635,
     "data": 1510,
     "doctor": 500,
-    "driver": 2510,
+    "driver": 2515,
     "environments": 2190,
     "evaluation": 80,
     "inference": 7380,

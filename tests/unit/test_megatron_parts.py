@@ -172,7 +172,10 @@ def test_the_ranks_of_the_quickstart_share_one_plan():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (["trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"], "collective_timeout_s above 5"),
+        (
+            ["weights.overlap=false", "trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"],
+            "collective_timeout_s above 5",
+        ),
         (
             ["weights.transport=vllm_nccl", "trainer.device=auto"],
             "parallel=2.*one sender",
