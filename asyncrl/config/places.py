@@ -4,6 +4,7 @@ path."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, explain
@@ -71,10 +72,11 @@ def check_place(path: str, key: str = "model.path") -> None:
     raise ConfigError(explain(f"{key}={path}", "no such directory", f"make it with `{command}`" if command else do))
 
 
-def require_mounted(key: str, path: str) -> None:
-    """Raises ConfigError: `path` is a URL, of which a local directory would be made."""
-    if "://" in path:
-        raise ConfigError(explain(f"{key}={path}", "a URL", "name a mounted directory that all machines reach"))
+def require_mounted(paths: Mapping[str, str | None]) -> None:
+    """Raises ConfigError: the path of a key is a URL, of which a local directory would be made."""
+    for key, path in paths.items():
+        if path is not None and "://" in path:
+            raise ConfigError(explain(f"{key}={path}", "a URL", "name a mounted directory that all machines reach"))
 
 
 def how_to_make(name: str) -> str | None:

@@ -483,6 +483,11 @@ class Recipe:
         is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
         return is_wanted and not self.empties_queue
 
+    def placed(self, *, on_gpus: bool) -> Recipe:
+        """With what depends on where the trainer's ranks compute."""
+        overlap = self.overlaps_publish and not on_gpus if self.weights.overlap is None else self.weights.overlap
+        return replace(self, weights=replace(self.weights, overlap=overlap))
+
     @property
     def rolls_publish(self) -> bool:
         """True where a publish reaches some replicas at a time."""

@@ -1,4 +1,4 @@
-"""What a dry run advises: where processes would wait for cores, or responses for places. Pure."""
+"""What the plan of a run advises: where processes would wait for cores, or responses for places. Pure."""
 
 from __future__ import annotations
 

@@ -9,9 +9,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-async def cancel(task: asyncio.Task[Any] | None) -> None:
-    """Ends the task, and logs an error of it that nobody has met: the run is at its end, for another reason."""
+async def cancel(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:
+    """Ends the task, after at most `patience_s`, and logs an error of it that nobody has met: the run is at its end,
+    for another reason."""
     if task is not None:
+        if patience_s:
+            await asyncio.wait([task], timeout=patience_s)
         task.cancel()
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(outcome, Exception):

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
+RECORD_S = 5.0
+"""What the metrics of a committed step may take to be written, when the run ends for another reason."""
 _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_FAILED: Metric.EVAL_FAILED}
 """Metric of the evaluation before training -> its name on the line of step 1."""
 
@@ -180,7 +182,7 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
             await self._foresight.close()
-            await cancel(self._recording)
+            await cancel(self._recording, patience_s=RECORD_S)
             await self._evaluations.close()
             await self._publisher.close()
             await self._writer.close()
@@ -349,9 +351,12 @@ class Coordinator:
 
     async def _recorded(self) -> None:
         """Returns when the metrics of the step before are written. Raises what that raised."""
-        if self._recording is not None:
-            await self._recording
-            self._recording = None
+        if (recording := self._recording) is not None:
+            try:
+                await recording
+            finally:
+                if recording.done():
+                    self._recording = None
 
     async def _lease(self) -> LeaseManifest | None:
         deadline = time.monotonic() + self._recipe.staleness.overdue_timeout_s

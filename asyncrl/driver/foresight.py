@@ -32,10 +32,10 @@ class Foresight:
     async def end(self) -> None:
         """Ends the wait for groups that are not ready. Raises what preparing the step raised: the queue or a rank is
         gone."""
-        task, self._task = self._task, None
-        if task is not None:
+        if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
+            self._task = None
             if not task.cancelled():
                 await task
 

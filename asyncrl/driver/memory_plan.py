@@ -128,9 +128,12 @@ def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
         for other in _fsdp(trainer, ranks) if backend == "fsdp" else _megatron(trainer, ranks):
             words = {"trainer.num_ranks": ranks} if times > 1 else {}
             words |= {f"trainer.{backend}.{key}": _word(getattr(other, key)) for key in _changed(present, other)}
+            try:
+                found = replace(trainer, num_ranks=ranks, **{backend: other})
+            except ConfigError:  # its ranks do not divide: that of experts, for one
+                continue
             if words:
-                told = " ".join(f"{key}={value}" for key, value in words.items())
-                yield told, replace(trainer, num_ranks=ranks, **{backend: other})
+                yield " ".join(f"{key}={value}" for key, value in words.items()), found
         times *= 2
 
 

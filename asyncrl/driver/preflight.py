@@ -87,8 +87,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
     Raises ConfigError, DataError naming the key, file or row.
     """
-    for key, path in (("run.dir", recipe.run.dir), ("weights.disk_directory", recipe.weights.disk_directory)):
-        require_mounted(key, path or "")
+    require_mounted({"run.dir": recipe.run.dir, "weights.disk_directory": recipe.weights.disk_directory})
     check_environment(recipe)
     build_reward(recipe.reward)
     build_group_reward(recipe.reward.group)

@@ -30,6 +30,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,6 +87,7 @@ def run(spec: RunSpec, console: Console) -> RunResult:
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster,
         reserved(spec.recipe) as places,
     ):
+        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=places.placement.rank_gpus > 0))
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
         try:

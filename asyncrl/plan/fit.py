@@ -133,7 +133,7 @@ def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float
         training=_training(late, scenario),
         publish=_publish(run, scenario),
         reward_s=fmean(traced.rests_s),
-        loop_s=_loop_s(begun, late),
+        loop_s=_loop_s(begun, late, scenario),
         filtered_share=late[-1].get(Metric.FILTERED_SHARE) or 0.0,
         cores=cores,
         rollouter_s=_cpu_s(late, Metric.CPU_ROLLOUTER) / scenario.samples_per_step,
@@ -188,11 +188,11 @@ def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> floa
     return seconds
 
 
-def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]) -> float:
-    return fmean(
-        wall_s * ((line.get(Metric.TRAINER_PLANNING) or 0.0) + (line.get(Metric.TRAINER_CHECKPOINT) or 0.0))
-        for wall_s, line in _walls(begun, late)
-    )
+def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> float:
+    """Where publishes go on beside training, the copy of the weights is part of it."""
+    causes = [Metric.TRAINER_PLANNING, Metric.TRAINER_CHECKPOINT]
+    causes += [Metric.TRAINER_PUBLISH] if scenario.overlaps_publish else []
+    return fmean(wall_s * sum(line.get(cause) or 0.0 for cause in causes) for wall_s, line in _walls(begun, late))
 
 
 def _walls(
@@ -326,7 +326,7 @@ def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], sc
     speed /= max(1e-9, fmean(_busy_share(line, scenario) for line in late))
     for _ in range(_ROUNDS):
         steps = _late_steps(scenario, replace(costs, rollouter_s=0.0, beside_s=0.0) if in_turn else costs)
-        late_s = fmean(step.trained - step.leased for step in steps[1:])
+        late_s = fmean(step.computed - step.leased for step in steps[1:])
         busy_s = steps[-1].busy_s - steps[0].busy_s
         simulated = sum(step.tokens + step.masked for step in steps[1:]) / max(1e-9, busy_s)
         costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0)

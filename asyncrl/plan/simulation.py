@@ -38,7 +38,8 @@ class SimulatedStep:
     """One optimizer step. Times are seconds since the start of the run, on the wall clock of the run.
 
     Attributes:
-        asked: the trainer began to wait for its groups; `leased`: it got them; `trained`: it committed.
+        asked: the trainer began to wait for its groups; `leased`: it got them; `computed`: the optimizer step was done;
+            `trained`: it committed.
         published_from: the publish began, after the wait for an empty queue if the mode has one; `ended`: the step did.
         publish_s: 0 where none followed; beside training it may end after the step. `paused_s`: mean over replicas of
             the time that the publish held them up.
@@ -49,6 +50,7 @@ class SimulatedStep:
 
     asked: float
     leased: float
+    computed: float
     trained: float
     published_from: float
     ended: float
@@ -237,6 +239,7 @@ class Simulation:
 
     def _trained(self) -> None:
         self._training = False
+        self._draft["computed"] = self._wall
         self._commits_later = self._publishing is not None
         if not self._commits_later:
             self._commit_step()

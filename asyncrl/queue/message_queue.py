@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
-from asyncrl.errors import ConfigError, LedgerError, explain
+from asyncrl.errors import ConfigError, LedgerError, RunFailed, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.budgets import EndBudgets
 from asyncrl.queue.group_records import GroupRecord
@@ -230,7 +230,7 @@ class MessageQueue:
 
     async def commit(self, step: int, *, leases_next: bool = False) -> Committed:
         """Ends the leased groups as trained. `leases_next`: also leases those of the next step where they are ready, so
-        that the trainer waits for one answer in place of two; raises RunFailed then as `lease` does."""
+        that the trainer waits for one answer in place of two."""
         self._ledger.commit(step)
         self._leased = {}
         counts, shares = self._ledger.counts, self._budgets.shares
@@ -331,9 +331,12 @@ class MessageQueue:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _lease_now(self, step: int) -> LeaseManifest | None:
-        """None: the groups are not ready."""
+        """None: the groups are not ready, or the run is to end; `lease` says so, when the step before is on record."""
         self._pacing.asked(self._clock())
-        selection = self._select(step)
+        try:
+            selection = self._select(step)
+        except RunFailed:
+            return None
         return self._manifest(step, selection.chosen) if selection.chosen else None
 
     def _select(self, step: int) -> Selection:

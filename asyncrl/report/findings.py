@@ -117,7 +117,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
         )
     for metric, name, do in (
-        (Metric.TRAINER_PUBLISH, "publishes", "weights.overlap=true, weights.transport=ipc or collective"),
+        (Metric.TRAINER_PUBLISH, "publishes", "staleness.publish_every_steps, weights.transport=ipc or collective"),
         (Metric.TRAINER_CHECKPOINT, "checkpoints", "checkpoint.every_steps higher, checkpoint.background=true"),
         (Metric.TRAINER_EVALUATION, "evaluations", "eval.leased_replicas, or eval.every_steps higher"),
     ):

@@ -231,10 +231,10 @@ class TrainerPool:
     async def fetch_ahead(self, plans: Sequence[RankPlan]) -> None:
         """Every rank fetches what these plans of the next step name, of the groups that the queue has foreseen last.
         Raises DeadlineExceeded, ProcessDied."""
-        by_rank = self._spec.trainer.layout.by_rank(plans)
+        by_rank, method = self._spec.trainer.layout.by_rank(plans), TrainerActor.fetch_ahead
         limit_s = FETCH_TIMEOUT_S + BLAME_S
-        calls = (a.call(limit_s, TrainerActor.fetch_ahead, p.keys) for a, p in zip(self._actors, by_rank, strict=True))
-        await asyncio.gather(*calls)
+        calls = [actor.call(limit_s, method, plan.keys) for actor, plan in zip(self._actors, by_rank, strict=True)]
+        await self._together(calls, method.__name__)
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         return await self._actors[0].call(timeout_s, TrainerActor.weight_specs)

@@ -647,14 +647,15 @@ async def test_during_an_evaluation_of_the_published_version_a_newcomer_gets_it(
     assert [(e["version"], e["replicas"]) for e in rig.events("publish")] == [(0, 2), (0, 1), (1, 2)]
 
 
-async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("overlaps", [False, True])
+async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_a_checkpoint(tmp_path, overlaps):
     """The scripted trainer is always far off-policy: half of its tokens are in the tails of the ratio."""
     rules = "staleness.guard_rules.trip_steps=1", "staleness.guard_rules.stop_steps=2"
-    guarded = "staleness.guard=act", "staleness.max_lag=8", "weights.overlap=false", *rules
+    guarded = "staleness.guard=act", "staleness.max_lag=8", f"weights.overlap={overlaps}", *rules
     rig = Rig(tmp_path, *guarded, max_steps=9)
     with pytest.raises(RunFailed, match=r"after step 3: tokens in the tails of the ratio 0\.50"):
         await rig.run()
-    assert (rig.queue.limits, rig.saved()) == ([(1, 2)], ["step_3"])
+    assert (rig.queue.limits, rig.saved()) == ([(1, 1 if overlaps else 2)], ["step_3"])
     assert [(e["step"], e["action"], e["acted"]) for e in rig.events("guard_changed")] == [
         *((1, "tightened", True), (3, "stopped", True)),
     ]

@@ -54,6 +54,7 @@ class Queue:
         self._groups = {g.ordinal: g for g in groups}
         self._delay_s = 0.0
         self._awaited = None
+        self._fetches, self._foresees = 0, False
 
     def delay(self, seconds):
         self._delay_s = seconds
@@ -62,7 +63,17 @@ class Queue:
         """Fetches wait until there is such a file, at most two minutes."""
         self._awaited = path
 
+    def fetches(self):
+        return self._fetches
+
+    def foresee(self, foresees):
+        self._foresees = foresees
+
+    def fetch_ahead(self, keys):
+        return {(o, i): self._groups[o].sequences[i] for o, i in keys if self._foresees}
+
     def fetch(self, keys):
+        self._fetches += 1
         time.sleep(self._delay_s)
         deadline = time.monotonic() + 120
         while self._awaited is not None and not self._awaited.exists() and time.monotonic() < deadline:
@@ -114,7 +125,7 @@ def lease():
 @pytest.fixture(scope="module")
 def queue(lease):
     ray.init("local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False)  # a GPU by name alone
-    yield ray.remote(num_cpus=0)(Queue).remote(lease.groups)
+    yield ray.remote(num_cpus=0, max_concurrency=4)(Queue).remote(lease.groups)
     ray.shutdown()
 
 
@@ -179,6 +190,30 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
         await step
     finally:
         await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+
+
+async def test_ranks_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
+    async def of_queue(method, *words):
+        return await reply(method.remote(*words), timeout_s=5, call="queue", process=MESSAGE_QUEUE)
+
+    plans, go = lease.plans(num_plans=2), tmp_path / "go"
+    await of_queue(queue.wait_for, go)
+    await of_queue(queue.foresee, True)
+    step = asyncio.ensure_future(pool.train_step(plans))
+    try:
+        await asyncio.wait_for(pool.fetch_ahead(plans), 20)
+        assert not step.done(), "it waits for its own fetch"
+    finally:
+        go.touch()
+        await step
+        await of_queue(queue.wait_for, None)
+    fetched = await of_queue(queue.fetches)
+    await pool.train_step(plans)
+    assert await of_queue(queue.fetches) == fetched, "both ranks held what their plans name"
+    await of_queue(queue.foresee, False)
+    await pool.fetch_ahead(plans)
+    await pool.train_step(plans)
+    assert await of_queue(queue.fetches) == fetched + 2, "nothing was foreseen"
 
 
 class Stuck:

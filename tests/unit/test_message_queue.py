@@ -318,14 +318,16 @@ async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_
     assert await queue.foresee(1, 5) == (), "that step is in training: an old question ends at once"
 
 
-async def test_a_commit_that_leases_ends_the_run_as_a_lease_does(spec):
+async def test_a_commit_leaves_it_to_the_lease_to_end_the_run(spec):
     limits = {"filtered_window": 4, "max_filtered_fraction": 0.4}
     queue = MessageQueue(replace(spec, dynamic_sampling=True, **limits))
     await fill(queue, 2)
     await queue.lease(0, 0)
     await fill(queue, rewards=(1.0, 1.0))
+    committed = await queue.commit(0, leases_next=True)
+    assert (committed.counts.trained, committed.lease) == (2, None)
     with pytest.raises(RunFailed, match="2 of the last 4 ended groups had equal rewards"):
-        await queue.commit(0, leases_next=True)
+        await queue.lease(1, 0)
 
 
 async def test_groups_that_all_are_filtered_stop_the_run(spec):

@@ -43,6 +43,9 @@ def test_modes_are_presets(mode, max_lag, interrupt):
     assert recipe.overlaps_publish == is_free
     assert load_recipe(QUICKSTART, [f"mode={mode}"]).overlaps_publish == is_free, "the default"
     assert not load_recipe(QUICKSTART, [f"mode={mode}", "weights.overlap=false"]).overlaps_publish
+    assert recipe.placed(on_gpus=True).overlaps_publish == is_free, "as it is asked"
+    by_default = load_recipe(QUICKSTART, [f"mode={mode}"])
+    assert [by_default.placed(on_gpus=on_gpus).overlaps_publish for on_gpus in (False, True)] == [is_free, False]
     long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
     if not is_free:  # no request waits at a gate
         load_recipe(QUICKSTART, long_publish)
@@ -437,6 +440,15 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(
     error = " ".join(capsys.readouterr().err.split())
     for part in (asked, found, *do):
         assert part in error
+
+
+def test_layouts_that_experts_forbid_are_passed_over(hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    experts = "trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.expert_parallel=8"
+    assert cli.main(["recipes/grpo_qwen3_30b_a3b.yaml", *experts, "ray.gpu_memory_gib=20", "--dry-run"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "GiB before activations, and has" in error
+    assert "set trainer.num_ranks=" in error
 
 
 def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, capsys, monkeypatch):
