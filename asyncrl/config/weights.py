@@ -33,8 +33,7 @@ class WeightsConfig:
     """Retries of a transfer to a replica that got wrong weights, before the replica is replaced."""
     overlap: bool | None = None
     """Publish from a copy of the weights while the next step trains. It takes host memory for the weights in the dtype
-    of the replicas, on the ranks that send. In mode fully_async; null: where ranks compute
-    on CPUs."""
+    of the replicas, on the ranks that send. In mode fully_async; null: where ranks compute on CPUs."""
     rolling: bool = False
     """Publish to rolling_replicas replicas at a time, while the others generate, from a copy of the weights as overlap
     has it; without overlap the trainer waits for all of them. Read in mode fully_async."""

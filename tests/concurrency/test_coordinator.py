@@ -558,6 +558,25 @@ async def test_metrics_that_cannot_be_written_are_told_when_training_fails_first
     assert "no space left" in caplog.text
 
 
+async def test_the_metrics_of_a_committed_step_are_written_when_the_next_one_fails(tmp_path):
+    rig, asked = Rig(tmp_path, "weights.overlap=true", max_steps=9), asyncio.Event()
+
+    async def slow():
+        asked.set()
+        await asyncio.sleep(0.1)
+        return []
+
+    async def fails():
+        rig.fleet.stats = slow
+        await asked.wait()
+        raise RunFailed("the loss is not finite")
+
+    rig.trainers.on_step = {1: fails}
+    with pytest.raises(RunFailed, match="not finite"):
+        await rig.run()
+    assert [line["step"] for line in _metrics(tmp_path)] == [1]
+
+
 @pytest.mark.parametrize("watches", ["staleness.guard=watch", "eval.every_steps=1"])
 async def test_what_looks_at_a_step_looks_before_the_next_lease(tmp_path, watches):
     rig = Rig(tmp_path, "weights.overlap=true", watches, max_steps=3)
