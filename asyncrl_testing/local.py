@@ -70,9 +70,9 @@ class LocalReplicaChannel:
         self._require_alive()
         await self._replica.submit(self._client_id, requests, self._external)
 
-    async def collect(self, wait_s: float) -> list[TokenChunk]:
+    async def collect(self, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
         self._require_alive()
-        chunks = await self._replica.collect(self._client_id, wait_s)
+        chunks = await self._replica.collect(self._client_id, wait_s, gather_s)
         self._require_alive()
         return chunks
 

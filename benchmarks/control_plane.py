@@ -47,8 +47,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "control_plane.md"
 TOKENS_PER_S, SHORTEST, LONGEST = 50.0, 256, 512
 REQUESTS, GROUP, MAX_LAG, WARM_S = 64, 16, 3, 10.0
-LOOK_S = 0.05
-"""Between two collections that find nothing."""
+LOOK_S = 0.02
+"""Shortest time between two looks of a collection that finds nothing."""
 
 
 @dataclass
@@ -66,6 +66,8 @@ class Written:
 
     requests: dict[str, Writing] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+    gathered: float = field(default_factory=time.monotonic)
+    """When all tokens were last collected."""
 
 
 class SyntheticReplicas:
@@ -82,13 +84,20 @@ class SyntheticReplicas:
             length = SHORTEST + request.seed % (LONGEST - SHORTEST + 1)
             written.requests[request.request_id] = Writing(min(length, request.sampling.max_tokens), now)
 
-    async def collect(self, replica_id: int, client_id: str, wait_s: float) -> list[TokenChunk]:
+    async def collect(self, replica_id: int, client_id: str, wait_s: float, gather_s: float) -> list[TokenChunk]:
+        """As an outbox hands tokens out. Between two looks it sleeps until the clock ends a request, at least
+        `LOOK_S`."""
         written, deadline = self._of.setdefault((replica_id, client_id), Written()), time.monotonic() + wait_s
         while True:
-            chunks = list(self._take(written))
-            if chunks or time.monotonic() > deadline:
+            now = time.monotonic()
+            gathers = now >= min(deadline, written.gathered + gather_s)
+            if gathers:
+                written.gathered = now
+            chunks = list(self._take(written, now, gathers))
+            if chunks or now > deadline:
                 return chunks
-            await asyncio.sleep(LOOK_S)
+            ends = min((w.began + w.length / TOKENS_PER_S for w in written.requests.values()), default=deadline)
+            await asyncio.sleep(max(LOOK_S, min(ends, deadline, written.gathered + gather_s) - now))
 
     async def abort(self, replica_id: int, request_ids: list[str]) -> None:
         for (where, _), written in self._of.items():
@@ -98,15 +107,14 @@ class SyntheticReplicas:
     async def tokens(self) -> int:
         return self._tokens
 
-    def _take(self, written: Written):
-        now = time.monotonic()
+    def _take(self, written: Written, now: float, gathers: bool):
         for request_id in written.aborted:
             if written.requests.pop(request_id, None) is not None:
                 yield TokenChunk(request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), 0, "abort")
         written.aborted = []
         for request_id, writing in list(written.requests.items()):
-            ready = min(writing.length, int((now - writing.began) * TOKENS_PER_S))
-            if count := ready - writing.sent:
+            ready = min(writing.length, int((now - writing.began) * TOKENS_PER_S + 1e-6))
+            if (count := ready - writing.sent) and (gathers or ready == writing.length):
                 writing.sent = ready
                 self._tokens += count
                 reason = "length" if ready == writing.length else None
@@ -125,9 +133,9 @@ class SyntheticChannel:
     async def submit(self, requests: list[GenerationRequest]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, SyntheticReplicas.submit, self._id, self._client_id, requests)
 
-    async def collect(self, wait_s: float) -> list[TokenChunk]:
+    async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
         timeout_s = wait_s + CALL_TIMEOUT_S
-        return await self._actor.call(timeout_s, SyntheticReplicas.collect, self._id, self._client_id, wait_s)
+        return await self._actor.call(timeout_s, SyntheticReplicas.collect, self._id, self._client_id, wait_s, gather_s)
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, SyntheticReplicas.abort, self._id, request_ids)

@@ -69,7 +69,7 @@ class Chat:
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Text without special tokens."""
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # which looks at each item of a list
 
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token that it spells, so that a tool's result cannot end its

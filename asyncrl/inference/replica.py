@@ -7,10 +7,11 @@ the replica is useless: its clients get the tokens that had been sampled, then `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,25 +49,51 @@ class Outbox:
     def __init__(self) -> None:
         self._runs: dict[str, list[list[TokenChunk]]] = {}
         """By request the runs of chunks that go together."""
-        self.arrived = asyncio.Event()
+        self._ended: list[str] = []
+        """Requests whose last chunk is here."""
+        self._since = 0.0
+        """When the oldest of these chunks came, at the latest."""
+        self._at_once = False
+        self._news = asyncio.Event()
 
     def add(self, chunk: TokenChunk) -> None:
+        if not self._runs:
+            self._since = time.monotonic()
+            self._news.set()
         runs = self._runs.setdefault(chunk.request_id, [])
         if runs and _continues(runs[-1][-1], chunk):
             runs[-1].append(chunk)
         else:
             runs.append([chunk])
-        self.arrived.set()
+        if chunk.finish_reason is not None or chunk.error is not None:
+            self._ended.append(chunk.request_id)
+            self._news.set()
 
-    async def take(self, wait_s: float) -> list[TokenChunk]:
-        try:
-            async with asyncio.timeout(wait_s):
-                await self.arrived.wait()
-        except TimeoutError:
-            return []
-        taken, self._runs = self._runs, {}
-        self.arrived.clear()
-        return [_merged(run) for runs in taken.values() for run in runs]
+    def release(self) -> None:
+        """From now on `take` waits for nothing."""
+        self._at_once = True
+        self._news.set()
+
+    async def take(self, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
+        """The chunks of requests that have ended, as soon as there is one; all chunks once tokens have been here for
+        `gather_s`. Waits at most `wait_s`; then it returns what there is."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            now = time.monotonic()
+            over = self._at_once or now >= deadline
+            if over or (self._runs and now >= self._since + gather_s):
+                self._ended = []
+                return self._taken(list(self._runs))
+            if self._ended:
+                ended, self._ended = self._ended, []
+                return self._taken(dict.fromkeys(ended))
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(deadline, self._since + gather_s if self._runs else deadline) - now):
+                    await self._news.wait()
+
+    def _taken(self, requests: Iterable[str]) -> list[TokenChunk]:
+        return [_merged(run) for request in requests for run in self._runs.pop(request)]
 
 
 def _continues(last: TokenChunk, chunk: TokenChunk) -> bool:
@@ -183,14 +210,14 @@ class Replica:
             entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
             entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
-    async def collect(self, client_id: str, wait_s: float) -> list[TokenChunk]:
-        """All chunks since the last call, in order; waits at most `wait_s` for the first one.
+    async def collect(self, client_id: str, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
+        """Chunks that were not collected before, those of each request in order: as `Outbox.take`.
 
         Raises ProcessDied: the engine is dead, and its last chunks have been collected. Raises GenerationError: the
         client was forgotten.
         """
         self._require_known(client_id)
-        chunks = await self._outboxes.setdefault(client_id, Outbox()).take(wait_s)
+        chunks = await self._outboxes.setdefault(client_id, Outbox()).take(wait_s, gather_s)
         if not chunks:
             self._require_engine()
         return chunks
@@ -362,7 +389,7 @@ class Replica:
             raise
         except AsyncRLError as e:
             if self._lost_engine:
-                outbox.arrived.set()  # wakes `collect`, which raises: the client resumes the request elsewhere
+                outbox.release()  # `collect` raises after the last chunks: the client resumes the request elsewhere
             elif self._stopping and not isinstance(e, BadRequest):
                 outbox.add(_final(request, self._engine.health().version))  # an abort, after which clients resume
             else:

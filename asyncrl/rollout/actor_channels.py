@@ -41,8 +41,9 @@ class ReplicaActorChannel:
     async def submit(self, requests: list[GenerationRequest]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, Replica.submit, self._client_id, requests, self._external)
 
-    async def collect(self, wait_s: float) -> list[TokenChunk]:
-        return await self._actor.call(wait_s + CALL_TIMEOUT_S, Replica.collect, self._client_id, wait_s)
+    async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
+        timeout_s = wait_s + CALL_TIMEOUT_S
+        return await self._actor.call(timeout_s, Replica.collect, self._client_id, wait_s, gather_s)
 
     async def abort(self, request_ids: list[str]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, Replica.abort, request_ids)

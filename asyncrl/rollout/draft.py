@@ -71,6 +71,11 @@ class Draft:
         self.num_tokens = end
 
     @property
+    def looks_for_stop(self) -> bool:
+        """Each token may end the response."""
+        return self._finder is not None
+
+    @property
     def stopped(self) -> bool:
         """A stop text is complete: the response has ended with the tokens that it has."""
         return self._finder is not None and self._finder.found is not None

@@ -41,6 +41,12 @@ COLLECT_S = 0.0003
 """CPU time that a collection from one replica costs this process, tokens apart."""
 COLLECT_SHARE = 0.1
 """Collections take at most this share of the process's time; beyond that they become rarer."""
+COLLECT_WAIT_S = 1.0
+"""Longest wait of a collection."""
+GATHER_POLLS, GATHER_S = 20, 1.0
+"""Tokens of a response that goes on wait at their replica for so many times the shortest interval, and as long at most,
+where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. The loss
+of a replica loses them."""
 LONGEST_QUEUE = 4.0
 """Times `rollout.request_timeout_s`: as long may a request wait at a replica that streams other responses."""
 
@@ -56,8 +62,9 @@ class ReplicaChannel(Protocol):
 
     async def submit(self, requests: list[GenerationRequest]) -> None: ...
 
-    async def collect(self, wait_s: float) -> list[TokenChunk]:
-        """Chunks streamed since the last call; waits at most `wait_s` for the first one."""
+    async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
+        """Chunks that were not collected before: of requests that have ended as soon as there is one, of all once
+        tokens have waited for `gather_s`. Waits at most `wait_s`."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
@@ -78,6 +85,8 @@ class _Link:
     busy: asyncio.Event = field(default_factory=asyncio.Event)
     outgoing: list[GenerationRequest] = field(default_factory=list)
     in_flight: int = 0
+    followed: int = 0
+    """Of these, the responses whose tokens somebody looks at when they arrive."""
     lost: bool = False
     died: bool = False
     """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
@@ -112,6 +121,11 @@ class _Pending:
     def replica_id(self) -> int:
         return self.link.replica_id
 
+    @property
+    def followed(self) -> bool:
+        """Its tokens decide whether it goes on."""
+        return self.on_chunk is not None or self.draft.looks_for_stop
+
 
 class GenerationClient:
     """Sends requests to replicas in batches and hands the streamed tokens to the responses that they belong to. Owns
@@ -120,9 +134,9 @@ class GenerationClient:
     Consumes: `generate` calls of environments.
     Produces: whole responses, whose segments carry the replica's versions.
     Waits for: chunks; one collector per replica makes long polls of 1 s, at least `poll_interval_s` apart, while the
-    replica has requests of this client. Each response takes at most `request_timeout_s`, apart from the time in which
-    it waits for a place at a replica that streams tokens of other responses; one that streams nothing for
-    `request_timeout_s` fails those that wait there.
+    replica has requests of this client: for ends of responses, and all tokens every `GATHER_POLLS` intervals. Each
+    response takes at most `request_timeout_s`, apart from the time in which it waits for a place at a replica that
+    streams tokens of other responses; one that streams nothing for `request_timeout_s` fails those that wait there.
     Unblocked by: chunks; the loss of a replica, which ends its attempts with the tokens that had arrived.
     Stops when: `close` is called; every pending response then raises GenerationError. A collector also stops when its
     replica is lost.
@@ -166,6 +180,7 @@ class GenerationClient:
         self._router = Router() if router is None else router
         self._request_timeout_s = request_timeout_s
         self._poll_interval_s = poll_interval_s
+        self._gather_s = min(GATHER_S, GATHER_POLLS * poll_interval_s, request_timeout_s / 4)
         self._pending: dict[str, _Pending] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -334,9 +349,10 @@ class GenerationClient:
                 self._added.clear()
                 await self._added.wait()
         link = self._links[self._router.pick(request.session_id, *affinity)]
-        link.in_flight += 1
-        self._count(link)
         pending = self._pending[request.request_id] = _Pending(link, *expected)
+        link.in_flight += 1
+        link.followed += pending.followed
+        self._count(link)
         for clock in pending.clocks:
             clock.wait()
         self._enqueue(link, request)
@@ -350,6 +366,7 @@ class GenerationClient:
                 clock.end(sampled=pending.sampled)
             del self._pending[request.request_id]
             link.in_flight -= 1
+            link.followed -= pending.followed
             self._count(link)
             if not link.lost:
                 self._router.done(link.replica_id)
@@ -429,7 +446,7 @@ class GenerationClient:
                 continue
             started = loop.time()
             try:
-                chunks = await link.channel.collect(wait_s=1.0)
+                chunks = await link.channel.collect(COLLECT_WAIT_S, 0.0 if link.followed else self._gather_s)
             except (ProcessDied, DeadlineExceeded) as e:
                 self._lose(link, str(e), died=isinstance(e, ProcessDied))
                 return
@@ -510,5 +527,7 @@ def _is_enough(pending: _Pending, chunk: TokenChunk) -> bool:
 
 def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:
     """The sampling parameters of a response that already has `num_tokens` tokens."""
+    if not num_tokens:
+        return sampling
     max_tokens, min_tokens = sampling.max_tokens - num_tokens, max(0, sampling.min_tokens - num_tokens)
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)

@@ -512,11 +512,12 @@ class Rollouter:
     def _observe(self) -> Mapping[ReplicaCause, float]:
         """Books the time of the replicas up to now; returns their seconds by cause."""
         client, counted, held, asleep = self.client, self._states, self._held, self._asleep
+        held_busy = len(client.busy & held)
         use = ReplicaUse(
             serving=counted["serving"] - len(asleep),
-            busy=len(client.busy - held - asleep),
+            busy=len(client.busy) - held_busy - len(client.busy & asleep),
             held=counted["held"],
-            held_busy=len(client.busy & held),
+            held_busy=held_busy,
             leased=counted["leased"],
             asleep=len(asleep),
             absent=counted["starting"] + counted["newcomer"] + counted["suspended"] + counted["dead"],

@@ -90,10 +90,12 @@ class RolloutSession:
         stop = self._tools.stop
         draft = Draft(prior, self.spans, None if stop is None else stop.follow(prompt_ids[-8:].tolist()))
         self._calls.append(_OpenCall(prompt_ids, draft))
-        limit = self._sampling.max_tokens if max_tokens is None else min(max_tokens, self._sampling.max_tokens)
+        sampling = self._sampling
+        if max_tokens is not None and max_tokens < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=max_tokens)
         self._calls[number] = made = await self._tools.client.generate(
             prompt_ids,
-            replace(self._sampling, max_tokens=limit),
+            sampling,
             session_id=self._session_id,
             seed=self._seed + number,  # each call draws from a stream of its own
             draft=draft,

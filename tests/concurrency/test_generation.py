@@ -40,7 +40,7 @@ class Fleet:
             "test",
             self.rows.table,
             request_timeout_s=self.request_timeout_s,
-            poll_interval_s=0.001,
+            poll_interval_s=0.0001,
             waits_for_replacements=self.waits,
         )
         return self
@@ -479,8 +479,8 @@ async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
         taken_out = fleet.channels[0]
         collect = taken_out.collect
 
-        async def collect_and_lose(wait_s):
-            chunks = await collect(wait_s)
+        async def collect_and_lose(wait_s, gather_s):
+            chunks = await collect(wait_s, gather_s)
             if fleet.engines[0].health().generated_tokens > 40:
                 fleet.client.set_replicas(fleet.rows.drop(0))  # its requests end here, before what just came
             return chunks
@@ -502,9 +502,9 @@ async def test_close_returns_when_a_chunk_arrives_in_the_very_turn_of_it():
         await fleet.sampled(3)
         outbox = fleet.replicas[0]._outboxes["test"]
         async with asyncio.timeout(20):
-            while outbox.arrived.is_set() or not outbox.arrived._waiters:
+            while outbox._news.is_set() or not outbox._news._waiters:
                 await asyncio.sleep(0)
-            outbox.arrived.set()  # wakes the collection, whose cancellation comes in the same turn
+            outbox._news.set()  # wakes the collection, whose cancellation comes in the same turn
             await fleet.client.close()
         with pytest.raises(GenerationError, match="closed"):
             await running

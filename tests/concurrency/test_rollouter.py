@@ -151,7 +151,7 @@ class Rig:
                 f"rollout.environment={__name__}:{environment}",
                 f"batch.group_size={group_size}",
                 "rollout.sampling.max_response_tokens=20",
-                "rollout.poll_interval_s=0.0005",
+                "rollout.poll_interval_s=0.0001",
                 "reward.function=exact",
                 "reward.workers=1",
                 *overrides,

@@ -80,6 +80,41 @@ async def test_merging_loses_and_reorders_nothing_of_a_request(stream):
     assert await outbox.take(0.001) == []
 
 
+@given(streams(), st.sets(st.integers(0, 60)))
+async def test_while_tokens_gather_only_ended_requests_are_handed_out_and_at_once(stream, collections):
+    chunks, outbox, taken = stream[0], Outbox(), []
+    for place, chunk in enumerate(chunks):
+        outbox.add(chunk)
+        ends = chunk.finish_reason is not None or chunk.error is not None
+        if ends and place in collections:
+            asked = time.monotonic()
+            found = await outbox.take(30.0, gather_s=30.0)
+            assert time.monotonic() - asked < 10
+            taken += found
+            ended = {c.request_id for c in chunks[: place + 1] if c.finish_reason or c.error}
+            assert chunk.request_id in {c.request_id for c in found} <= ended
+    taken += await outbox.take(0.001, gather_s=30.0)
+    for request in {chunk.request_id for chunk in chunks}:
+        assert tokens_of(taken, request) == tokens_of(chunks, request)
+
+
+async def test_tokens_wait_no_longer_than_they_may_gather_and_not_at_all_for_a_lost_engine():
+    outbox = Outbox()
+    token = np.ones(1, np.int32), np.zeros(1, np.float32)
+    taking = asyncio.create_task(outbox.take(30.0, gather_s=0.05))
+    await asyncio.sleep(0)
+    outbox.add(TokenChunk("r", *token, 0))
+    assert len(await asyncio.wait_for(taking, 10)) == 1
+    taking = asyncio.create_task(outbox.take(30.0, gather_s=30.0))
+    await asyncio.sleep(0)
+    outbox.add(TokenChunk("r", *token, 0))
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    outbox.release()
+    assert len(await asyncio.wait_for(taking, 10)) == 1
+    assert await asyncio.wait_for(outbox.take(30.0, gather_s=30.0), 10) == []
+
+
 @given(streams(), st.integers(0, 2))
 def test_a_draft_is_its_chunks_one_behind_the_other(stream, replica):
     chunks = [chunk for chunk in stream[0] if chunk.error is None]
@@ -150,8 +185,9 @@ class Cycle:
         self.itself = self
 
 
-async def test_old_objects_are_not_visited_and_old_cycles_are_found_when_memory_has_grown():
-    memory, thresholds = 100, gc.get_threshold()
+@pytest.mark.parametrize(("first_mb", "little_mb", "much_mb"), [(200, 711, 713), (4000, 5199, 5201)])
+async def test_old_objects_are_not_visited_and_old_cycles_are_found_when_memory_has_grown(first_mb, little_mb, much_mb):
+    memory, thresholds = first_mb << 20, gc.get_threshold()
     collector = PauselessCollector(lambda: memory)
     running = asyncio.create_task(collector.run())
     try:
@@ -162,10 +198,10 @@ async def test_old_objects_are_not_visited_and_old_cycles_are_found_when_memory_
         assert not any(isinstance(o, Cycle) for age in range(3) for o in gc.get_objects(age)), "set aside"
         assert gc.get_threshold()[1:] == (1_000_000, 1_000_000), "no collection visits more than the youngest"
         del old
-        memory = 129
+        memory = little_mb << 20
         collector.tick()
         assert gone() is not None
-        memory = 131
+        memory = much_mb << 20
         collector.tick()
         assert gone() is None
         assert collector.full_collections == 2
