@@ -1,4 +1,5 @@
-"""How many threads a trainer rank computes with on a CPU. Pure.
+"""How many threads a trainer rank computes with on the cores of its node, also beside a GPU: it reads models, copies
+weights and steps optimizers that are kept in the host's memory. Pure.
 
 Threads of processes that share a core slow each other down, and a core that no process uses is lost. So the ranks of a
 node divide the cores that the replicas beside them leave.
@@ -34,9 +35,9 @@ def rank_threads(
     return max(1, (cores - busy) // num_ranks)
 
 
-def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1) -> int:
+def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus: int = 0) -> int:
     """Threads of each trainer rank of a run: `trainer.num_threads`, or `rank_threads` for the ranks and replicas of one
-    of `num_nodes` equal nodes.
+    of `num_nodes` equal nodes. Ranks with GPUs fill a node, of `node_gpus`, before they use the next one.
 
     It depends on the recipe and the size of the cluster alone, not on where processes happen to be placed: a resumed
     run has the same number, and with it the same sums.
@@ -44,11 +45,17 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1) -> int:
     trainer, rollout = recipe.trainer, recipe.rollout
     if trainer.num_threads is not None:
         return trainer.num_threads
+    num_ranks = math.ceil(trainer.num_ranks / num_nodes)
+    num_replicas = math.ceil(rollout.num_replicas / num_nodes)
+    if node_gpus:
+        num_ranks = min(trainer.num_ranks, node_gpus)
+        shared = recipe.is_colocated or rollout.settings.gpu_share < 1
+        num_replicas = min(rollout.num_replicas, node_gpus if shared else node_gpus - num_ranks)
     return rank_threads(
         "sync" if recipe.is_colocated else recipe.mode,
         cores=cores,
-        num_ranks=math.ceil(trainer.num_ranks / num_nodes),
-        num_replicas=math.ceil(rollout.num_replicas / num_nodes),
+        num_ranks=num_ranks,
+        num_replicas=num_replicas,
         replica_threads=replica_threads(recipe),
     )
 

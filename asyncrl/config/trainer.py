@@ -127,9 +127,10 @@ class TrainerConfig:
     device: str = "auto"
     """auto takes cuda where there is one."""
     num_threads: PositiveInt | None = None
-    """Threads with which a rank computes on a CPU. None takes the rank's share of its node's cores: of all cores in
-    mode sync or with placement=colocated, where replicas are idle while a rank works, and otherwise of those that the
-    replicas leave."""
+    """Threads with which a rank computes on a CPU; beside a GPU they read models, copy weights and step an optimizer
+    that is kept in the host's memory. None takes the rank's share of its node's cores: of all cores in mode sync or
+    with placement=colocated, where replicas are idle while a rank works, and otherwise of those that the replicas
+    leave."""
     lr: Positive = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0

@@ -157,10 +157,15 @@ class Actors:
 
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
-        cores, num_nodes = _smallest_node()
-        if self._places.placement.strategy == "STRICT_PACK":
-            num_nodes = 1
-        spec = TrainerSpec.of(recipe, num_threads=trainer_threads(recipe, cores=cores, num_nodes=num_nodes))
+        cores, num_nodes, gpus = _smallest_node()
+        placement = self._places.placement
+        threads = trainer_threads(
+            recipe,
+            cores=cores,
+            num_nodes=1 if placement.strategy == "STRICT_PACK" else num_nodes,
+            node_gpus=gpus if placement.rank_gpus else 0,
+        )
+        spec = TrainerSpec.of(recipe, num_threads=threads)
         trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self._set_replicas)
         await self.pools.set_listener(self.rollouter.set_pool)
@@ -279,14 +284,15 @@ def _gpus_beside(places: Places) -> ClusterGpus:
     return ClusterGpus(total, tuple(free.values()))
 
 
-def _smallest_node() -> tuple[int, int]:
-    """Cores of the smallest node of the cluster with any, and the number of those nodes. Ray knows the limits of a
-    container; of a single node, this machine, the system knows what the run may use."""
-    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    usable = [count for count in cores if count >= 1]
+def _smallest_node() -> tuple[int, int, int]:
+    """Cores of the smallest node of the cluster with any, the number of those nodes, and the most GPUs of one. Ray
+    knows the limits of a container; of a single node, this machine, the system knows what the run may use."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    usable = [count for found in resources if (count := int(found.get("CPU", 0))) >= 1]
+    gpus = max((int(found.get("GPU", 0)) for found in resources), default=0)
     if len(usable) <= 1:
-        return min([local_cores(), *usable]), 1
-    return min(usable), len(usable)
+        return min([local_cores(), *usable]), 1, gpus
+    return min(usable), len(usable), gpus
 
 
 async def _done(trainers: asyncio.Future[TrainerPool]) -> None:

@@ -14,7 +14,7 @@ from asyncrl.config.trainer import TrainerConfig
 class TrainerSpec:
     """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
-    falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank on a CPU.
+    falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank, on its node's cores.
     `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
     of the device between the steps. `over_kept`: probabilities are among the tokens that sampling kept.
     """

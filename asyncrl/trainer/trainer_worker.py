@@ -39,7 +39,7 @@ from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.process_group import gloo_towards, host_store
+from asyncrl.weights.transports.process_group import host_store, sockets_towards
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +100,14 @@ class TrainerWorker:
         transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
         self._host = host
         self._device = resolve_device(self._spec.trainer.device, self._rank)
+        torch.set_num_threads(self._spec.num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            torch.set_num_threads(self._spec.num_threads)
             use_onednn(num_shapes=32)  # of one micro-batch: the next one has another number of tokens
         if self._store is None:
             self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
-        gloo_towards(master_addr)
+        sockets_towards(master_addr)
         await_peers(self._store, self._rank, self._world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",

@@ -18,13 +18,13 @@ import torch
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transports import build_receiver, build_sender
+from asyncrl.weights.transports import build_receiver, build_sender, process_group
 from asyncrl.weights.transports.control_channel import Deadline
 from asyncrl.weights.transports.process_group import (
     BroadcastGroup,
-    gloo_towards,
     host_store,
     interface_of,
+    sockets_towards,
     watchdog_spares_the_process,
 )
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY, attach
@@ -388,13 +388,22 @@ def test_a_group_that_does_not_form_is_given_up_when_a_receiver_is_lost() -> Non
     poll(lambda: all(t.name != "weights-group" for t in threading.enumerate()), "the threads that were left to end")
 
 
-def test_gloo_listens_where_the_master_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
-    gloo_towards("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "the user's own"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    gloo_towards("127.0.0.1")
+def test_gloo_and_nccl_use_the_interface_of_the_route_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+    for name in both:
+        monkeypatch.setenv(name, "before")
+    sockets_towards("127.0.0.1")
+    assert [os.environ[name] for name in both] == ["before", "before"], "the user's own"
+    for name in both:
+        monkeypatch.delenv(name)
+    sockets_towards("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
+    assert "NCCL_SOCKET_IFNAME" not in os.environ, "its groups may reach further"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(process_group, "_address_towards", lambda host: "10.0.0.7")
+    monkeypatch.setattr(process_group, "interface_of", lambda address: "eth1")
+    sockets_towards("10.0.0.9")
+    assert [os.environ.pop(name) for name in both] == ["eth1", "=eth1"]
     assert interface_of("192.0.2.1") is None
 
 

@@ -57,6 +57,22 @@ def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threa
     assert trainer_threads(resumed, cores=cores, num_nodes=num_nodes) == threads
 
 
+@pytest.mark.parametrize(
+    ("overrides", "node_gpus", "threads"),
+    [
+        (["trainer.num_ranks=4", "rollout.num_replicas=4"], 8, (96 - 4) // 4),
+        (["trainer.num_ranks=8", "rollout.num_replicas=8"], 8, 96 // 8),  # the replicas are on the other node
+        (["trainer.num_ranks=8", "rollout.num_replicas=8", "rollout.vllm.gpu_share=0.5"], 8, (96 - 8) // 8),
+        (["trainer.num_ranks=16", "rollout.num_replicas=16"], 8, 96 // 8),
+        (["trainer.num_ranks=1", "rollout.num_replicas=1"], 1, 96),
+        (["trainer.num_ranks=4", "rollout.num_replicas=4", "trainer.num_threads=3"], 8, 3),
+    ],
+)
+def test_ranks_with_gpus_divide_the_cores_of_the_node_that_they_fill(overrides, node_gpus, threads):
+    recipe = load_recipe(QUICKSTART, ["mode=fully_async", "rollout.engine=vllm", *overrides])
+    assert trainer_threads(recipe, cores=96, num_nodes=2, node_gpus=node_gpus) == threads
+
+
 @pytest.mark.parametrize("key", ["trainer.num_threads", "rollout.torch.num_threads"])
 def test_no_threads_are_refused(key):
     with pytest.raises(ConfigError, match=f"{key}=0"):

@@ -1,5 +1,6 @@
 """What a trainer rank fetches, and what it holds already."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from asyncrl.config.load import load_recipe
 from asyncrl.queue.masking import StoredGroup, mask_older, summarize
+from asyncrl.trainer import trainer_worker
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
@@ -63,3 +65,22 @@ def test_what_a_step_trains_with_another_mask_is_fetched(worker):
     worker.keep({(0, i): t for i, t in enumerate(before.sequences)})
     worker.train_step(_plan(mask_older(before, 2)))
     assert worker.asked == [[(0, i) for i in range(len(before.sequences))]]
+
+
+def test_a_rank_beside_a_gpu_has_its_threads_too(worker, monkeypatch):
+    """It reads models, copies weights and steps an offloaded optimizer on the cores of its node."""
+    asked = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(device):
+        raise Enough
+
+    monkeypatch.setattr(trainer_worker, "resolve_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_device", stop)
+    worker._spec = replace(worker._spec, num_threads=11)
+    with pytest.raises(Enough):
+        worker.start("127.0.0.1", 1, 1.0)
+    assert asked == [11]

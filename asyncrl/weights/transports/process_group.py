@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import psutil
@@ -116,6 +117,7 @@ class BroadcastGroup:
         keys.set_timeout(_left(deadline))
         try:
             if device.type == "cuda":
+                sockets_towards(self._store.host)
                 return _nccl(keys, self._rank, self._world_size, deadline, device)
             return _gloo(keys, self._rank, self._world_size, deadline, self._store.host)
         except RuntimeError as error:
@@ -257,13 +259,17 @@ def _options(deadline: Deadline) -> dist.BroadcastOptions:
     return options
 
 
-def gloo_towards(master: str) -> None:
-    """Makes gloo groups that this process forms later listen at the interface of its route to `master`, unless
-    GLOO_SOCKET_IFNAME says otherwise. By default they take the address of the host's name, which on many machines is
-    one that others do not reach (`127.0.1.1 name` in /etc/hosts)."""
-    name = interface_of(_address_towards(master))
+def sockets_towards(master: str) -> None:
+    """Makes groups that this process forms later use the interface of its route to `master`, unless GLOO_SOCKET_IFNAME
+    or NCCL_SOCKET_IFNAME say otherwise. By default gloo takes the address of the host's name, which on many machines is
+    one that others do not reach (`127.0.1.1 name` in /etc/hosts), and NCCL the first interface that is up. NCCL keeps
+    its choice for all groups of a process, so a route that does not leave the machine decides nothing for it."""
+    address = _address_towards(master)
+    name = interface_of(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if not ip_address(address).is_loopback:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # no other that begins with the name
 
 
 def interface_of(address: str) -> str | None:
