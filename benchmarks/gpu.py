@@ -6,8 +6,8 @@
 
 Figures go to OUT/figures.jsonl, a JSON object a line. A step that has passed or was left out is not done again
 (`--again` does); one that missed its mark or was interrupted is. So a machine that is lent for a while can go on where
-another stopped. Steps that need Ray are left out, with the reason, where it is absent. `--write` writes
-benchmarks/results/gpu.md. Exit code 1: a mark was missed.
+another stopped. No step begins after --minutes (25); the next call goes on. Steps that need Ray are left out, with the
+reason, where it is absent. `--write` writes benchmarks/results/gpu.md. Exit code 1: a mark was missed.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ STEPS = (
     Step("communicator", "abort ends the creation of a communicator", steps.lonely_communicator),
     Step(
         "step_4b_1",
-        "a fused attention kernel; memory as in --dry-run",
+        "a fused attention kernel; memory as --dry-run announces it, 0.8 to 1.1 times",
         partial(steps.step, "4b", 1, saves=True),
         limit_s=480.0,
     ),
     Step("step_4b_8", "the same with 8 sequences a micro-batch", partial(steps.step, "4b", 8)),
     Step("step_4b_offload", "the same with the optimizer in host memory", partial(steps.step, "4b", 1, offload=True)),
     Step("step_compiled", "none: beside step_0.6b", partial(steps.step, "0.6b", 8, compiles=True)),
-    Step("step_0.6b", "a fused attention kernel", partial(steps.step, "0.6b", 8)),
+    Step("step_0.6b", "the same", partial(steps.step, "0.6b", 8)),
     Step("pair_collective", "as pair_ipc, over NCCL, without the speed", partial(steps.pair, "collective")),
     Step(
         "tests_gpu",
@@ -81,7 +81,7 @@ STEPS = (
             marked="gpu",
         ),
     ),
-    Step("step_moe", "grouped experts under FSDP2", partial(steps.step, "moe", 8)),
+    Step("step_moe", "the same, with grouped experts", partial(steps.step, "moe", 8)),
     Step("publish_moe", "microseconds per expert tensor", partial(steps.publishes, "moe", (512 * MIB,))),
     Step("publish_buckets", "GB/s by bucket", partial(steps.publishes, "1.7b", (4 * MIB, 64 * MIB, 512 * MIB))),
     Step("publish_host", "GB/s through host memory", partial(steps.publishes, "1.7b", (64 * MIB,), hide_gpu=True)),
@@ -120,6 +120,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[s.name for s in STEPS], help="these steps alone")
     parser.add_argument("--again", action="store_true", help="also steps that have passed")
+    parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after so many")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,12 +130,16 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "figures.jsonl"
+    until = time.monotonic() + 60 * options.minutes
     for one in STEPS:
         if options.only and one.name not in options.only:
             continue
         before = _ended(file, options.size).get(one.name, MISSED)
         if not options.again and not before.startswith(MISSED):
             print(f"{one.name}: done before")
+            continue
+        if time.monotonic() >= until:
+            print(f"{one.name}: left for the next call, {options.minutes:g} minutes are over")
             continue
         outcome = _outcome(one, options.size, file)
         print(f"{one.name}: {outcome}", flush=True)

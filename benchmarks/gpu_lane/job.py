@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -30,6 +31,8 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 512, "initializer_range": 0.1,
 }  # fmt: skip
 TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Operations a second with dense bfloat16 matrices, as NVIDIA's data sheets say for the SXM models."""
 PROMPT_IDS = 256
 """Prompts are random ids below it, which every model has."""
 
@@ -188,6 +191,23 @@ class Trainer:
 
     worker: Any
     groups: dict[int, Any]
+    path: Path
+    settings: Any
+    """Its `TrainerConfig`."""
+
+    def announced_gib(self, tokens: int) -> float:
+        """What `--dry-run` announces as the most that the rank holds, with micro-batches of so many tokens."""
+        from asyncrl.data.model_files import check_model
+        from asyncrl.trainer.backends import memory_of
+        from asyncrl.trainer.model_tensors import model_tensors
+
+        facts = check_model(str(self.path))
+        tensors = model_tensors(facts)
+        assert tensors is not None, "the sizes of the lane's models are known"
+        experts = facts.sizes.experts_per_token or 1
+        options = {"critic": False, "reference": False, "tokens": tokens, "experts_per_token": experts}
+        (found,) = memory_of(self.settings, tensors, **options) or [None]
+        return (found.peak or 0) / 2**30 if found is not None else 0.0
 
     def plan(self, responses: Sequence[Response], budget: int) -> Any:
         """For one rank: a group for each response, with advantages of 1 and -1 in turn."""
@@ -231,8 +251,26 @@ class Trainer:
         began = time.monotonic()
         metrics = self.worker.train_step(plan)
         took_s = time.monotonic() - began
-        figure(step_s=took_s, tokens_per_s=tokens / took_s, peak_gib=peak_gib(), grad_norm=metrics.grad_norm)
+        figure(
+            step_s=took_s, tokens_per_s=tokens / took_s, peak_gib=peak_gib(), grad_norm=metrics.grad_norm,
+            **self._mfu(tokens / took_s),
+        )  # fmt: skip
         return metrics
+
+    def _mfu(self, tokens_per_s: float) -> dict[str, float]:
+        """Share of the GPU's arithmetic in bfloat16 that the model itself needs: 6 operations a token and parameter in
+        use, attention and recomputed layers not counted. Empty for a GPU whose peak is not known."""
+        import torch
+
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        peak = next((flops for word, flops in PEAK_FLOPS.items() if word in name), None)
+        if peak is None:
+            return {}
+        config = json.loads((self.path / "config.json").read_text())
+        used, of = config.get("num_experts_per_tok", 1), config.get("num_experts", 1)
+        shapes = {spec.name: spec.shape for spec in self.worker.weight_specs()}
+        active = sum(math.prod(s) * (used / of if ".experts." in name else 1) for name, s in shapes.items())
+        return {"mfu": 6 * active * tokens_per_s / peak}
 
 
 @contextlib.contextmanager
@@ -255,7 +293,7 @@ def trainer(path: Path, *, compiles: bool = False, **fsdp: Any) -> Iterator[Trai
     worker.start(*worker.address("127.0.0.1"), 300.0)
     figure(trainer_start_s=time.monotonic() - began)
     try:
-        yield Trainer(worker, groups)
+        yield Trainer(worker, groups, path, spec.trainer)
     finally:
         worker.stop()
 

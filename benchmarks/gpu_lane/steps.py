@@ -159,8 +159,11 @@ def step(
         plan = own.plan(_random_responses(2 * tokens, 2 * sequences), tokens)
         for _ in range(3):
             own.step(plan, 2 * tokens)
+        figure(announced_gib=(announced := own.announced_gib(tokens)))
         if _has_cuda() and not compiles:
-            _kernels(own, plan)
+            found = peak_gib()
+            _kernels(own, plan, grouped=size == "moe")
+            assert 0.8 < found / announced < 1.1, f"a rank holds {found:.1f} GiB; {announced:.1f} were announced"
         nbytes = 14 * sum(math.prod(spec.shape) for spec in own.worker.weight_specs())
         if not saves or shutil.disk_usage(path).free < 1.2 * nbytes:
             figure(checkpoint="left out" if not saves else f"left out: the disk has no room for {nbytes / 1e9:.0f} GB")
@@ -178,8 +181,9 @@ def step(
         figure(**own_s)
 
 
-def _kernels(own: Trainer, plan: Any) -> None:
-    """The kernels that take most of a step; attention must not run in SDPA's fallback."""
+def _kernels(own: Trainer, plan: Any, *, grouped: bool) -> None:
+    """The kernels that take most of a step; attention must not run in SDPA's fallback, nor experts one by one where
+    they are to be `grouped`."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -189,6 +193,7 @@ def _kernels(own: Trainer, plan: Any) -> None:
     figure(kernels=[(e.key[:60], round(e.self_device_time_total / total, 3)) for e in found[:12]])
     names = " ".join(e.key.lower() for e in found)
     assert "flash" in names or "fmha" in names or "cudnn" in names, "attention runs without a fused kernel"
+    assert not grouped or "group" in names, "experts run without a grouped kernel"
 
 
 def publishes(size: str, buckets: tuple[int, ...], *, tiny: bool, hide_gpu: bool = False) -> None:

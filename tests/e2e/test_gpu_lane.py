@@ -71,3 +71,11 @@ def test_only_what_missed_its_mark_or_was_interrupted_is_tried_again(tmp_path):
     assert told["pair_ipc"] == told["quickstart"] == "done before"
     assert told["probe"] == "passed"
     assert told["communicator"] != "done before"
+
+
+def test_after_its_minutes_the_lane_leaves_steps_for_the_next_call(tmp_path):
+    lane = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(tmp_path), "--only", "probe"]
+    done = subprocess.run([*lane, "--minutes", "0"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert "probe: left for the next call" in done.stdout
+    assert subprocess.run(lane, cwd=ROOT, capture_output=True, timeout=240).returncode == 0
+    assert [line["outcome"] for line in figures(tmp_path) if "outcome" in line] == ["passed"]
