@@ -81,7 +81,7 @@ STEPS = (
             marked="gpu",
         ),
     ),
-    Step("step_moe", "the same, with grouped experts", partial(steps.step, "moe", 8)),
+    Step("step_moe", "the same, with grouped experts", partial(steps.step, "moe", 8, offload=True)),
     Step("publish_moe", "microseconds per expert tensor", partial(steps.publishes, "moe", (512 * MIB,))),
     Step("publish_buckets", "GB/s by bucket", partial(steps.publishes, "1.7b", (4 * MIB, 64 * MIB, 512 * MIB))),
     Step("publish_host", "GB/s through host memory", partial(steps.publishes, "1.7b", (64 * MIB,), hide_gpu=True)),

@@ -197,11 +197,11 @@ class Trainer:
 
     def announced_gib(self, tokens: int) -> float:
         """What `--dry-run` announces as the most that the rank holds, with micro-batches of so many tokens."""
-        from asyncrl.data.model_files import check_model
         from asyncrl.trainer.backends import memory_of
         from asyncrl.trainer.model_tensors import model_tensors
+        from asyncrl.types import ModelFacts
 
-        facts = check_model(str(self.path))
+        facts = ModelFacts.of_config(str(self.path), json.loads((self.path / "config.json").read_text()))
         tensors = model_tensors(facts)
         assert tensors is not None, "the sizes of the lane's models are known"
         experts = facts.sizes.experts_per_token or 1
