@@ -214,7 +214,7 @@ async def ask(control, versions=None):
     await channel.submit([request])
     ids, deadline = [], time.monotonic() + GATE_TIMEOUT_S + 25
     while time.monotonic() < deadline:
-        for chunk in await channel.collect(1.0):
+        for chunk in await channel.collect(1.0, 0.0):
             if chunk.error is not None:
                 return chunk.error
             ids += chunk.token_ids.tolist()
@@ -321,7 +321,7 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
     assert (await publishing.pid(0), list(fleet.newcomers), list(client.loads)) == (victim, [0], [1])
     sampled = await generated(fleet, 0)
     stale = ReplicaActorChannel(0, fleet.controls[0].handle, "client")
-    assert await stale.collect(0.2) == [], "nothing of what it was asked before is left for anybody"
+    assert await stale.collect(0.2, 0.0) == [], "nothing of what it was asked before is left for anybody"
     assert (await publishing.engine.publish(13, newcomers_only=True)).replicas == 1
     versions = set()
     assert (await ask(fleet.members[0], versions), versions) == (expected, {13})

@@ -74,9 +74,10 @@ def test_a_fenced_replica(start):
 
 
 def test_a_collapsed_ratio(start):
-    """A learning rate that is far too high, with weight decay, which moves the weights whatever the rewards are."""
+    """A learning rate that is far too high, with weight decay, which moves the weights whatever the rewards are. It
+    ends before there is nothing left to decay: two versions of a uniform policy agree."""
     wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *OLD
-    titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *wild, "run.max_steps=8"))
+    titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *wild, "run.max_steps=6"))
     assert "Collapsed importance ratio" in titles
 
 

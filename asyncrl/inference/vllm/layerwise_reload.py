@@ -91,7 +91,7 @@ class Reload:
         for method, kernel in self._kernels:
             if method.moe_kernel is None:  # a layer that has its old tensors
                 method.moe_kernel = kernel
-        self._repack_tied(reloaded)
+        repack_tied(reloaded)
 
     def _let_experts_be_packed(self, reloaded: torch.nn.Module) -> None:
         """On CPU vLLM packs the weights of experts only when it first makes their kernel, and would use reloaded
@@ -103,15 +103,21 @@ class Reload:
                 self._kernels.append((method, kernel))
                 method.moe_kernel = None  # type: ignore[union-attr]
 
-    def _repack_tied(self, reloaded: torch.nn.Module) -> None:
-        """On CPU a linear layer computes with a packed copy of its weight. The reload skips a layer whose weight
-        belongs to an earlier one, such as an output layer tied to the embeddings, so its copy would stay the old
-        one."""
-        seen: set[int] = set()
-        for module in reloaded.modules():
-            weight = getattr(module, "weight", None)
-            if not isinstance(weight, torch.Tensor):
-                continue
-            if id(weight) in seen and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-            seen.add(id(weight))
+
+def repack_tied(reloaded: torch.nn.Module) -> None:
+    """On CPU a linear layer computes with a packed copy of its weight. The reload skips a layer whose weight belongs to
+    an earlier one, such as an output layer tied to the embeddings, so its copy would stay the old one. Where the
+    earlier layer has a copy of its own, packed in the same way, that one is taken."""
+    owners: dict[int, Any] = {}
+    for module in reloaded.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        owner = owners.setdefault(id(weight), module)
+        if owner is module or not hasattr(module, "cpu_linear"):
+            continue
+        method: Any = module.quant_method
+        if hasattr(owner, "cpu_linear") and type(owner.quant_method) is type(method):
+            module.cpu_linear = owner.cpu_linear
+        else:
+            method.process_weights_after_loading(module)
