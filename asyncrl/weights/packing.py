@@ -108,6 +108,11 @@ class Packer:
         last = bucket.slices[-1]
         return last.tensor > self._current or (last.tensor, last.offset + last.nbytes) == self._end
 
+    def device_of(self, bucket: Bucket) -> torch.device:
+        """Where the first tensor of the next bucket is."""
+        self._take(bucket.slices[0].tensor)
+        return self._data.device
+
     def view(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
         """[bucket.nbytes] uint8: the tensor's own memory, so that nothing is copied; None when `pack` is needed.
 

@@ -1,7 +1,7 @@
 """Every weight transport against the conformance suite, and which memory `ipc` uses."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -16,8 +16,17 @@ from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender, collective
+from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcSender
-from asyncrl.weights.transports.media import EXPORTED, CudaMapping, CudaMedium, decode_export, encode_export
+from asyncrl.weights.transports.media import (
+    EXPORTED,
+    CudaMapping,
+    CudaMedium,
+    HostMapping,
+    Stage,
+    decode_export,
+    encode_export,
+)
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.delta_suite import DeltaSuite
 from asyncrl_testing.fake_transport import FakeNetwork
@@ -129,10 +138,64 @@ class TestFake(TransportSuite, TransportLifecycleSuite, DeltaSuite):
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Worker]]:
     """Receivers that may map a second memory."""
-    workers = [Worker(build_second_memory_receiver, in_process=False) for _ in range(2)]
+    workers = [Worker(build_second_memory_receiver, in_process=False) for _ in range(3)]
     yield workers
     for worker in workers:
         worker.stop()
+
+
+class LateStage(Stage):
+    """Copies only when it is waited for."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        super().__init__(buffers)
+        self._late: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.packed_meanwhile = 0
+
+    def begin(self, slot: torch.Tensor) -> None:
+        assert self._late is None, "one copy at a time"
+        packed = self.place[: len(slot)]
+        self._late = slot, packed, packed.clone()
+        self._turn = (self._turn + 1) % 2
+
+    def wait(self) -> None:
+        if self._late is not None:
+            slot, packed, then = self._late
+            assert torch.equal(packed, then), "it was packed over"
+            slot.copy_(packed)
+            self._late = None
+            self.packed_meanwhile += 1
+
+
+class TestIpcFromAGpuThatNobodySees(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
+    """Buckets are packed in a second piece of shared memory, and copied to the first beside that."""
+
+    @pytest.fixture
+    def rig(self, workers: list[Worker]) -> Rig:
+        make = partial(SecondMemory, unreachable=(0, 1, 2))
+
+        def build(bucket_bytes: int, num_receivers: int):
+            return GuardedSender(IpcSender(bucket_bytes, num_receivers, make_medium=make, make_stage=LateStage))
+
+        return Rig(build, workers, workers_can_die=True)
+
+
+class Driver:
+    """What pins memory."""
+
+    def __init__(self) -> None:
+        self.error = 0
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert not flags
+        if not self.error:
+            self.pinned[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
 
 
 class TestDeviceMemoryOfIpc:
@@ -169,8 +232,9 @@ class TestDeviceMemoryOfIpc:
         before = rig.files()
         with rig.connected(2) as transfer:
             transfer.publish(many_weights(1))
+            assert os.path.getsize(transfer.source.path) > 0
             transfer.publish(plain_weights(2))
-            assert not made[0].data[:BUCKET_BYTES].any()
+            assert os.path.getsize(transfer.source.path) < made[0].data.numel() + 2, "taken once"
         assert [record.levelname for record in caplog.records] == ["WARNING"], "once, however many publishes"
         reason = {"unreachable": "out of reach", "mistaken": "other memory"}[trouble]
         assert "receiver 1: asked: map" in caplog.text
@@ -198,9 +262,9 @@ class TestDeviceMemoryOfIpc:
             transfer.publish(plain_weights(2))
             assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(plain_weights(2)[10][1]))
 
-    @pytest.mark.parametrize(("unreachable", "found"), [((), "meta"), ((0,), "cpu")])
-    def test_buckets_of_another_device_come_to_that_of_the_sink(self, unreachable, found):
-        """Device meta stands for the GPU of a receiver that sees the sender's, too."""
+    @pytest.mark.parametrize("unreachable", [(), (0,)])
+    def test_buckets_of_another_device_come_to_that_of_the_sink(self, unreachable):
+        """Device meta stands for the GPU of a receiver, whether it sees the sender's or not."""
         weights, devices = plain_weights(1), []
         manifest = make_manifest(1, 1, [spec_of(*item) for item in weights], BUCKET_BYTES, verify=False)
         sender = IpcSender(BUCKET_BYTES, 1, make_medium=partial(SecondMemory, unreachable=unreachable))
@@ -211,7 +275,45 @@ class TestDeviceMemoryOfIpc:
             sender.send(manifest, weights, 30.0)
             received.result()
             receiving.submit(receiver.close).result()
-        assert devices == [found] * len(weights)
+        assert devices == ["meta"] * len(weights)
+
+    def test_a_bucket_is_announced_when_it_has_left_the_gpu(self, workers):
+        """The copies to shared memory are late, and the next bucket is packed before they are complete."""
+        stages: list[LateStage] = []
+
+        def stage(buffers: Sequence[torch.Tensor]) -> LateStage:
+            stages.append(LateStage(buffers))
+            return stages[-1]
+
+        def build(bucket_bytes: int, num_receivers: int) -> IpcSender:
+            make = partial(SecondMemory, unreachable=(1,))
+            return IpcSender(bucket_bytes, num_receivers, make_medium=make, make_stage=stage)
+
+        rig = Rig(build, workers, workers_can_die=True)
+        with rig.connected(2) as transfer:
+            transfer.publish(many_weights(1))
+            transfer.publish(plain_weights(2))
+            weights = plain_weights(3)
+            transfer.publish_failing(transfer.manifest(weights), weights[:-1], WeightTransferError, "ended before")
+            transfer.publish(plain_weights(4))
+        assert len(stages) == 1
+        assert stages[0].packed_meanwhile > 5
+
+    def test_shared_memory_beside_a_gpu_is_pinned_until_it_is_closed(self, monkeypatch, caplog):
+        driver = Driver()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        data = torch.zeros(4096, dtype=torch.uint8)
+        mapping = HostMapping(data, torch.device("cuda"))
+        assert driver.pinned == {data.data_ptr(): 4096}
+        mapping.close()
+        mapping.close()
+        assert driver.pinned == {}
+        HostMapping(data[:0], torch.device("cuda")).close()
+        HostMapping(data).close()
+        assert not caplog.records
+        driver.error = 1
+        HostMapping(data, torch.device("cuda")).close()
+        assert "is not pinned: cudaHostRegister returned 1" in caplog.text
 
     def test_what_a_gpu_exports_survives_its_description(self):
         fields = {"handle": b"\0\xff", "size": 64, "offset": 512, "counter": b"/torch_1", "counter_offset": 3}

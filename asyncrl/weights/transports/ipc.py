@@ -5,7 +5,8 @@ receivers read another. A slot is written again only after every receiver has ac
 bucket of a few MiB is still in the processor's cache when the receivers read it.
 
 The ring lies in shared memory. A sender of GPU tensors also offers one in the GPU's memory (`media.py`), and each
-publish uses that one if every receiver says that it has mapped it.
+publish uses that one if every receiver says that it has mapped it. Otherwise the shared memory is pinned at both ends:
+a bucket is packed in the ring of the GPU, and leaves for that in shared memory while the next is packed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -31,6 +32,7 @@ from asyncrl.weights.transports.media import (
     Mapping,
     Medium,
     OpenMedium,
+    Stage,
     open_device_memory,
 )
 from asyncrl.weights.transports.shared_segment import SharedSegment, attach
@@ -43,6 +45,7 @@ _SHARED, _DEVICE = 0, 1
 """Values of READY, the best medium that a receiver can read, and of BEGIN, the medium that the publish uses."""
 
 MakeMedium = Callable[[int], Medium]
+MakeStage = Callable[[Sequence[torch.Tensor]], Stage]
 
 
 class IpcSender:
@@ -56,12 +59,14 @@ class IpcSender:
         num_slots: int = 2,
         device: str | torch.device = "cpu",
         make_medium: MakeMedium | None = None,
+        make_stage: MakeStage = Stage,
     ) -> None:
         """
         Args:
             num_slots: buckets that can be in transfer at once; the memory is `num_slots * bucket_bytes`.
             device: where the weights live.
             make_medium: makes device memory of so many bytes; by default that of `device`, if it is a GPU.
+            make_stage: makes the way from that memory to shared memory.
         """
         if num_slots < 1 or num_receivers < 1:
             raise ConfigError(
@@ -74,8 +79,11 @@ class IpcSender:
         self._make_medium = make_medium
         if make_medium is None and self._device.type == "cuda":
             self._make_medium = lambda nbytes: CudaMedium(nbytes, self._device)
+        self._make_stage = make_stage
         self._segment: SharedSegment | None = None
+        self._shared: HostMapping | None = None
         self._medium: Medium | None = None
+        self._stage: Stage | None = None
         self._channel: SenderChannel | None = None
         self._warned = False
 
@@ -112,13 +120,17 @@ class IpcSender:
         try:
             values = channel.gather(manifest, deadline)
             kind, medium = self._choose(values, channel.notes, self._segment)
+            stage = self._stage if kind == _SHARED else None
             slots = _slots(medium.data[: self._ring_bytes], self._bucket_bytes)
             channel.tell(Kind.BEGIN, kind)
-            for bucket in manifest.buckets:
-                channel.wait_acked(bucket.index - len(slots), deadline)
-                packer.pack(bucket, slots[bucket.index % len(slots)])
-                medium.synchronize()
-                channel.tell(Kind.BUCKET, bucket.index)
+            if stage is not None and manifest.buckets and packer.device_of(manifest.buckets[0]) == stage.place.device:
+                _send_staged(manifest, packer, stage, slots, channel, deadline)
+            else:
+                for bucket in manifest.buckets:
+                    channel.wait_acked(bucket.index - len(slots), deadline)
+                    packer.pack(bucket, slots[bucket.index % len(slots)])
+                    medium.synchronize()
+                    channel.tell(Kind.BUCKET, bucket.index)
             digest = packer.finish()
             channel.wait_acked(len(manifest.buckets), deadline)
             channel.finish()
@@ -136,9 +148,11 @@ class IpcSender:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if self._medium is not None:
-            self._medium.close()
-            self._medium = None
+        self._stage = None
+        for mapping in (self._medium, self._shared):
+            if mapping is not None:
+                mapping.close()
+        self._medium = self._shared = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -152,6 +166,8 @@ class IpcSender:
             except WeightTransferError as error:
                 self._warn(str(error))
             else:
+                buffers = _slots(self._medium.data[: self._ring_bytes], self._bucket_bytes)
+                self._stage = self._make_stage(buffers) if len(buffers) > 1 else None
                 proof = secrets.token_bytes(_PROOF_BYTES)
                 self._medium.data[self._ring_bytes :].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
                 self._medium.synchronize()
@@ -166,7 +182,9 @@ class IpcSender:
         if self._medium is not None:
             self._warn("; ".join(f"receiver {receiver}: {note}" for receiver, note in notes.items()))
             segment.reserve(self._ring_bytes)
-        return _SHARED, HostMapping(segment.data)
+        if self._shared is None:
+            self._shared = HostMapping(segment.data, self._device)
+        return _SHARED, self._shared
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -176,8 +194,8 @@ class IpcSender:
 
 class IpcReceiver:
     """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it. Only a
-    bucket in the memory of another GPU is copied to the sink's first, so that digests and sinks take neither memory nor
-    time of the sender's GPU."""
+    bucket in the memory of another device than the sink's is copied there first, whole: the sender may then write the
+    slot again, and digests and sinks take neither memory nor time of the sender's GPU."""
 
     def __init__(
         self,
@@ -209,9 +227,13 @@ class IpcReceiver:
                 what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
                 channel.expect(Kind.BUCKET, bucket.index, deadline, what)
                 slot = slots[bucket.index % len(slots)][: bucket.nbytes]
-                unpacker.unpack(bucket, slot.to(self._device) if begin.value == _DEVICE else slot)
+                own = slot.to(self._device, non_blocking=True)  # the slot itself, where that is its device
+                if own is slot:
+                    unpacker.unpack(bucket, slot)
                 medium.synchronize()
                 channel.ack(bucket.index)
+                if own is not slot:
+                    unpacker.unpack(bucket, own)
             digest = unpacker.finish()
             channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
@@ -234,7 +256,7 @@ class IpcReceiver:
         """Joins the sender, once. Raises TransferEnded: it has died. WeightTransferError: it is on another machine."""
         if self._channel is None:
             try:
-                self._shared = HostMapping(attach(self._source.path))
+                self._shared = HostMapping(attach(self._source.path), self._device)
             except TransferEnded as error:
                 if self._source.host == platform.node():
                     raise
@@ -265,8 +287,31 @@ class IpcReceiver:
             return self._mapped
         assert self._shared is not None, "a receiver attaches before it joins"
         if not self._shared.data.numel():
-            self._shared = HostMapping(attach(self._source.path))
+            self._shared = HostMapping(attach(self._source.path), self._device)
         return self._shared
+
+
+def _send_staged(
+    manifest: Manifest,
+    packer: Packer,
+    stage: Stage,
+    slots: Sequence[torch.Tensor],
+    channel: SenderChannel,
+    deadline: Deadline,
+) -> None:
+    """Each bucket leaves the GPU while the next is gathered and packed."""
+    last = len(manifest.buckets) - 1
+    try:
+        for bucket in manifest.buckets:
+            packer.pack(bucket, stage.place)
+            if bucket.index:
+                stage.wait()
+                channel.tell(Kind.BUCKET, bucket.index - 1)
+            channel.wait_acked(bucket.index - len(slots), deadline)
+            stage.begin(slots[bucket.index % len(slots)][: bucket.nbytes])
+    finally:
+        stage.wait()  # whatever ends it: nothing writes to the ring of the next publish
+    channel.tell(Kind.BUCKET, last)
 
 
 def _slot_bytes(bucket_bytes: int) -> int:

@@ -7,12 +7,18 @@ GPU: its own GPU may not reach it. The ring (`ipc.py`) uses shared memory unless
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 EXPORTED = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
 """The fields that torch exports of a storage besides the device, in the order of `_new_shared_cuda`."""
@@ -52,17 +58,59 @@ class OpenMedium(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class HostMapping:
-    """Shared memory; copies to and from it are complete when they return."""
+    """Shared memory, for tensors on one device. Beside a GPU it is pinned, if the driver can: copies are then several
+    times as fast, and run beside other work."""
 
-    data: torch.Tensor
+    def __init__(self, data: torch.Tensor, device: torch.device = _CPU) -> None:
+        """`data`: [nbytes] uint8. `device`: of what is copied to and from it."""
+        self.data = data
+        self._device = device
+        self._is_pinned = device.type == "cuda" and data.numel() > 0 and _pin(data, device)
 
     def synchronize(self) -> None:
-        pass
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+            self._is_pinned = False
         self.data = self.data[:0].clone()
+
+
+class Stage:
+    """Buckets on their way from a GPU to host memory. Each is packed into a buffer of the GPU and leaves it on a stream
+    of its own, while the next is gathered and packed into the other buffer. On a CPU each step is done when it
+    returns."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        """`buffers`: [bucket bytes] uint8 each, at least two, on one device."""
+        self._buffers = buffers
+        self._turn = 0
+        self._stream = torch.cuda.Stream(buffers[0].device) if buffers[0].device.type == "cuda" else None
+
+    @property
+    def place(self) -> torch.Tensor:
+        """Where the next bucket is packed. Nothing reads it any more once the copy before the last one is complete."""
+        return self._buffers[self._turn]
+
+    def begin(self, slot: torch.Tensor) -> None:
+        """Begins to copy the packed bucket to `slot`, [bucket bytes] uint8, after all that was begun on the current
+        stream. The copy before must be complete."""
+        packed = self.place[: len(slot)]
+        if self._stream is None:
+            slot.copy_(packed)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(packed.device))
+            with torch.cuda.stream(self._stream):
+                slot.copy_(packed, non_blocking=True)
+        self._turn = (self._turn + 1) % len(self._buffers)
+
+    def wait(self) -> None:
+        """Returns when every copy that was begun is complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class CudaMedium:
@@ -162,3 +210,13 @@ def visible_gpu(uuid: str) -> int | None:
 def _cannot(asked: str, error: BaseException) -> WeightTransferError:
     found = str(error).partition("\n")[0]
     return WeightTransferError(explain(asked, found, "nothing: shared memory serves instead"))
+
+
+def _pin(data: torch.Tensor, device: torch.device) -> bool:
+    """False: the driver refused, and copies go through its own buffer."""
+    error = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0))
+    if error:
+        logger.warning("shared memory for weights is not pinned: cudaHostRegister returned %d", error)
+        with suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device=device)  # CUDA tells the next kernel of that error, once
+    return not error
