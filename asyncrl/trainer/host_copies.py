@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from asyncrl.weights.pinned_memory import pinned_empty
+
 
 class HostCopies:
     """Makes copies, and keeps the memory of one that is no longer needed for the next: writing to fresh pages costs as
@@ -48,16 +50,19 @@ class HostCopies:
 def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """A copy, in the memory of `kept` where that fits."""
     if kept is None or not _agree(tensor, kept):
-        return _pinned(tensor.to("cpu", copy=True)) if tensor.is_cuda else tensor.to("cpu", copy=True)
+        copy = tensor.to("cpu", copy=True)
+        return _pinned(copy, tensor.device) if tensor.is_cuda else copy
     _local(kept).copy_(_local(tensor), non_blocking=True)
     return kept
 
 
-def _pinned(copy: torch.Tensor) -> torch.Tensor:
+def _pinned(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    local = _local(copy)
+    pinned = pinned_empty(local.shape, local.dtype, device).copy_(local)
     if isinstance(copy, DTensor):
-        copy._local_tensor = copy._local_tensor.pin_memory()
+        copy._local_tensor = pinned
         return copy
-    return copy.pin_memory()
+    return pinned
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:

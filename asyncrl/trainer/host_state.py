@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.weights.pinned_memory import pinned_empty
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
@@ -49,4 +51,6 @@ class HostState:
 
 
 def _buffer_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    if tensor.device.type == "cuda":
+        return pinned_empty(tensor.shape, tensor.dtype, tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -407,12 +407,14 @@ def test_gloo_and_nccl_use_the_interface_of_the_route_to_the_master(monkeypatch:
     assert interface_of("192.0.2.1") is None
 
 
-def test_the_watchdog_of_a_group_for_weights_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_for_weights_has_no_watchdog_that_could_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a group over NCCL reads when it is made; the groups of the trainer, made at other times, keep theirs."""
+    wanted = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     for before in (None, "3"):
-        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-        if before is not None:
-            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        for name in wanted:
+            monkeypatch.delenv(name, raising=False)
+            if before is not None:
+                monkeypatch.setenv(name, before)
         with watchdog_spares_the_process():
-            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+            assert {name: os.environ[name] for name in wanted} == wanted
+        assert [os.environ.get(name) for name in wanted] == [before, before]

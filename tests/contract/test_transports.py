@@ -28,6 +28,7 @@ from asyncrl.weights.transports.media import (
     encode_export,
 )
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
+from asyncrl_testing.cuda_driver import FakeDriver
 from asyncrl_testing.delta_suite import DeltaSuite
 from asyncrl_testing.fake_transport import FakeNetwork
 from asyncrl_testing.packed_collective import as_over_nccl, build_packed_receiver
@@ -180,22 +181,9 @@ class TestIpcFromAGpuThatNobodySees(TransportSuite, TransportLifecycleSuite, Del
         return Rig(build, workers, workers_can_die=True)
 
 
-class Driver:
-    """What pins memory."""
-
-    def __init__(self) -> None:
-        self.error = 0
-        self.pinned: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert not flags
-        if not self.error:
-            self.pinned[address] = nbytes
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
+@pytest.fixture
+def driver(monkeypatch) -> FakeDriver:
+    return FakeDriver(monkeypatch)
 
 
 class TestDeviceMemoryOfIpc:
@@ -263,19 +251,23 @@ class TestDeviceMemoryOfIpc:
             assert torch.equal(made[0].data[:BUCKET_BYTES], byte_view(plain_weights(2)[10][1]))
 
     @pytest.mark.parametrize("unreachable", [(), (0,)])
-    def test_buckets_of_another_device_come_to_that_of_the_sink(self, unreachable):
-        """Device meta stands for the GPU of a receiver, whether it sees the sender's or not."""
+    @pytest.mark.parametrize(
+        ("digest", "is_kept", "found"), [("words", False, "meta"), ("words", True, "cpu"), ("xxh3", False, "cpu")]
+    )
+    def test_buckets_of_another_device_come_to_that_of_the_sink(self, unreachable, digest, is_kept, found):
+        """Device meta stands for the GPU of a receiver, whether it sees the sender's or not. What the host reads stays:
+        its digests, and weights of which it keeps a copy."""
         weights, devices = plain_weights(1), []
         manifest = make_manifest(1, 1, [spec_of(*item) for item in weights], BUCKET_BYTES, verify=False)
         sender = IpcSender(BUCKET_BYTES, 1, make_medium=partial(SecondMemory, unreachable=unreachable))
         sink = AssemblingSink(lambda name, tensor: devices.append(tensor.device.type))
         with closing(sender), ThreadPoolExecutor(1) as receiving:
-            receiver = build_second_memory_receiver(sender.open(), "meta")
-            received = receiving.submit(receiver.receive, manifest, sink, 30.0)
-            sender.send(manifest, weights, 30.0)
+            receiver = build_second_memory_receiver(replace(sender.open(), digest=digest), "meta")
+            received = receiving.submit(receiver.receive, replace(manifest, is_kept=is_kept), sink, 30.0)
+            sender.send(replace(manifest, is_kept=is_kept), weights, 30.0)
             received.result()
             receiving.submit(receiver.close).result()
-        assert devices == ["meta"] * len(weights)
+        assert devices == [found] * len(weights)
 
     def test_a_bucket_is_announced_when_it_has_left_the_gpu(self, workers):
         """The copies to shared memory are late, and the next bucket is packed before they are complete."""
@@ -299,9 +291,7 @@ class TestDeviceMemoryOfIpc:
         assert len(stages) == 1
         assert stages[0].packed_meanwhile > 5
 
-    def test_shared_memory_beside_a_gpu_is_pinned_until_it_is_closed(self, monkeypatch, caplog):
-        driver = Driver()
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    def test_shared_memory_beside_a_gpu_is_pinned_until_it_is_closed(self, driver):
         data = torch.zeros(4096, dtype=torch.uint8)
         mapping = HostMapping(data, torch.device("cuda"))
         assert driver.pinned == {data.data_ptr(): 4096}
@@ -310,10 +300,20 @@ class TestDeviceMemoryOfIpc:
         assert driver.pinned == {}
         HostMapping(data[:0], torch.device("cuda")).close()
         HostMapping(data).close()
-        assert not caplog.records
-        driver.error = 1
-        HostMapping(data, torch.device("cuda")).close()
-        assert "is not pinned: cudaHostRegister returned 1" in caplog.text
+        assert driver.pinned == {}
+
+    def test_the_ring_of_a_gpu_is_used_again(self):
+        class Ring(CudaMedium):
+            def __init__(self, nbytes, device):
+                self._asked = nbytes, device
+
+        cuda = torch.device("cuda")
+        first, other = Ring.take(64, cuda), Ring.take(64, cuda)
+        assert first is not other, "it is in use"
+        first.close()
+        assert Ring.take(128, cuda) is not first
+        assert Ring.take(64, cuda) is first
+        assert Ring.take(64, cuda) is not first
 
     def test_what_a_gpu_exports_survives_its_description(self):
         fields = {"handle": b"\0\xff", "size": 64, "offset": 512, "counter": b"/torch_1", "counter_offset": 3}

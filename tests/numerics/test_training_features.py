@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
@@ -18,6 +19,7 @@ from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.model import compile_layers
+from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.trainer.packing import PackingRules, plan_step
@@ -181,6 +183,23 @@ def test_reference_kl_is_the_estimate_summed_over_trained_tokens(path, estimator
         d = (t.logprobs.astype(np.float64) - own[key].double().numpy())[t.loss_mask]
         tokens = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator]
         assert found[key] == pytest.approx(tokens.sum(), rel=1e-4, abs=1e-5)
+
+
+def test_a_reference_keeps_nothing_gathered(path):
+    """No backward pass would give its embedding and output layer back."""
+    backend, lease = build(path, AlgorithmConfig(kl=KL)), random_lease(4)
+    backend.reference_kl(plan_of(lease), lease.trajectories)
+    assert all(isinstance(p, DTensor) for p in backend._models._reference.parameters())
+
+
+def test_weights_are_gathered_where_they_are_trained_not_where_they_wait(path, monkeypatch):
+    """Device meta stands for a GPU whose weights are in host memory between steps."""
+    backend, devices = build(path), []
+    full = state.full
+    monkeypatch.setattr(state, "full", lambda tensor: devices.append(tensor.device.type) or full(tensor))
+    publication = Publication(backend._policy.causal_lm, backend._spec, torch.device("meta"))
+    next(publication.tensors())
+    assert devices == ["meta"]
 
 
 def test_a_step_after_reference_kl_is_the_same_without_asking_again(path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.model import ModelConfig
@@ -63,8 +64,10 @@ class Models:
     @contextmanager
     def _opened_reference(self) -> Iterator[Policy]:
         """Gives the reference model; for passes without gradient."""
-        if self._reference is not None:
-            yield self._reference
+        if (reference := self._reference) is not None:
+            yield reference
+            assert isinstance(reference, FSDPModule), "it was sharded"
+            reference.reshard()  # embedding and output layer stay gathered for a backward pass, and it has none
             return
         with lora.adapters_off(self.policy):
             yield self.policy

@@ -37,8 +37,8 @@ class Publication:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective: every rank must exhaust the iterator."""
         for name, tensor in sharded_state.published_tensors(self._model):
-            # cast before gathering: half the bytes for 16-bit replicas
-            whole = sharded_state.full(tensor.detach().to(self._dtype)).to(self._device)
+            # cast before gathering, half the bytes for 16-bit replicas; on the device, whose group is NCCL's
+            whole = sharded_state.full(tensor.detach().to(self._device, self._dtype))
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
             yield from unfused(name, whole)

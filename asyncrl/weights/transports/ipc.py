@@ -78,7 +78,7 @@ class IpcSender:
         self._device = torch.device(device)
         self._make_medium = make_medium
         if make_medium is None and self._device.type == "cuda":
-            self._make_medium = lambda nbytes: CudaMedium(nbytes, self._device)
+            self._make_medium = lambda nbytes: CudaMedium.take(nbytes, self._device)
         self._make_stage = make_stage
         self._segment: SharedSegment | None = None
         self._shared: HostMapping | None = None
@@ -194,8 +194,8 @@ class IpcSender:
 
 class IpcReceiver:
     """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it. Only a
-    bucket in the memory of another device than the sink's is copied there first, whole: the sender may then write the
-    slot again, and digests and sinks take neither memory nor time of the sender's GPU."""
+    bucket in the memory of another device than the sink's is copied there first, whole, unless it is the host that
+    reads it: the sender may then write the slot again, and digests and sinks take nothing of the sender's GPU."""
 
     def __init__(
         self,
@@ -223,17 +223,19 @@ class IpcReceiver:
             medium = self._medium(begin.value)
             ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
             slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
+            device = self._device if self._digests_there(manifest) else medium.data.device
             for bucket in manifest.buckets:
                 what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
                 channel.expect(Kind.BUCKET, bucket.index, deadline, what)
                 slot = slots[bucket.index % len(slots)][: bucket.nbytes]
-                own = slot.to(self._device, non_blocking=True)  # the slot itself, where that is its device
+                own = slot.to(device, non_blocking=True)  # the slot itself, where that is its device
                 if own is slot:
                     unpacker.unpack(bucket, slot)
                 medium.synchronize()
                 channel.ack(bucket.index)
                 if own is not slot:
                     unpacker.unpack(bucket, own)
+                del own
             digest = unpacker.finish()
             channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
@@ -251,6 +253,10 @@ class IpcReceiver:
             if mapping is not None:
                 mapping.close()
         self._mapped = self._shared = None
+
+    def _digests_there(self, manifest: Manifest) -> bool:
+        """Digests and differences are computed where the sink's tensors live; otherwise in host memory."""
+        return self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept
 
     def _attach(self) -> ReceiverChannel:
         """Joins the sender, once. Raises TransferEnded: it has died. WeightTransferError: it is on another machine."""

@@ -7,16 +7,13 @@ GPU: its own GPU may not reach it. The ring (`ipc.py`) uses shared memory unless
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
-
-logger = logging.getLogger(__name__)
+from asyncrl.weights.pinned_memory import pin, unpin
 
 _CPU = torch.device("cpu")
 
@@ -66,7 +63,7 @@ class HostMapping:
         """`data`: [nbytes] uint8. `device`: of what is copied to and from it."""
         self.data = data
         self._device = device
-        self._is_pinned = device.type == "cuda" and data.numel() > 0 and _pin(data, device)
+        self._is_pinned = device.type == "cuda" and data.numel() > 0 and pin(data, device)
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -74,7 +71,7 @@ class HostMapping:
 
     def close(self) -> None:
         if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+            unpin(self.data, self._device)
             self._is_pinned = False
         self.data = self.data[:0].clone()
 
@@ -114,36 +111,37 @@ class Stage:
 
 
 class CudaMedium:
-    """Memory of one GPU, exported by CUDA IPC."""
+    """Memory of one GPU, exported by CUDA IPC. Closed, it is kept for the next of the same size: torch frees exported
+    memory when its count of receivers is zero, and it falls below where one of them closed before the sender."""
+
+    _kept: ClassVar[dict[tuple[type, int, torch.device], CudaMedium]] = {}
+
+    @classmethod
+    def take(cls, nbytes: int, device: torch.device) -> Self:
+        """One that was closed, or a new one. Raises as `CudaMedium`."""
+        kept: Any = cls._kept.pop((cls, nbytes, device), None)
+        return cls(nbytes, device) if kept is None else kept
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Raises WeightTransferError: this process cannot export memory of the GPU."""
+        self._asked = nbytes, device
         try:
             self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            self._device = self.data.device
             self.synchronize()
             _, *fields = self.data.untyped_storage()._share_cuda_()
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+            uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
         except (RuntimeError, AssertionError) as error:
             raise _cannot(f"export {nbytes} bytes of {device}", error) from error
-        self._exported: dict[str, Any] = dict(zip(EXPORTED, fields, strict=True))
-        self._description = encode_export(uuid, self._exported)
+        self._description = encode_export(uuid, dict(zip(EXPORTED, fields, strict=True)))
 
     def describe(self) -> str:
         return self._description
 
     def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(self.data.device).synchronize()
 
     def close(self) -> None:
-        """Frees the memory. torch keeps exported memory for a receiver that never came, so its reference count is
-        decreased here."""
-        if not self.data.numel():
-            return
-        release: Any = torch.UntypedStorage._release_ipc_counter_cuda
-        release(self._exported["counter"], self._exported["counter_offset"])
-        self.data = torch.empty(0, dtype=torch.uint8)
-        torch.cuda.ipc_collect()
+        self._kept[type(self), *self._asked] = self
 
 
 class CudaMapping:
@@ -210,13 +208,3 @@ def visible_gpu(uuid: str) -> int | None:
 def _cannot(asked: str, error: BaseException) -> WeightTransferError:
     found = str(error).partition("\n")[0]
     return WeightTransferError(explain(asked, found, "nothing: shared memory serves instead"))
-
-
-def _pin(data: torch.Tensor, device: torch.device) -> bool:
-    """False: the driver refused, and copies go through its own buffer."""
-    error = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0))
-    if error:
-        logger.warning("shared memory for weights is not pinned: cudaHostRegister returned %d", error)
-        with suppress(RuntimeError, AssertionError):
-            torch.zeros(1, device=device)  # CUDA tells the next kernel of that error, once
-    return not error

@@ -40,7 +40,7 @@ _POLL_S = 0.0005
 """The same over NCCL, whose own wait looks every 10 ms only."""
 _ABORT_S = 1.0
 """Longest wait for the end of a group; after it the end is left to its thread."""
-_ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 _LOGS = "look at the logs of the trainer and the replicas; the next publish forms a new group"
 
 
@@ -212,18 +212,20 @@ def _nccl(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, devi
 
 @contextmanager
 def watchdog_spares_the_process() -> Iterator[None]:
-    """Inside, a new NCCL group reads that its watchdog must not end the process when a communicator fails or is
-    aborted, as it does by default: a lost replica would end the sender and every other receiver. NCCL's groups take
-    this from the environment only; the groups of the trainer keep their default."""
-    before = os.environ.get(_ASYNC_ERROR_HANDLING)
-    os.environ[_ASYNC_ERROR_HANDLING] = "0"
+    """Inside, a new NCCL group gets no watchdog. By default that ends the process when a communicator fails or is
+    aborted: a lost replica would end the sender and every other receiver. Told to handle no errors, it still reports a
+    late or failed broadcast to the process's other groups, whose monitor ends the process minutes later. NCCL's groups
+    take this from the environment only; the groups of the trainer keep their default. `wait` looks at all work."""
+    before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
+    os.environ.update(_WITHOUT_WATCHDOG)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_ASYNC_ERROR_HANDLING]
-        else:
-            os.environ[_ASYNC_ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _let_go(held: list[Any]) -> None:

@@ -1,0 +1,56 @@
+"""Host memory that a GPU copies to and from at the speed of the bus, beside other work.
+
+torch's own allocator of pinned memory rounds each request up to a power of two: the shards of a model would take up to
+twice their size.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class _Pages(mmap.mmap):
+    """Memory of this process, pinned until the last tensor in it is gone."""
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            with suppress(Exception):  # the interpreter ends, and CUDA may have gone before
+                torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor in host memory that is pinned for copies to and from `device`, a GPU; not initialised."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = torch.frombuffer(pages, dtype=torch.uint8)
+    if pin(data, device):
+        pages.pinned_at = data.data_ptr()
+    return data.view(dtype).view(tuple(shape))
+
+
+def pin(data: torch.Tensor, device: torch.device) -> bool:
+    """Pins memory that exists, [n] uint8, until `unpin`. False: the driver refused, and copies are slower."""
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0))
+        if error:
+            logger.warning("%d bytes are not pinned: cudaHostRegister returned %d", data.numel(), error)
+            with suppress(RuntimeError, AssertionError):
+                torch.zeros(1, device=device)  # CUDA tells the next kernel of that error, once
+    return not error
+
+
+def unpin(data: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
