@@ -16,6 +16,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import OWN_ENGINE_ARGS, RolloutConfig, VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
+from asyncrl.inference.sglang import support as sglang_support
 from asyncrl.inference.shared import package_probe, tensor_feed
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.publish_calls import agree
@@ -413,3 +414,5 @@ def test_the_torchvision_of_another_torch_is_recognised(monkeypatch):
     monkeypatch.setattr(package_probe, "import_module", broken)
     with pytest.raises(ConfigError, match="pip uninstall torchvision"):
         support.check_vllm()
+    with pytest.raises(ConfigError, match="do:    install torchvision in the version and the build of the installed"):
+        sglang_support.check_sglang()

@@ -65,6 +65,9 @@ def lacks(target: str, names: tuple[str, ...]) -> list[str]:
 
 
 def _remedy(package: str, tested: str, message: str) -> str:
-    if any(word in message for word in ("torchvision", "torchaudio", "torchcodec", "libcudart", "libc10_cuda")):
+    beside = [name for name in ("torchvision", "torchaudio", "torchcodec") if name in message]
+    if package == "sglang" and beside:  # it imports torchvision whatever it serves
+        return f"install {beside[0]} in the version and the build of the installed torch"
+    if beside or any(library in message for library in ("libcudart", "libc10_cuda")):
         return "pip uninstall torchvision torchaudio torchcodec: they were built for another torch, and are not needed"
     return f"reinstall {package}{tested} with the torch that it was built for"
