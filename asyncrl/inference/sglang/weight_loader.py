@@ -55,6 +55,8 @@ def _make_update(model: torch.nn.Module, order: PublishOrder) -> WorkerUpdate:
 class SglangLoader:
     """A `WeightLoader` over the model's own `load_weights`, which takes the tensors of a checkpoint one by one."""
 
+    computes_together = False
+
     def __init__(self, model: torch.nn.Module, order: PublishOrder) -> None:
         self._model = model
         self._shapes, self._also = _checkpoint_shapes(order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Condition
 
 import torch
@@ -92,6 +92,23 @@ class StreamFeed(Feed):
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
         super().offer(name, tensor)
+
+
+def completed(
+    tensors: Iterable[tuple[str, torch.Tensor]], specs: Sequence[TensorSpec], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of `tensors`; if they end with an error, zeros in the places of those that did not come, and then the error.
+    For a loader that computes together with other workers: they would wait for this one."""
+    came: set[str] = set()
+    try:
+        for name, tensor in tensors:
+            came.add(name)
+            yield name, tensor
+    except Exception:
+        for spec in specs:
+            if spec.name not in came:
+                yield spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        raise
 
 
 class CheckedSink:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed
+from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 from asyncrl.weights.transport import WeightReceiver
@@ -36,6 +36,11 @@ class Closable(Protocol):
 class WeightLoader(Protocol):
     """How one engine puts tensors of a checkpoint into the model that it serves. All methods run in the worker's own
     thread, but for `check`."""
+
+    @property
+    def computes_together(self) -> bool:
+        """`load` waits for the other workers of the model: each must load every tensor, whatever happens."""
+        ...
 
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
@@ -162,8 +167,9 @@ class WorkerUpdate:
         # The receiver keeps the deadline and says more about it.
         feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
         received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
+        together = self._loader.computes_together and manifest.encoding == "full"
         try:
-            self._loader.load(feed, names)
+            self._loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
         except Exception as error:
             feed.fail(error)
             with suppress(TimeoutError):  # the loader's error says more

@@ -42,7 +42,10 @@ class ExpectedTensors:
         packed = getattr(model, "packed_modules_mapping", None) or {}
         self._fixed: str | None = None
         """A layer that cannot take published weights: its checkpoint is quantised; None: there is none."""
+        self.quantises = False
+        """vLLM quantises some of the layers itself."""
         for prefix, module in model.named_modules():
+            self.quantises = self.quantises or _quantises_itself(module)
             if self._fixed is None and (method := _quantised_checkpoint(module)) is not None:
                 self._fixed = f"{prefix} ({method})"
             for name, parameter in _loaded_parameters(prefix, module):

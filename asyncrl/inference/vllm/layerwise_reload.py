@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
@@ -29,6 +30,11 @@ class Reload:
         """The model, or its layers, that the reload in progress loads."""
         self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
+
+    @property
+    def computes_together(self) -> bool:
+        """The scale of a layer is that of all its shards."""
+        return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
 
     def check(self, spec: TensorSpec) -> None:
         self.expected.check(spec)
