@@ -160,6 +160,7 @@ def training_run(
         f"staleness.max_lag={max_lag}",
         "staleness.pacing=eager",  # each half alone needs a full queue
         "eval.every_steps=0",
+        f"ray.health_timeout_s={TIMEOUT_S:g}",  # the trainer is stopped for as long as generation alone takes
         "checkpoint.every_steps=0",
         "observability.progress=false",
         f"run.max_steps={steps}",

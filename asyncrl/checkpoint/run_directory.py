@@ -71,6 +71,15 @@ class RunDirectory:
             )
         return None
 
+    def disown(self) -> bool:
+        """Lets a new run begin here, if this one has trained nothing; returns whether that is so."""
+        trained = next(reversed(CheckpointStore(self.checkpoints, 1).all()), None) is not None or (
+            self.metrics.exists() and self.metrics.stat().st_size > 0
+        )
+        if not trained:
+            self.config.unlink(missing_ok=True)
+        return not trained
+
     def _named(self, checkpoint: Path) -> Path:
         if (wrong := self._verifier.damage(checkpoint)) is not None:
             raise ConfigError(

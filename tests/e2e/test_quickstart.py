@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from asyncrl.commands import train as cli
 from asyncrl.errors import ConfigError
@@ -170,6 +171,22 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
     assert found in message
     assert "bad.jsonl:2" in message
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeated(
+    inputs, tmp_path, monkeypatch, caplog
+):
+    def nothing_runs(**_):
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.\nMore.")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(ray, "init", nothing_runs)
+    for _ in range(2):
+        assert cli.main(["recipes/quickstart.yaml", "ray.address=auto", f"run.dir={tmp_path / 'run'}"]) == 2
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "asked: to join the Ray cluster at auto\nfound: Could not find any running Ray instance" in log
+    assert "ray start --head" in log
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):

@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 BUDGET = {
     "algorithms": 758,
     "audit": 1095,
-    "checkpoint": 635,
-    "cluster": 705,
+    "checkpoint": 645,
+    "cluster": 720,
     "commands": 1665,
     "config": 2650,
     "data": 1510,

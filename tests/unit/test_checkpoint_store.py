@@ -135,3 +135,16 @@ def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):
     with pytest.raises(ConfigError, match=r"files\.json is missing"):
         directory.resolve_resume(str(tmp_path / "absent"), 2, "command")
     assert sorted(p.name for p in directory.checkpoints.iterdir()) == ["step_4"]  # nothing was written
+
+
+@pytest.mark.parametrize("trained", ["nothing", "a step", "a checkpoint"])
+def test_a_directory_in_which_nothing_was_trained_takes_another_run(tmp_path, trained):
+    directory = RunDirectory(tmp_path)
+    directory.config.write_text("{}")
+    directory.metrics.write_text("" if trained == "nothing" else "{}\n")
+    if trained == "a checkpoint":
+        directory.metrics.unlink()
+        (directory.checkpoints / "step_1").mkdir(parents=True)
+        (directory.checkpoints / "step_1" / "state.json").write_text("{}")
+    assert directory.disown() is (trained == "nothing")
+    assert directory.config.exists() is (trained != "nothing")

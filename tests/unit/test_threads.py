@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import rank_threads, trainer_threads
+from asyncrl.driver import actors
 from asyncrl.driver.cores import local_cores
 from asyncrl.errors import ConfigError
 
@@ -81,3 +82,13 @@ def test_no_threads_are_refused(key):
 
 def test_cores_are_those_that_this_process_may_use():
     assert 1 <= local_cores() <= (os.cpu_count() or 1)
+
+
+def test_the_threads_of_ranks_follow_the_nodes_that_they_may_be_on(monkeypatch):
+    """A head without GPUs runs the driver, and no rank."""
+    nodes = [{"CPU": 4.0}, {"CPU": 192.0, "GPU": 8.0}, {"CPU": 96.0, "GPU": 4.0}]
+    found = [{"Alive": True, "NodeID": str(i), "Resources": resources} for i, resources in enumerate(nodes)]
+    monkeypatch.setattr(actors.ray, "nodes", lambda: [*found, {"Alive": False, "NodeID": "3", "Resources": {}}])
+    assert actors._smallest_node() == (96, 2, 8)
+    found[1:] = []
+    assert actors._smallest_node() == (min(4, local_cores()), 1, 0)
