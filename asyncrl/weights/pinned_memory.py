@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.pinned_at:
             with suppress(Exception):  # the interpreter ends, and CUDA may have gone before
-                torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+                _cuda().cudaHostUnregister(self.pinned_at)
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,7 +44,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 def pin(data: torch.Tensor, device: torch.device) -> bool:
     """Pins memory that exists, [n] uint8, until `unpin`. False: the driver refused, and copies are slower."""
     with torch.cuda.device(device):
-        error = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0))
+        error = int(_cuda().cudaHostRegister(data.data_ptr(), data.numel(), 0))
         if error:
             logger.warning("%d bytes are not pinned: cudaHostRegister returned %d", data.numel(), error)
             with suppress(RuntimeError, AssertionError):
@@ -53,4 +54,8 @@ def pin(data: torch.Tensor, device: torch.device) -> bool:
 
 def unpin(data: torch.Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+        _cuda().cudaHostUnregister(data.data_ptr())
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()
