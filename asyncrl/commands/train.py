@@ -119,8 +119,8 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
         # The end of the program. A named error says all there is to say; any other one comes with its traceback.
         traceback = None if isinstance(e, AsyncRLError) else e
         logger.log(logging.ERROR, "the run failed: %s: %s", type(e).__name__, e, exc_info=traceback)
-        if isinstance(e, ConfigError) and directory.disown():
-            return e.exit_code  # what it asks for may be had by the same command
+        if isinstance(e, ConfigError):
+            directory.disown()  # what it asks for may be had by the same command
         console.print(
             f"evidence: {directory.faults}, {directory.log}, {directory.events}; go on with: {resume}",
             highlight=False,

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.cluster.nodes import usable_nodes
+from asyncrl.cluster.nodes import spans, usable_nodes
 from asyncrl.cluster.places import Places
 from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
@@ -288,12 +288,13 @@ def _gpus_beside(places: Places) -> ClusterGpus:
 def _smallest_node() -> tuple[int, int, int]:
     """Cores of the smallest node with any on which ranks may be placed, the number of those nodes, and the most GPUs of
     one. Ray knows the limits of a container; of a single node, this machine, the system knows what the run may use."""
-    resources = [node["Resources"] for node in usable_nodes(ray.nodes())]
+    nodes = usable_nodes(ray.nodes())
+    resources = [node["Resources"] for node in nodes]
     usable = [count for found in resources if (count := int(found.get("CPU", 0))) >= 1]
     gpus = max((int(found.get("GPU", 0)) for found in resources), default=0)
-    if len(usable) <= 1:
-        return min([local_cores(), *usable]), 1, gpus
-    return min(usable), len(usable), gpus
+    if spans(nodes, ray.get_runtime_context().get_node_id()) and usable:
+        return min(usable), len(usable), gpus
+    return min([local_cores(), *usable]), 1, gpus
 
 
 async def _done(trainers: asyncio.Future[TrainerPool]) -> None:

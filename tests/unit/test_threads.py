@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -89,6 +90,10 @@ def test_the_threads_of_ranks_follow_the_nodes_that_they_may_be_on(monkeypatch):
     nodes = [{"CPU": 4.0}, {"CPU": 192.0, "GPU": 8.0}, {"CPU": 96.0, "GPU": 4.0}]
     found = [{"Alive": True, "NodeID": str(i), "Resources": resources} for i, resources in enumerate(nodes)]
     monkeypatch.setattr(actors.ray, "nodes", lambda: [*found, {"Alive": False, "NodeID": "3", "Resources": {}}])
+    driver = SimpleNamespace(get_node_id=lambda: "0")
+    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: driver)
     assert actors._smallest_node() == (96, 2, 8)
+    found[2:] = []
+    assert actors._smallest_node() == (192, 1, 8), "not the cores of the head"
     found[1:] = []
     assert actors._smallest_node() == (min(4, local_cores()), 1, 0)
