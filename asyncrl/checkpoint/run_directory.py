@@ -73,9 +73,8 @@ class RunDirectory:
 
     def disown(self) -> bool:
         """Lets a new run begin here, if this one has trained nothing; returns whether that is so."""
-        trained = next(reversed(CheckpointStore(self.checkpoints, 1).all()), None) is not None or (
-            self.metrics.exists() and self.metrics.stat().st_size > 0
-        )
+        has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
+        trained = has_metrics or bool(CheckpointStore(self.checkpoints, 1).all())
         if not trained:
             self.config.unlink(missing_ok=True)
         return not trained

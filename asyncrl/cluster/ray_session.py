@@ -119,7 +119,7 @@ def ray_cluster(
 def _of_hub() -> dict[str, str]:
     """What the driver found out, or was told, about the hub: processes of a cluster that was joined do not inherit it,
     and vLLM asks the hub for files that a model may do without."""
-    return {name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ}
+    return {"HF_HUB_OFFLINE": os.environ["HF_HUB_OFFLINE"]} if "HF_HUB_OFFLINE" in os.environ else {}
 
 
 @contextlib.contextmanager

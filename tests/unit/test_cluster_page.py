@@ -25,6 +25,7 @@ def test_the_script_of_slurm_is_a_script():
     bash = shutil.which("bash")
     assert bash is not None
     subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=10)
+    assert all(line.startswith("timeout ") for line in script.splitlines() if "until " in line), "no wait for ever"
     assert "--mem=0" in script, "a machine's memory, not the default share of it"
     assert "$(hostname)" not in script, "Slurm knows a node by another name"
 
