@@ -301,6 +301,42 @@ async def test_tokens_are_handed_on_as_they_arrive_also_over_a_publish(mode):
         assert sorted({version for _, version, _ in seen}) == [0, 1]
 
 
+@pytest.mark.parametrize("end", ["of itself", "cancelled", "late"])
+async def test_tokens_are_gathered_while_nobody_looks_at_them(end):
+    async with Fleet(1, tick_s=0.001, request_timeout_s=0.3 if end == "late" else 20.0) as fleet:
+        asked, collect = [], fleet.channels[0].collect
+
+        async def recording(wait_s, gather_s):
+            asked.append(gather_s)
+            return await collect(wait_s, gather_s)
+
+        async def followed():
+            number = 60 if end == "of itself" else 4000
+            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=number), on_chunk=lambda chunk, _: False)
+
+        fleet.channels[0].collect = recording
+        await fleet.publish(0)
+        for _ in range(2):  # and again after one that somebody followed
+            asked.clear()
+            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=20))
+            assert {round(gather_s, 6) for gather_s in asked} == {0.002}, "of 20 intervals"
+            asked.clear()
+            running = asyncio.create_task(followed())
+            await fleet.sampled(fleet.engines[0].health().generated_tokens + 20)
+            if end == "cancelled":
+                running.cancel()
+            await asyncio.wait([running])
+            assert (running.cancelled(), isinstance(_failure(running), GenerationError)) == (
+                end == "cancelled",
+                end == "late",
+            )
+            assert set(asked) == {0.0}
+
+
+def _failure(task):
+    return None if task.cancelled() else task.exception()
+
+
 async def test_a_caller_that_has_enough_ends_its_response_on_the_replica_too():
     async with Fleet(1, tick_s=0.001) as fleet:
         await fleet.publish(0)
