@@ -27,7 +27,10 @@ FINISH_TIMEOUT_S = 60.0
 directory."""
 
 GRACE_S = 10.0
-"""Time that the parts have beyond `checkpoint.timeout_s`, so that their own errors can name the process to blame."""
+"""Time for what follows when the parts are written; and that of a call beyond its last count as late."""
+
+PING_S = 20.0
+"""Longest wait for an answer of a process whose part is late."""
 
 
 class RolloutState(Protocol):
@@ -37,11 +40,13 @@ class RolloutState(Protocol):
 class QueueState(Protocol):
     async def capture(self, partials: list[PartialGroup]) -> Any: ...
     async def save(self, directory: Path, timeout_s: float) -> Any: ...
+    async def ping(self, timeout_s: float) -> float: ...
 
 
 class TrainerState(Protocol):
     async def capture(self) -> None: ...
     async def save(self, path: Path, timeout_s: float) -> Mapping[str, FileDigest]: ...
+    async def ping(self, timeout_s: float) -> float: ...
 
 
 class CheckpointWriter:
@@ -49,10 +54,11 @@ class CheckpointWriter:
 
     Consumes: the state of rollouter, queue and trainers, captured in memory at one moment between two steps.
     Produces: complete checkpoints; one event for each, and one for each that failed.
-    Waits for: the captures; the write before, at most `checkpoint.timeout_s`.
+    Waits for: the captures; the write before. A write that takes longer than `checkpoint.timeout_s` goes on, as long as
+    queue and ranks answer; each such time counts as a failure.
     Unblocked by: the queue and the trainer ranks, when they have written their parts.
-    Stops when: `last` has written the final checkpoint. `failed` raises once more than `checkpoint.max_failures` writes
-    in a row have failed.
+    Stops when: `last` has written the final checkpoint. `failed` raises once more than `checkpoint.max_failures` in a
+    row have failed.
     """
 
     def __init__(
@@ -112,28 +118,17 @@ class CheckpointWriter:
 
     async def _write(self, state: RunState, started: float, capture_s: float) -> None:
         temporary: Path | None = None
-        timeout_s = self._config.timeout_s
         try:
             temporary = self._store.begin(state.global_steps)
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                of_queue, of_trainer = await asyncio.gather(
-                    self._queue.save(temporary / "queue", timeout_s),
-                    self._trainers.save(temporary / "trainer", timeout_s),
-                    return_exceptions=True,  # both have ended before a failure removes the directory
-                )
-                if isinstance(of_queue, BaseException):
-                    raise of_queue
-                if isinstance(of_trainer, BaseException):
-                    raise of_trainer
+            of_trainer = await self._written(temporary, state)
+            async with asyncio.timeout(GRACE_S + self._config.timeout_s):
                 path = await self._finish(temporary, state, of_trainer)
         except (ProcessDied, DeadlineExceeded, asyncio.CancelledError):
             self._discard(temporary)
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
             self._discard(temporary)
-            self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
-            logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
-            self._failures += 1
+            self._count(state, error)
             if self._failures > self._config.max_failures:
                 found = f"{self._failures} time(s) in a row: {type(error).__name__}: {error}"
                 do = "make room, or raise checkpoint.max_failures; then go on with resume=auto"
@@ -144,6 +139,40 @@ class CheckpointWriter:
             self._failures = 0
             took_s = time.monotonic() - started
             self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
+
+    async def _written(self, temporary: Path, state: RunState) -> Mapping[str, FileDigest]:
+        """Has both parts written; returns the digests of the trainer's. Raises what a part raises; what a process
+        raises that does not answer when its part is late."""
+        timeout_s = self._config.timeout_s
+        longest_s = timeout_s * (1 + self._config.max_failures) + GRACE_S
+        parts = asyncio.gather(
+            self._queue.save(temporary / "queue", longest_s),
+            self._trainers.save(temporary / "trainer", longest_s),
+            return_exceptions=True,  # both have ended before a failure removes the directory
+        )
+        try:
+            while not (await asyncio.wait([parts], timeout=timeout_s))[0]:
+                await asyncio.gather(self._queue.ping(PING_S), self._trainers.ping(PING_S))
+                do = "use faster storage, or raise checkpoint.timeout_s"
+                asked, found = f"it within {timeout_s:g} s", "queue and ranks answer, and go on writing"
+                late = TimeoutError(explain(asked, found, do))
+                if self._failures >= self._config.max_failures:
+                    raise late
+                self._count(state, late)
+        finally:
+            parts.cancel()
+            await asyncio.gather(parts, return_exceptions=True)
+        of_queue, of_trainer = parts.result()
+        for outcome in (of_queue, of_trainer):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return of_trainer
+
+    def _count(self, state: RunState, error: Exception) -> None:
+        step = state.global_steps
+        self._on_event(CheckpointFailed(step, f"{type(error).__name__}: {error}"))
+        logger.warning("checkpoint of step %d was not written: %s", step, error)
+        self._failures += 1
 
     async def _finish(self, temporary: Path, state: RunState, of_trainer: Mapping[str, FileDigest]) -> Path:
         """Completes and renames the directory. After a cancellation it is never renamed: the run may by then continue

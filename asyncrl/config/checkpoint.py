@@ -15,7 +15,8 @@ class CheckpointConfig:
     background: bool = True
     """Write while training continues, from a copy of the trainer's state in host memory. False: training waits."""
     timeout_s: Positive = 1800.0
-    """Longest time for writing one checkpoint."""
+    """Time for writing one checkpoint. One that takes longer is written on while its processes answer; each such time
+    counts as a failure."""
     max_failures: NonNegativeInt = 2
     """Failed checkpoints in a row (full disk, for example) that the run tolerates; one more stops it."""
 

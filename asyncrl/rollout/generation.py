@@ -45,8 +45,10 @@ COLLECT_WAIT_S = 1.0
 """Longest wait of a collection."""
 GATHER_POLLS, GATHER_S = 20, 1.0
 """Tokens of a response that goes on wait at their replica for so many times the shortest interval, and as long at most,
-where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. The loss
-of a replica loses them."""
+where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. A replica
+that dies loses them."""
+HAND_OVER_S = 2.0
+"""A live replica that takes no more requests has so long to return what it has sampled."""
 LONGEST_QUEUE = 4.0
 """Times `rollout.request_timeout_s`: as long may a request wait at a replica that streams other responses."""
 
@@ -87,11 +89,20 @@ class _Link:
     in_flight: int = 0
     followed: int = 0
     """Of these, the responses whose tokens somebody looks at when they arrive."""
+    leaves: bool = False
+    """It gets no new request; what it has still returns its tokens."""
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it leaves and has no request any more."""
     lost: bool = False
+    """Nothing that it sends counts any more."""
     died: bool = False
     """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
     heard_at: float = 0.0
     """When tokens of any request last came from it, by the monotonic clock."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.leaves and not self.lost
 
 
 class _Expected(NamedTuple):
@@ -185,6 +196,7 @@ class GenerationClient:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._collectors: set[asyncio.Task[None]] = set()
+        self._hand_overs: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.reprefilled_tokens = 0
         """Tokens of prompts and responses that were sent again because of interruptions."""
@@ -195,8 +207,8 @@ class GenerationClient:
         """Sends requests to the replicas of this table that are in `states`, and to no others.
 
         The requests of a replica that left, or that is another incarnation, resume elsewhere with the tokens that had
-        arrived. A replica that was leased, or that leaves, gets an abort for them. A replica that serves although its
-        connection was lost is connected again.
+        arrived. A replica that was leased, or that leaves, is told to end them, and they resume with all that it has
+        sampled (`handed_over`). A replica that serves although its connection was lost is connected again.
         """
         lives_on = ("leased", "leaving") if self._waits_for_replacements else ("leased",)
         for replica_id, link in list(self._links.items()):
@@ -221,12 +233,31 @@ class GenerationClient:
         self._collectors.add(collector)
         collector.add_done_callback(self._collector_ended)
 
+    async def handed_over(self) -> None:
+        """Returns when the replicas that were leased or leave have returned what they sampled for this client, after
+        `HAND_OVER_S` at the latest."""
+        if self._hand_overs:
+            await asyncio.wait(list(self._hand_overs))
+
     def _withdraw(self, link: _Link) -> None:
-        """Aborts the requests of a live replica; they resume elsewhere with the tokens that had arrived."""
-        begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
-        self._detach(link)
-        if begun:
-            self._spawn(self._stop_working(link, begun), f"withdraw from replica {link.replica_id}")
+        """Begins to end the requests of a live replica; they resume elsewhere with all tokens that it has sampled."""
+        link.leaves = True
+        self._unlink(link)
+        self._count(link)
+        task = asyncio.create_task(self._hand_over(link), name=f"withdraw from replica {link.replica_id}")
+        self._hand_overs.add(task)
+        task.add_done_callback(self._hand_overs.discard)
+
+    async def _hand_over(self, link: _Link) -> None:
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._stop_working(link)
+                await link.empty.wait()
+        except TimeoutError:
+            logger.warning("replica %d has not returned the tokens of its requests", link.replica_id)
+            self._spawn(self._stop_working(link), f"withdraw from replica {link.replica_id}")
+        finally:
+            self._detach(link)
 
     @property
     def busy(self) -> Set[int]:
@@ -330,10 +361,10 @@ class GenerationClient:
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        collectors = list(self._collectors)
-        for task in collectors:
+        tasks = [*self._collectors, *self._hand_overs]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*collectors, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():
             pending.failure = GenerationError("the generation client was closed")
             pending.done.set()
@@ -368,7 +399,7 @@ class GenerationClient:
             link.in_flight -= 1
             link.followed -= pending.followed
             self._count(link)
-            if not link.lost:
+            if link.takes_requests:
                 self._router.done(link.replica_id)
         if pending.failure is not None:
             raise pending.failure
@@ -391,7 +422,9 @@ class GenerationClient:
                     await pending.done.wait()
 
     def _count(self, link: _Link) -> None:
-        is_busy = link.in_flight > 0 and not link.lost
+        if link.leaves and not link.in_flight:
+            link.empty.set()
+        is_busy = link.in_flight > 0 and link.takes_requests
         if is_busy != (link.replica_id in self._busy) and self._links.get(link.replica_id, link) is link:
             (self._busy.add if is_busy else self._busy.discard)(link.replica_id)
             self._on_change()
@@ -406,10 +439,13 @@ class GenerationClient:
             except AsyncRLError as e:  # the answer is not needed: tokens that still arrive are dropped
                 logger.warning("abort on replica %d: %s", link.replica_id, e)
 
-    async def _stop_working(self, link: _Link, request_ids: list[str]) -> None:
+    async def _stop_working(self, link: _Link) -> None:
+        """Has a replica end the requests that it has of this client."""
+        begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
         try:
-            await link.channel.abort(request_ids)
-        except AsyncRLError as e:  # the requests have ended here; the health check of the pool finds a broken replica
+            if begun:
+                await link.channel.abort(begun)
+        except AsyncRLError as e:  # they resume elsewhere in any case; the health check of the pool finds the replica
             logger.warning("abort on replica %d: %s", link.replica_id, e)
 
     def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
@@ -428,6 +464,10 @@ class GenerationClient:
         try:
             if link.lost:
                 return  # losing it ended these attempts too
+            if link.leaves:
+                for pending in filter(None, (self._pending.get(request.request_id) for request in batch)):
+                    pending.done.set()  # it never had them
+                return
             await link.channel.submit(batch)
             link.busy.set()
         except (ProcessDied, DeadlineExceeded) as e:
@@ -499,8 +539,8 @@ class GenerationClient:
         """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
         if link.lost:
             return
-        link.died = died
-        logger.error("replica %d is lost: %s", link.replica_id, reason)
+        link.died = died and not link.leaves  # it was asked to end
+        logger.log(logging.INFO if link.leaves else logging.ERROR, "replica %d is lost: %s", link.replica_id, reason)
         self._detach(link)
         if not self._links:
             found = f"replica {link.replica_id} was the last: {reason}"
@@ -509,14 +549,20 @@ class GenerationClient:
                 self._end(GenerationError(self._last_loss))
 
     def _detach(self, link: _Link) -> None:
+        """Ends the attempts on a replica with the tokens that have arrived."""
         link.lost = True
-        del self._links[link.replica_id]
-        self._router.remove(link.replica_id)
-        self._busy.discard(link.replica_id)
+        self._unlink(link)
         link.busy.set()  # its collector ends
         for pending in self._pending.values():
             if pending.link is link:
                 pending.done.set()
+
+    def _unlink(self, link: _Link) -> None:
+        """No new request goes to it."""
+        if self._links.get(link.replica_id) is link:
+            del self._links[link.replica_id]
+            self._router.remove(link.replica_id)
+            self._busy.discard(link.replica_id)
 
 
 def _is_enough(pending: _Pending, chunk: TokenChunk) -> bool:

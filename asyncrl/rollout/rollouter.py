@@ -186,7 +186,7 @@ class Rollouter:
 
     async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None = None) -> None:
         """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s. An older table
-        than the last one is ignored.
+        than the last one is ignored. Returns when those that were leased or leave have handed over their tokens.
 
         Args:
             own: the replicas that this rollouter's groups go to; None: all.
@@ -200,6 +200,7 @@ class Rollouter:
             if self._lent is not None:
                 self._lent.set_replicas(table)
             self._observe()
+            await self.client.handed_over()
 
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
         """The replicas of the pool of another model, with `ReplicaChannel`s as handles. `key`: its section of the

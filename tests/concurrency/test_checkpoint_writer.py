@@ -23,6 +23,7 @@ class Part:
         self.captured, self.errors = [], []
         self.go, self.writing = asyncio.Event(), asyncio.Event()
         self.go.set()
+        self.silent = None
 
     async def partials(self, timeout_s):
         return []
@@ -39,6 +40,11 @@ class Part:
         directory.mkdir(parents=True)
         (directory / "state").write_text("state")
         return {"state": FileDigest.of(directory / "state")}
+
+    async def ping(self, timeout_s):
+        if self.silent is not None:
+            raise self.silent
+        return 0.0
 
 
 class Rig:
@@ -142,6 +148,39 @@ async def test_the_loss_of_a_process_is_not_a_failed_checkpoint(tmp_path, kind):
     assert rig.events == []
     with pytest.raises(kind):
         await rig.writer.settle()
+
+
+async def test_one_that_is_late_counts_as_failed_and_goes_on_while_the_processes_answer(tmp_path):
+    rig = Rig(tmp_path, max_failures=3, timeout_s=0.1)
+    rig.trainers.go.clear()
+    await rig.save(2)
+    while len(rig.events) < 2:
+        await asyncio.sleep(0.01)
+    rig.trainers.go.set()
+    await rig.writer.settle()
+    assert rig.events == [("checkpoint_failed", 2), ("checkpoint_failed", 2), ("checkpoint", 2)]
+    assert rig.saved() == ["step_2"]
+    assert not rig.writer.failed.done()
+
+
+async def test_one_that_stays_late_ends_the_run_and_never_restarts_it(tmp_path):
+    rig = Rig(tmp_path, max_failures=1, timeout_s=0.1)
+    rig.trainers.go.clear()
+    await rig.save(2)
+    with pytest.raises(StorageError, match=r"(?s)step 2.*2 time.*within 0.1 s.*go on writing.*timeout_s"):
+        await asyncio.wait_for(asyncio.shield(rig.writer.failed), 20)
+    assert rig.saved() == []
+
+
+@pytest.mark.parametrize("kind", [ProcessDied, DeadlineExceeded])
+async def test_one_that_is_late_and_whose_process_does_not_answer_is_the_loss_of_the_process(tmp_path, kind):
+    rig = Rig(tmp_path, max_failures=3, timeout_s=0.1)
+    rig.trainers.go.clear()
+    rig.trainers.silent = kind("gone").of(Process("trainer rank", 1))
+    await rig.save(2)
+    with pytest.raises(kind) as caught:
+        await asyncio.wait_for(asyncio.shield(rig.writer.failed), 20)
+    assert str(caught.value.process) == "trainer rank 1"
 
 
 async def test_a_failure_of_the_one_before_does_not_count_for_the_last_one(tmp_path):

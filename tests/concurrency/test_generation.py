@@ -21,7 +21,9 @@ PROMPT = np.array([7, 8, 9], np.int32)
 
 
 class Fleet:
-    def __init__(self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, waits=False, **script):
+    def __init__(
+        self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, poll_interval_s=0.0001, waits=False, **script
+    ):
         script = {"tick_s": 0.0, "chunk_tokens": 3, **script}
         self.engines = [FakeEngine(FakeScript(start_version=None, **script)) for _ in range(count)]
         self.replicas = [
@@ -30,6 +32,7 @@ class Fleet:
         self.channels = {i: LocalReplicaChannel(r) for i, r in enumerate(self.replicas)}
         self.rows = Rows(self.channels)
         self.request_timeout_s = request_timeout_s
+        self.poll_interval_s = poll_interval_s
         self.waits = waits
         self.publishes = 0
 
@@ -40,7 +43,7 @@ class Fleet:
             "test",
             self.rows.table,
             request_timeout_s=self.request_timeout_s,
-            poll_interval_s=0.0001,
+            poll_interval_s=self.poll_interval_s,
             waits_for_replacements=self.waits,
         )
         return self

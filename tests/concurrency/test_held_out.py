@@ -156,6 +156,50 @@ async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost(
         await other.close()
 
 
+@pytest.mark.parametrize("state", ["leased", "leaving"])
+async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers(state):
+    async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
+        await fleet.sampled(80)
+        assert not any(p.draft.num_tokens for p in fleet.client._pending.values()), "all are still at the replicas"
+        fleet.client.set_replicas(fleet.rows.put(0, state=state))
+        late = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
+        await fleet.client.handed_over()
+        sampled = fleet.engines[0].health().generated_tokens
+        generations = [*await asyncio.gather(*running), await late]
+        for generation in generations:
+            check(generation)
+        kept = sum(s.stop - s.start for g in generations for s in g.segments if s.replica_id == 0)
+        assert kept == sampled == fleet.engines[0].health().generated_tokens > 20
+
+
+async def test_requests_that_a_withdrawn_replica_never_got_go_elsewhere():
+    async with Fleet(waits=True, poll_interval_s=0.05) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))) for _ in range(8)]
+        while not fleet.client.in_flight:
+            await asyncio.sleep(0)
+        fleet.client.set_replicas(fleet.rows.put(0, state="leased"))
+        await asyncio.wait_for(fleet.client.handed_over(), 1.5)
+        generations = await asyncio.gather(*running)
+        assert {s.replica_id for g in generations for s in g.segments} == {1}
+
+
+async def test_a_withdrawn_replica_that_does_not_answer_is_waited_for_only_so_long(monkeypatch):
+    monkeypatch.setattr("asyncrl.rollout.generation.HAND_OVER_S", 0.1)
+    async with Fleet(tick_s=0.002, waits=True) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
+        await fleet.sampled(40)
+        fleet.channels[0].abort = lambda request_ids: asyncio.Event().wait()
+        fleet.client.set_replicas(fleet.rows.put(0, state="leased"))
+        await asyncio.wait_for(fleet.client.handed_over(), 5)
+        for generation in await asyncio.gather(*running):
+            check(generation)
+            assert len(generation.token_ids) == 60
+
+
 async def test_forgetting_a_client_forgets_its_evaluations():
     engine = FakeEngine(FakeScript(start_version=None, tick_s=0.001))
     served = Replica(0, lambda: engine, gate_timeout_s=5)

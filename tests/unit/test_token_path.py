@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -212,8 +213,9 @@ async def test_old_objects_are_not_visited_and_old_cycles_are_found_when_memory_
     assert gc.get_freeze_count() == 0
 
 
-def test_the_cpu_time_of_an_engines_processes_is_counted_with_a_look_every_ten_seconds(monkeypatch):
+def test_the_cpu_time_of_an_engines_processes_is_counted_with_a_look_every_ten_seconds(monkeypatch, tmp_path):
     now, looks = 0.0, []
+    monkeypatch.setattr("asyncrl.inference.cpu_time.PROC", tmp_path)  # a kernel that does not list children
     children = psutil.Process.children
     monkeypatch.setattr(psutil.Process, "children", lambda self, **how: looks.append(now) or children(self, **how))
     cpu = CpuTime(lambda: now)
@@ -233,3 +235,24 @@ def test_the_cpu_time_of_an_engines_processes_is_counted_with_a_look_every_ten_s
         busy.kill()
         busy.wait(10)
     assert cpu.total_s() > 0, "it has ended"
+
+
+def test_where_the_kernel_lists_children_no_other_process_is_looked_at(monkeypatch, tmp_path):
+    """Files as those of a kernel that lists them: a child of each of two threads, a grandchild, one that has ended."""
+    others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(3)]
+    this, first = os.getpid(), others[0].pid
+    listed = {(this, this): f"{first} ", (this, 7): f"{others[1].pid} 4194303 ", (first, first): f"{others[2].pid} "}
+    for (pid, thread), children in listed.items():
+        directory = tmp_path / str(pid) / "task" / str(thread)
+        directory.mkdir(parents=True)
+        (directory / "children").write_text(children)
+    monkeypatch.setattr("asyncrl.inference.cpu_time.PROC", tmp_path)
+    monkeypatch.setattr(psutil.Process, "children", None)
+    cpu = CpuTime()
+    try:
+        cpu.total_s()
+        assert sorted(process.pid for process in cpu._below) == sorted(process.pid for process in others)
+    finally:
+        for process in others:
+            process.kill()
+            process.wait(10)

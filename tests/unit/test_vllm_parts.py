@@ -60,7 +60,10 @@ def test_tokens_are_cut_where_the_version_changes(starts, first, count, spans):
 
 
 def delta(ids, *, reason=None, versions=None, cached=0):
-    logprobs = [{i: SimpleNamespace(logprob=-i / 10)} for i in ids]
+    # of each place first the token that was sampled, then, where vLLM names more, the likeliest
+    logprobs = SimpleNamespace(start_indices=list(range(0, 2 * len(ids), 2)), logprobs=[])
+    for i in ids:
+        logprobs.logprobs += [-i / 10, -0.05]
     completion = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason, weight_versions=versions)
     return SimpleNamespace(outputs=[completion], finished=reason is not None, num_cached_tokens=cached)
 
@@ -120,6 +123,13 @@ def test_a_delta_that_is_late_keeps_the_version_that_sampled_it():
         (2, [8, 9], "length", 2),
     ]
     np.testing.assert_allclose(chunks[1].logprobs, [-0.8, -0.9])
+
+
+def test_tokens_without_their_log_probabilities_are_an_error():
+    output = delta([5, 6])
+    output.outputs[0].logprobs.start_indices.pop()
+    with pytest.raises(GenerationError, match="log-probabilities of 1 tokens for 2"):
+        entered([("1", 0)]).take(output, 1)
 
 
 def test_the_likeliest_tokens_are_cut_from_what_vllm_names():

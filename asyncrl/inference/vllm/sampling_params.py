@@ -33,6 +33,7 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
         seed=stream_seed(request.seed, request.first_position),
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,  # no dictionary and object for each token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=guide,

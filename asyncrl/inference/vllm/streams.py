@@ -63,13 +63,7 @@ class VllmStream(RequestStream):
         if start is not None:
             return self._scored(output, start, version)
         ids = np.asarray(completion.token_ids, np.int32)
-        logprobs = np.array(
-            [
-                entry[token].logprob
-                for token, entry in zip(completion.token_ids, completion.logprobs or (), strict=True)
-            ],
-            np.float32,
-        )
+        logprobs = _sampled(completion.logprobs, len(ids))
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
@@ -111,6 +105,16 @@ class VllmStream(RequestStream):
         stamp, (logprobs, extra) = NO_VERSION if version is None else version, self._scores
         chunk = TokenChunk(self.request.request_id, ids, logprobs, stamp, extra=extra)
         return self.finished([chunk], version, "stop", 0)
+
+
+def _sampled(told: Any, count: int) -> np.ndarray:
+    """[count] float32: log-probabilities of the tokens that were sampled, each the first of its place in vLLM's
+    FlatLogprobs. Raises GenerationError: there are not so many."""
+    starts = told.start_indices if told else []
+    if len(starts) != count:
+        found = f"log-probabilities of {len(starts)} tokens for {count}"
+        raise GenerationError(explain("tokens with their log-probabilities", found, "report this"))
+    return np.array(told.logprobs, np.float32)[starts] if count else np.zeros(0, np.float32)
 
 
 def _likeliest(entries: Sequence[Mapping[int, Any]], top: int) -> dict[str, np.ndarray]:
