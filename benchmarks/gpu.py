@@ -6,8 +6,9 @@
 
 Figures go to OUT/figures.jsonl, a JSON object a line. A step that has passed or was left out is not done again
 (`--again` does); one that missed its mark or was interrupted is. So a machine that is lent for a while can go on where
-another stopped. No step begins after --minutes (25); the next call goes on. Steps that need Ray are left out, with the
-reason, where it is absent. `--write` writes benchmarks/results/gpu.md. Exit code 1: a mark was missed.
+another stopped. It ends after --minutes (25), and the next call goes on. Steps that need Ray are left out, with the
+reason, where it is absent; what needs a GPU or the full size is not judged without, and the outcome says so. `--write`
+writes benchmarks/results/gpu.md. Exit code 1: a mark was missed. 3: none was, and steps are left for the next call.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from benchmarks.gpu_lane import steps  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.md"
 MIB = 1 << 20
+SHORTEST_S = 60.0
+"""No step begins where less time is left, unless it needs less."""
 MISSED = "missed"
 """An outcome that begins with it is tried again by the next call."""
 
@@ -130,7 +133,7 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "figures.jsonl"
-    until = time.monotonic() + 60 * options.minutes
+    until, left = time.monotonic() + 60 * options.minutes, 0
     for one in STEPS:
         if options.only and one.name not in options.only:
             continue
@@ -138,21 +141,24 @@ def main() -> int:
         if not options.again and not before.startswith(MISSED):
             print(f"{one.name}: done before")
             continue
-        if time.monotonic() >= until:
+        if (room_s := until - time.monotonic()) < min(SHORTEST_S, one.limit_s):
             print(f"{one.name}: left for the next call, {options.minutes:g} minutes are over")
+            left += 1
             continue
-        outcome = _outcome(one, options.size, file)
+        outcome = _outcome(one, options.size, file, room_s)
         print(f"{one.name}: {outcome}", flush=True)
     found = _ended(file, options.size)
     text = _table(found, file, options.size)
     print(text)
     if options.write:
         RESULTS.write_text(text)
-    return int(any(outcome.startswith(MISSED) for outcome in found.values()))
+    if any(outcome.startswith(MISSED) for outcome in found.values()):
+        return 1
+    return 3 if left else 0
 
 
-def _outcome(one: Step, size: str, file: Path) -> str:
-    """Does a step in a process of its own, and appends its figures to the file."""
+def _outcome(one: Step, size: str, file: Path, room_s: float) -> str:
+    """Does a step in a process of its own, within `room_s` seconds, and appends its figures to the file."""
     absent = [package for package in one.needs if importlib.util.find_spec(package) is None]
     if absent:
         outcome = f"left out: {', '.join(absent)} is not installed"
@@ -166,12 +172,13 @@ def _outcome(one: Step, size: str, file: Path) -> str:
         start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=one.limit_s)
+        said, _ = process.communicate(timeout=min(one.limit_s, room_s))
         outcome = "passed" if process.returncode == 0 else f"{MISSED}: exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         said, _ = process.communicate()
-        outcome = f"{MISSED}: it took over {one.limit_s:g} s"
+        late = f"it took over {one.limit_s:g} s" if room_s >= one.limit_s else f"interrupted after {room_s:.0f} s"
+        outcome = f"{MISSED}: {late}"
     figures = [json.loads(line.removeprefix("figure ")) for line in said.splitlines() if line.startswith("figure ")]
     for figure in figures:
         _append(file, {"step": one.name, "size": size, **figure})
@@ -181,6 +188,8 @@ def _outcome(one: Step, size: str, file: Path) -> str:
         (file.parent / f"{one.name}.log").write_text(said)
     elif figures and "skipped" in figures[-1]:
         outcome = f"left out: {figures[-1]['skipped']}"
+    elif unjudged := [figure["unjudged"] for figure in figures if "unjudged" in figure]:
+        outcome = f"passed; not judged: {', '.join(unjudged)}"
     _append(file, {"step": one.name, "size": size, "outcome": outcome, "took_s": round(time.monotonic() - began, 1)})
     return outcome
 
@@ -216,7 +225,7 @@ def _table(found: dict[str, str], file: Path, size: str) -> str:
         "| step | passes when | outcome |",
         "|---|---|---|",
     ]
-    rows = [f"| {s.name} | {s.mark} | {found[s.name]} |" for s in STEPS if s.name in found]
+    rows = [f"| {s.name} | {s.mark} | {found.get(s.name, 'not done yet')} |" for s in STEPS]
     told = ["", "## Figures", ""]
     for one in STEPS:
         figures = [line for line in lines if line["step"] == one.name and "outcome" not in line]

@@ -3,8 +3,10 @@
     python benchmarks/soak.py [--minutes 120] [--mode fully_async] [--recipe recipes/quickstart.yaml] [--write]
 
 Runs a recipe with more steps than it can take and ends it by SIGINT after the given time. Every 15 seconds it notes the
-resident memory and the open files of each process, and the size of each file of the run. The slope is that of a line
-through all samples after the first fifth of the time (imports, caches and first checkpoints belong to the start).
+memory and the open files of each process, and the size of each file of the run. Memory is what a process has made
+itself or shares in memory (RssAnon, RssShmem and what is swapped out): pages of files that it maps come and go with the
+kernel's need. The slope is that of a line through all samples after the first fifth of the time (imports, caches and
+first checkpoints belong to the start).
 Growth of less than 0.5 MB a minute is what an allocator does by itself. Writes benchmarks/results/soak.md with --write.
 """
 
@@ -63,6 +65,13 @@ def name_of(process: psutil.Process, driver: int) -> str:
     return f"{first} {named} ({process.pid})".replace("python ", "")
 
 
+def own_memory(pid: int) -> int:
+    """Bytes of a process that are no pages of files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    named = ("RssAnon:", "RssShmem:", "VmSwap:")
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(named))
+
+
 def watch(run: subprocess.Popen[bytes], directory: Path, minutes: float) -> tuple[dict[str, Series], dict[str, Series]]:
     processes: dict[str, Series] = defaultdict(Series)
     files: dict[str, Series] = defaultdict(Series)
@@ -73,8 +82,8 @@ def watch(run: subprocess.Popen[bytes], directory: Path, minutes: float) -> tupl
         driver = psutil.Process(run.pid)
         for process in (driver, *driver.children(recursive=True)):
             try:
-                name, memory, opened = name_of(process, run.pid), process.memory_info().rss, process.num_fds()
-            except psutil.Error:
+                name, memory, opened = name_of(process, run.pid), own_memory(process.pid), process.num_fds()
+            except (psutil.Error, OSError):
                 continue
             series = processes[name]
             series.minutes.append(now)

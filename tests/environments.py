@@ -104,7 +104,7 @@ class ScriptedSession:
         return self.chat.decode(token_ids)
 
     async def reward(self, response, row):
-        self.rewarded.append(response)
+        self.rewarded.append(response if isinstance(response, str) else self.decode(response))
         return RewardResult(1.0, (("correct", 1.0),))
 
 

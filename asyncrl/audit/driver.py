@@ -107,7 +107,7 @@ class Driver:
                 self._on_turn(event, step)
             case events.WeightsPublished():
                 self._on_publish(event, step)
-            case events.CheckpointSaved() | events.CheckpointFailed():
+            case events.CheckpointSaved() | events.CheckpointFailed() | events.CheckpointLate():
                 self._on_checkpoint(event)
             case events.RollouterFailed() | events.RollouterRestarted():
                 self._on_rollouter(event)
@@ -294,11 +294,13 @@ class Driver:
             self._find(f"snapshot of step {step}, but nothing tells what became of the checkpoint of {self._captured}")
         self._captured = step
 
-    def _on_checkpoint(self, event: events.CheckpointSaved | events.CheckpointFailed) -> None:
+    def _on_checkpoint(self, event: events.CheckpointSaved | events.CheckpointFailed | events.CheckpointLate) -> None:
         step = event.step
         if step != self._captured:
             found = "none was begun" if self._captured is None else f"that of step {self._captured} was begun"
             self._find(f"{event.kind} of step {step}, but {found}")
+        if isinstance(event, events.CheckpointLate):
+            return
         self._captured = None
         if isinstance(event, events.CheckpointSaved):
             self._checkpoint = step

@@ -15,7 +15,7 @@ from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
 from asyncrl.types import PartialGroup
-from asyncrl.types.events import CheckpointFailed, CheckpointSaved, Event
+from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved, Event
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,9 @@ class CheckpointWriter:
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
             self._discard(temporary)
-            self._count(state, error)
+            self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
+            logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
+            self._failures += 1
             if self._failures > self._config.max_failures:
                 found = f"{self._failures} time(s) in a row: {type(error).__name__}: {error}"
                 do = "make room, or raise checkpoint.max_failures; then go on with resume=auto"
@@ -158,21 +160,18 @@ class CheckpointWriter:
                 late = TimeoutError(explain(asked, found, do))
                 if self._failures >= self._config.max_failures:
                     raise late
-                self._count(state, late)
+                self._failures += 1
+                self._on_event(CheckpointLate(state.global_steps, f"{type(late).__name__}: {late}"))
+                logger.warning("checkpoint of step %d is late: %s", state.global_steps, late)
         finally:
             parts.cancel()
             await asyncio.gather(parts, return_exceptions=True)
         of_queue, of_trainer = parts.result()
-        for outcome in (of_queue, of_trainer):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        if isinstance(of_queue, BaseException):
+            raise of_queue
+        if isinstance(of_trainer, BaseException):
+            raise of_trainer
         return of_trainer
-
-    def _count(self, state: RunState, error: Exception) -> None:
-        step = state.global_steps
-        self._on_event(CheckpointFailed(step, f"{type(error).__name__}: {error}"))
-        logger.warning("checkpoint of step %d was not written: %s", step, error)
-        self._failures += 1
 
     async def _finish(self, temporary: Path, state: RunState, of_trainer: Mapping[str, FileDigest]) -> Path:
         """Completes and renames the directory. After a cancellation it is never renamed: the run may by then continue

@@ -196,7 +196,8 @@ class VllmEngineConfig:
             not own,
             asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
             found="asyncrl sets this argument of vLLM itself, or does not work with it",
-            do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm",
+            do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm; "
+            "engines with data parallelism, or on several nodes, are servers of rollout.engine=remote",
         )
 
     def check_dtype(self, dtype: str, *, key: str, dtype_key: str) -> None:

@@ -49,8 +49,10 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
     num_replicas = math.ceil(rollout.num_replicas / num_nodes)
     if node_gpus:
         num_ranks = min(trainer.num_ranks, node_gpus)
-        shared = recipe.is_colocated or rollout.settings.gpu_share < 1
-        num_replicas = min(rollout.num_replicas, node_gpus if shared else node_gpus - num_ranks)
+        wanted = trainer.num_ranks + rollout.num_replicas * rollout.settings.num_workers
+        shared = recipe.is_colocated or rollout.settings.gpu_share < 1 or wanted > num_nodes * node_gpus
+        if rollout.engine != "torch" or rollout.torch.device != "cpu":
+            num_replicas = min(rollout.num_replicas, node_gpus if shared else node_gpus - num_ranks)
     return rank_threads(
         "sync" if recipe.is_colocated else recipe.mode,
         cores=cores,

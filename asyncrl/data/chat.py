@@ -15,10 +15,14 @@ from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """A message as OpenAI's API and chat templates have it: role, content and perhaps tool_calls, tool_call_id, name."""
+
+_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+"""Attribute of tokenizers: they do not clean spaces up where the model is BPE, unless it is set."""
 
 _QUESTION, _REPLY, _RESULT = "question7391", "reply7391", "result7391"
 
@@ -70,6 +74,23 @@ class Chat:
     def decode(self, token_ids: np.ndarray) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # which looks at each item of a list
+
+    @property
+    def plain_decoder(self) -> Tokenizer | None:
+        """What decodes as `decode` does, without the transformers library: a process that only decodes starts in a
+        fraction of the time. None: this tokenizer does more than its file says, or is written in Python."""
+        from transformers import PreTrainedTokenizerFast
+
+        known, kind = self._tokenizer, PreTrainedTokenizerFast
+        if (
+            not isinstance(known, kind)
+            or type(known).decode is not kind.decode
+            or type(known)._decode is not kind._decode
+        ):
+            return None
+        backend = known.backend_tokenizer
+        spares = type(backend.model).__name__ == "BPE" and not getattr(known, _CLEANS_BPE, True)
+        return None if known.clean_up_tokenization_spaces and not spares else backend
 
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token that it spells, so that a tool's result cannot end its

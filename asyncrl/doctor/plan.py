@@ -75,17 +75,21 @@ def check_memory(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
 
 
 def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
-    """How long a publish takes at least, from the speed of copies on this machine."""
+    """How long a publish takes at least: from the speed of copies on this machine; on a cluster from that of its
+    network."""
     tensors, transport = model_tensors(facts), recipe.weights.transport
     if tensors is None or transport not in PASSES or recipe.trainer.lora.rank:
         return
     import torch
 
+    itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
+    size = sum(math.prod(shape) for shape in tensors.values()) * itemsize
+    if joined_address(recipe.ray.address) is not None and transport == "collective":
+        yield _over_network(recipe, size)
+        return
     if torch.cuda.device_count():
         yield ok("publish", f"by {transport}; its time depends on the links between GPUs: see weights/publish_s")
         return
-    itemsize = 4 if recipe.model.inference_dtype == "float32" else 2
-    size = sum(math.prod(shape) for shape in tensors.values()) * itemsize
     speed = _loopback() if transport == "collective" else _copies()
     estimate_s = size * PASSES[transport] * recipe.rollout.most_replicas / speed
     text = f"{size / 2**20:.1f} MiB to each replica by {transport}, about {max(0.001, estimate_s):.3f} s "
@@ -94,6 +98,22 @@ def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
         yield bad("publish", text, "raise weights.publish_timeout_s and transfer_timeout_s")
     else:
         yield ok("publish", text)
+
+
+def _over_network(recipe: Recipe, size: int) -> Observation:
+    """A collective sends each byte once through the interface of the node that sends, to all replicas."""
+    speeds = {name: found.speed for name, found in psutil.net_if_stats().items() if found.isup and found.speed > 0}
+    text = f"{size / GIB:.2f} GiB by collective"
+    if not speeds:
+        return ok("publish", f"{text}; no network interface of this machine tells its speed: see weights/publish_s")
+    name = max(speeds, key=speeds.__getitem__)
+    estimate_s, limit_s = 8 * size / (speeds[name] * 1e6), recipe.weights.transfer_timeout_s
+    text += f", at least {estimate_s:.1f} s through {name} ({speeds[name] / 1000:g} Gbit/s)"
+    if estimate_s > limit_s / 2:
+        do = "raise weights.transfer_timeout_s and publish_timeout_s, unless NCCL has a faster way; "
+        do += "weights.encoding=delta sends less"
+        return warning("publish", f"{text}, of weights.transfer_timeout_s={limit_s:g}", do)
+    return ok("publish", text)
 
 
 def _copies() -> float:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cluster.address import joined_address
+from asyncrl.cluster.address import joined_address, visible_gpus
 from asyncrl.cluster.placement import Demand, describe_demand
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place, require_mounted
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+NVIDIA_GPU = Path("/dev/nvidia0")
 TURNS = {
     "sync": "generate a step's groups, sleep, train, publish and wake",
     "one_step_off": "generate until a step has its groups, sleep, train, publish and wake; the other groups, up to as "
@@ -290,6 +292,12 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
     for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
         require_package(replicas)
     require_backend(recipe.trainer.backend)
+    require(
+        not _is_cpu_build() or recipe.trainer.device == "cpu" or not _sees_gpus(recipe),
+        asked=f"a run on this machine, which has NVIDIA GPUs, with trainer.device={recipe.trainer.device}",
+        found=f"torch {metadata.version('torch')} is built without CUDA",
+        do="install torch with CUDA, or compute on the CPUs alone: CUDA_VISIBLE_DEVICES='' asyncrl-train ...",
+    )
     if recipe.weights.transport == "vllm_nccl":
         require(
             not _is_cpu_build(),
@@ -297,6 +305,12 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
             found=f"torch {metadata.version('torch')} is built without CUDA: it has no NCCL",
             do="install torch and vllm with CUDA, or set weights.transport to ipc or collective",
         )
+
+
+def _sees_gpus(recipe: Recipe) -> bool:
+    """True where Ray will find NVIDIA GPUs: its cluster is this machine, which has some that are not hidden."""
+    hidden = visible_gpus() in (frozenset(), frozenset({"-1"}))
+    return not hidden and NVIDIA_GPU.exists() and joined_address(recipe.ray.address) is None
 
 
 def _is_cpu_build() -> bool:

@@ -43,8 +43,8 @@ class Session(Protocol):
         """Text without special tokens."""
         ...
 
-    async def reward(self, response: str, row: PromptRow) -> RewardResult:
-        """The recipe's reward, computed in a process of its own.
+    async def reward(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
+        """The recipe's reward, computed in a process of its own. Token ids are decoded there too, as `decode` does.
 
         Raises what the reward raises; DeadlineExceeded: it took too long; ProcessDied: it killed its process.
         """

@@ -90,7 +90,7 @@ class InterleavedToolUse:
         ids = written.last
         if self._config.judged == "response":
             ids = [conversation.token_ids[len(task.prompt_ids) :]]
-        result = await session.reward(session.decode(np.concatenate(ids)), task.row)
+        result = await session.reward(np.concatenate(ids), task.row)
         parts = ("tool_calls", float(written.calls)), ("tool_errors", float(written.errors))
         return conversation.trajectory(result, parts=parts, cut=cut)
 

@@ -14,7 +14,7 @@ class SingleTurn:
     async def run(self, task: Task, session: Session) -> Trajectory:
         started_s = time.time()
         generation = await session.generate(task.prompt_ids)
-        result = await session.reward(session.decode(generation.token_ids), task.row)
+        result = await session.reward(generation.token_ids, task.row)
         return Trajectory(
             prompt_ids=task.prompt_ids,
             response_ids=generation.token_ids,

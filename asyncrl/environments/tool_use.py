@@ -70,7 +70,7 @@ class ToolUse:
             if cut:
                 break
             conversation.add_environment(ids)
-        result = await session.reward(session.decode(made.token_ids), task.row)
+        result = await session.reward(made.token_ids, task.row)
         parts = ("tool_calls", float(num_calls)), ("tool_errors", float(num_errors))
         return conversation.trajectory(result, parts=parts, cut=cut)
 

@@ -5,33 +5,18 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.rewards import GroupRewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
+from asyncrl.rewards.calls import GroupResult
 from asyncrl.rewards.custom import Awaiter, checked_result
 from asyncrl.rewards.reward import RewardResult
 
 _SIGNATURE = "(responses: list[str], row: PromptRow) -> one RewardResult or number for each response"
 _PAIR_SIGNATURE = "(first: str, second: str, row: PromptRow) -> share in [0, 1] with which the first is better"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """What a reward process gets for a whole group: its responses, in order, and their row."""
-
-    responses: tuple[str, ...]
-    row: PromptRow
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """The rewards of a group, in the order of its responses."""
-
-    rewards: tuple[RewardResult, ...]
 
 
 class GroupReward:
@@ -42,29 +27,29 @@ class GroupReward:
         self._function = function
         self._awaiter = Awaiter()
 
-    def __call__(self, request: GroupRequest) -> GroupResult:
+    def __call__(self, responses: list[str], row: PromptRow) -> GroupResult:
         """Raises TypeError, ValueError: not one reward for each response, or one that is not finite."""
         if self._config.pairwise:
-            return self._by_pairs(request)
-        asked = f"the group reward {self._config.function} of {request.row.origin}"
-        given = self._awaiter.value(self._function(list(request.responses), request.row))
+            return self._by_pairs(responses, row)
+        asked = f"the group reward {self._config.function} of {row.origin}"
+        given = self._awaiter.value(self._function(list(responses), row))
         do = "return a list with one reward for each response, in their order"
         if isinstance(given, str | bytes | dict) or not hasattr(given, "__iter__"):
             raise TypeError(explain(asked, f"{type(given).__name__} instead of a list", do))
         rewards = list(given)
-        if len(rewards) != len(request.responses):
-            raise ValueError(explain(asked, f"{len(rewards)} rewards for {len(request.responses)} responses", do))
+        if len(rewards) != len(responses):
+            raise ValueError(explain(asked, f"{len(rewards)} rewards for {len(responses)} responses", do))
         return GroupResult(tuple(checked_result(each, asked) for each in rewards))
 
-    def _by_pairs(self, request: GroupRequest) -> GroupResult:
+    def _by_pairs(self, responses: list[str], row: PromptRow) -> GroupResult:
         """Each pair is compared once in each order, so that a preference for the first place cancels out."""
         from asyncrl.rewards.pairwise import scored  # numpy, which other reward processes do without
 
-        count = len(request.responses)
+        count = len(responses)
         shares = [[0.5] * count for _ in range(count)]
         for i, j in itertools.permutations(range(count), 2):
-            asked = f"the comparison {self._config.function} of responses {i} and {j} to {request.row.origin}"
-            given = self._function(request.responses[i], request.responses[j], request.row)
+            asked = f"the comparison {self._config.function} of responses {i} and {j} to {row.origin}"
+            given = self._function(responses[i], responses[j], row)
             share = checked_result(self._awaiter.value(given), asked).reward
             if not 0 <= share <= 1:
                 raise ValueError(explain(asked, f"{share:g}", "return a number from 0 to 1"))

@@ -1,4 +1,5 @@
-"""Computes rewards in worker processes.
+"""Computes rewards in worker processes, which also decode the responses: the text of long ones would hold up the event
+loop of the rollouter.
 
 A reward that takes longer than `reward.timeout_s` raises DeadlineExceeded, and its process is killed. The rollouter
 then nacks the group: the timeout counts as a failed attempt, as any error of a reward does.
@@ -7,13 +8,20 @@ then nacks the group: the timeout counts as a failed attempt, as any error of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
-from asyncrl.rewards.group import GroupRequest, GroupResult
+from asyncrl.rewards.calls import GroupRequest, GroupResult, Response, RewardRequest, RewardSettings
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class RewardPool(WorkerPool):
@@ -25,7 +33,7 @@ class RewardPool(WorkerPool):
                 name="reward process",
                 module="asyncrl.rewards.reward_worker",
                 labels=config.names,
-                settings=config,
+                settings=RewardSettings(config),
                 asked=config.asked,
                 answer=(RewardResult, GroupResult),
                 advice="make the reward end on such a response, or raise reward.timeout_s",
@@ -35,13 +43,27 @@ class RewardPool(WorkerPool):
                 ahead=16,
             )
         )
+        self._config = config
+        self.decodes = False
+        """Responses may be token ids."""
 
-    async def score(self, response: str, row: PromptRow) -> RewardResult:
+    def decode_with(self, decoder: Tokenizer | None) -> None:
+        """Has the processes decode responses that are token ids, without their special tokens. Before `start`; None:
+        responses are texts."""
+        self.decodes = decoder is not None
+        settings = RewardSettings(self._config, None if decoder is None else decoder.to_str())
+        self._spec = replace(self._spec, settings=settings)
+
+    async def score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
         """The reward of a response. Raises what `WorkerPool.call` raises."""
-        return await self.call((response, row), f"the reward of {row.origin}")
+        return await self.call(RewardRequest(_sent(response), row), f"the reward of {row.origin}")
 
-    async def score_group(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
+    async def score_group(self, responses: Sequence[str | np.ndarray], row: PromptRow) -> tuple[RewardResult, ...]:
         """What `reward.group` gives each response of a group. Raises what `WorkerPool.call` raises."""
-        request = GroupRequest(tuple(responses), row)
+        request = GroupRequest(tuple(map(_sent, responses)), row)
         result: GroupResult = await self.call(request, f"the group reward of {row.origin}")
         return result.rewards
+
+
+def _sent(response: str | np.ndarray) -> Response:
+    return response if isinstance(response, str) else np.asarray(response, np.int32).tobytes()

@@ -1,32 +1,46 @@
-"""A reward process: `python -m asyncrl.rewards.reward_worker NAME...`; the names are for people. Each request is a
-(response, row) or a `GroupRequest`; the answer is a `RewardResult`, or a `GroupResult`, of plain numbers."""
+"""A reward process: `python -m asyncrl.rewards.reward_worker NAME...`; the names are for people. It answers a
+`RewardRequest` with a `RewardResult` and a `GroupRequest` with a `GroupResult`, of plain numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.rows import PromptRow
 from asyncrl.rewards import build_reward
-from asyncrl.rewards.group import GroupRequest, GroupResult, build_group_reward
+from asyncrl.rewards.calls import GroupRequest, GroupResult, Response, RewardRequest, RewardSettings
+from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.workers.worker_loop import serve
 
-Request = tuple[str, PromptRow] | GroupRequest
 
+def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest], RewardResult | GroupResult]:
+    config = settings.config
+    reward, of_group, text = build_reward(config), build_group_reward(config.group), _reader(settings.decoder)
 
-def _scorer(config: RewardConfig) -> Callable[[Request], RewardResult | GroupResult]:
-    reward, of_group = build_reward(config), build_group_reward(config.group)
-
-    def score(request: Request) -> RewardResult | GroupResult:
+    def score(request: RewardRequest | GroupRequest) -> RewardResult | GroupResult:
         if isinstance(request, GroupRequest):
             assert of_group is not None, "the recipe has a group reward"
-            return of_group(request)
-        result = reward(*request)
+            return of_group([text(response) for response in request.responses], request.row)
+        result = reward(text(request.response), request.row)
         parts = tuple((str(name), float(value)) for name, value in result.parts)
         return RewardResult(float(result.reward), parts)
 
     return score
+
+
+def _reader(decoder: str | None) -> Callable[[Response], str]:
+    """The text of a response."""
+    if decoder is None:
+        return str
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(decoder)
+
+    def text(response: Response) -> str:
+        if isinstance(response, str):
+            return response
+        return str(tokenizer.decode(memoryview(response).cast("i").tolist(), skip_special_tokens=True))
+
+    return text
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import build_stream
@@ -153,6 +155,7 @@ class Rollouter:
         tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
         self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
         self._environment = build_environment(recipe, chat)
+        self._rewards.decode_with(chat.plain_decoder)
         await self._rewards.start()
         self._user_code = UserCode()
         if isinstance(self._environment, Managed):
@@ -454,24 +457,32 @@ class Rollouter:
             do = "set rollout.agent.train=all_branches, or let the environment return none"
             raise ValueError(explain("train with rollout.agent.train=last_branch", "a trajectory with branches", do))
 
-    async def _score(self, response: str, row: PromptRow) -> RewardResult:
+    async def _score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
         """The reward of one response, with what the judge adds. Raises what either raises."""
-        result, config = await self._rewards.score(response, row), self._recipe.reward.judge
+        config = self._recipe.reward.judge
         if self._judge is None or config.pairwise:
-            return result
+            return await self._rewards.score(self._readable(response), row)
+        if not isinstance(response, str):
+            response = self._tools.chat.decode(response)
+        result = await self._rewards.score(response, row)
         verdict = await self._judge.score(response, row)
         return RewardResult(*added(result.reward, result.parts, "judge", config.weight, verdict))
+
+    def _readable(self, response: str | np.ndarray) -> str | np.ndarray:
+        """Of token ids their text, where the reward processes cannot decode them."""
+        return response if isinstance(response, str) or self._rewards.decodes else self._tools.chat.decode(response)
 
     async def _with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
         """The trajectories of one group, with what rewards that see all of it add. Raises what these raise."""
         config, found = self._recipe.reward, list(trajectories)
         if not config.group.function and (self._judge is None or not config.judge.pairwise):
             return found
-        responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
         given: list[tuple[str, float, Sequence[RewardResult]]] = []
         if config.group.function:
-            given.append(("group", config.group.weight, await self._rewards.score_group(responses, row)))
+            ids = [self._readable(trajectory.policy_ids) for trajectory in trajectories]
+            given.append(("group", config.group.weight, await self._rewards.score_group(ids, row)))
         if self._judge is not None and config.judge.pairwise:
+            responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
             given.append(("judge", config.judge.weight, await self._judge.compare(responses, row)))
         for name, weight, results in given:
             for i, result in enumerate(results):

@@ -30,7 +30,7 @@ class SessionTools:
 
     client: GenerationClient
     chat: Chat
-    score: Callable[[str, PromptRow], Awaitable[RewardResult]]
+    score: Callable[[str | np.ndarray, PromptRow], Awaitable[RewardResult]]
     stop: StopTexts | None = None
 
 
@@ -106,7 +106,7 @@ class RolloutSession:
     def decode(self, token_ids: np.ndarray) -> str:
         return self._tools.chat.decode(token_ids)
 
-    async def reward(self, response: str, row: PromptRow) -> RewardResult:
+    async def reward(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
         """Raises GenerationError: the attempt has ended; what `RewardPool.score` raises."""
         await self._require_open()
         began = time.time()

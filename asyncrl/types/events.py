@@ -253,6 +253,13 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
     error: str
 
 
+class CheckpointLate(Event, kind="checkpoint_late"):
+    """The checkpoint of `step` has taken `checkpoint.timeout_s` longer; it is written on."""
+
+    step: Whole
+    error: str
+
+
 class SetEvaluated(Event, kind="evaluation"):
     """`version` has answered the held-out set `name`, in the evaluation after `step`."""
 

@@ -269,6 +269,8 @@ class Trainer:
         config = json.loads((self.path / "config.json").read_text())
         used, of = config.get("num_experts_per_tok", 1), config.get("num_experts", 1)
         shapes = {spec.name: spec.shape for spec in self.worker.weight_specs()}
+        if not config.get("tie_word_embeddings"):
+            shapes.pop("model.embed_tokens.weight")  # it is looked up, not multiplied
         active = sum(math.prod(s) * (used / of if ".experts." in name else 1) for name, s in shapes.items())
         return {"mfu": 6 * active * tokens_per_s / peak}
 

@@ -158,7 +158,7 @@ async def test_one_that_is_late_counts_as_failed_and_goes_on_while_the_processes
         await asyncio.sleep(0.01)
     rig.trainers.go.set()
     await rig.writer.settle()
-    assert rig.events == [("checkpoint_failed", 2), ("checkpoint_failed", 2), ("checkpoint", 2)]
+    assert rig.events == [("checkpoint_late", 2), ("checkpoint_late", 2), ("checkpoint", 2)]
     assert rig.saved() == ["step_2"]
     assert not rig.writer.failed.done()
 

@@ -83,11 +83,10 @@ def _cut(draw, text, after):
     return [*tokens[:-1], tokens[-1] + after]
 
 
-async def score(response, row):
-    return RewardResult(float(ENDING in response))
-
-
 def session_of(fleet, script, recorded=()):
+    async def score(response, row):
+        return RewardResult(float(ENDING in (response if isinstance(response, str) else script.spell(response))))
+
     stop = StopTexts([ENDING, "</tool>"], script.spell)
     tools = SessionTools(fleet.client, script, score, stop)
     return RolloutSession(tools, SamplingParams(max_tokens=400), "one", 3, recorded)

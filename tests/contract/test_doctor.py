@@ -13,7 +13,7 @@ import torch
 from asyncrl.commands.doctor import main
 from asyncrl.config.load import load_recipe
 from asyncrl.data.model_files import check_model
-from asyncrl.doctor import Observation, examination, examine, machine
+from asyncrl.doctor import Observation, examination, examine, machine, plan
 from asyncrl.doctor.observation import guarded
 from asyncrl.doctor.plan import check_memory
 from tests.conftest import ROOT
@@ -88,6 +88,19 @@ def test_a_machine_that_lacks_something(monkeypatch):
     assert (finding.status, "/etc/hosts" in finding.remedy) == ("warning", True)
     (finding,) = machine.check_processors(recipe)
     assert finding.status == "warning"
+
+
+@pytest.mark.parametrize(("speed", "status"), [(100, "warning"), (100_000, "ok"), (0, "ok")])
+def test_a_publish_over_a_network_is_compared_with_its_time(inputs, monkeypatch, speed, status):
+    """The weights take 0.13 s at 100 Mbit/s."""
+    card = namedtuple("card", "isup speed")
+    monkeypatch.setattr(plan.psutil, "net_if_stats", lambda: {"eth0": card(True, speed), "eth1": card(False, 400_000)})
+    keys = ["ray.address=10.0.0.1:6379", "weights.transport=collective", "weights.transfer_timeout_s=0.2"]
+    recipe = load_recipe(QUICKSTART, keys)
+    (finding,) = plan.check_publish(recipe, check_model(recipe.model.path))
+    assert finding.status == status, finding
+    assert ("through eth0" in finding.text) == (speed > 0)
+    assert ("transfer_timeout_s" in finding.remedy) == (status == "warning")
 
 
 def test_a_package_that_is_too_old_is_named(monkeypatch):

@@ -29,7 +29,7 @@ def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert "pair_ipc: passed" in run("probe", "pair_ipc")
+    assert "pair_ipc: passed; not judged: the speed" in run("probe", "pair_ipc")
     assert "pair_ipc: done before" in run("pair_ipc", "communicator")
     lines = figures(tmp_path)
     assert [line["step"] for line in lines if "outcome" in line] == ["probe", "pair_ipc", "communicator"]
@@ -52,7 +52,13 @@ def test_a_receiver_is_lost_in_the_middle_of_a_transfer(tmp_path):
 @pytest.mark.parametrize("name", ["communicator", "colocated_vllm"])
 def test_a_step_that_needs_a_gpu_is_told_as_left_out(tmp_path, name):
     step = next(replace(step, needs=()) for step in STEPS if step.name == name)
-    assert _outcome(step, "tiny", tmp_path / "figures.jsonl").startswith("left out: ")
+    assert _outcome(step, "tiny", tmp_path / "figures.jsonl", 100.0).startswith("left out: ")
+
+
+def test_a_step_has_no_more_time_than_the_call(tmp_path):
+    step = next(replace(step, needs=()) for step in STEPS if step.name == "fault_kill")
+    outcome = _outcome(step, "tiny", tmp_path / "figures.jsonl", 1.0)
+    assert outcome.startswith("missed: interrupted after 1 s")
 
 
 def test_only_what_missed_its_mark_or_was_interrupted_is_tried_again(tmp_path):
@@ -77,5 +83,7 @@ def test_after_its_minutes_the_lane_leaves_steps_for_the_next_call(tmp_path):
     lane = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(tmp_path), "--only", "probe"]
     done = subprocess.run([*lane, "--minutes", "0"], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert "probe: left for the next call" in done.stdout
+    assert "| probe | none: it describes the machine | not done yet |" in done.stdout
+    assert done.returncode == 3
     assert subprocess.run(lane, cwd=ROOT, capture_output=True, timeout=240).returncode == 0
     assert [line["outcome"] for line in figures(tmp_path) if "outcome" in line] == ["passed"]

@@ -263,6 +263,8 @@ class Run:
         if self.writing is None:
             return
         step, self.writing = self.writing, None
+        if self.rng.random() < 0.1:
+            self.write("checkpoint_late", step=step, error="slow storage")
         if fails and self.rng.random() < 0.1:
             self.write("checkpoint_failed", step=step, error="no space")
             return

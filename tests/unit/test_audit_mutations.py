@@ -93,12 +93,12 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "a snapshot that nothing was restored from may have any name": {"snapshot": ("snapshot",)},
     "for people: nothing is proven from it": {
-        "deleted": ("evaluation_skipped", "replica_returned"),
-        "doubled": ("evaluation_skipped",),
+        "deleted": ("checkpoint_late", "evaluation_skipped", "replica_returned"),
+        "doubled": ("checkpoint_late", "evaluation_skipped"),
         "detail": GROUP,
         "error": (
-            *("checkpoint_failed", "evaluation_failed", "fault", "replica_failed", "replica_suspended"),
-            *("rollouter_failed", "training_failed"),
+            *("checkpoint_failed", "checkpoint_late", "evaluation_failed", "fault", "replica_failed"),
+            *("replica_suspended", "rollouter_failed", "training_failed"),
         ),
         "message": ("fault",),
         **dict.fromkeys(("replicas", "begin_s"), ("engines_slept",)),

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.data.chat import Chat
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer
 from asyncrl.data.tool_prompt import ToolPrompt
@@ -101,3 +104,28 @@ def test_messages_that_are_nested_too_deeply_for_the_template_are_an_error():
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(DataError, match="recursion"):
         chat_with(QWEN).prompt([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+class _Shouts(PreTrainedTokenizerFast):
+    def _decode(self, *args, **options):
+        return super()._decode(*args, **options).upper()
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("kind", ["BPE", "BPE that cleans", "WordPiece", "of its own"])
+def test_a_plain_decoder_reads_as_the_chat_does_or_there_is_none(kind, cleans):
+    made = tokenizer_with(QWEN).backend_tokenizer
+    if kind == "WordPiece":
+        made = Tokenizer(models.WordPiece({"<unk>": 0, "<|im_end|>": 1, "is": 2, "n": 3, "'": 4, "t": 5, ".": 6}))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=False)
+        made.model.unk_token = "<unk>"
+    more = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": kind == "BPE that cleans"}
+    tokenizer = (_Shouts if kind == "of its own" else PreTrainedTokenizerFast)(
+        tokenizer_object=made, eos_token="<|im_end|>", clean_up_tokenization_spaces=cleans, chat_template=QWEN, **more
+    )
+    chat = Chat(tokenizer, ModelConfig(path="/"))
+    decoder = chat.plain_decoder
+    assert (decoder is None) == (kind == "of its own" or (cleans and kind != "BPE"))
+    ids = chat.encode("is n't . <|im_end|> is")
+    if decoder is not None:
+        assert decoder.decode(ids.tolist(), skip_special_tokens=True) == chat.decode(ids)

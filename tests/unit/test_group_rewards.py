@@ -13,7 +13,7 @@ from asyncrl.config.rewards import GroupRewardConfig, JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardResult
-from asyncrl.rewards.group import GroupRequest, build_group_reward
+from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.pairwise import bradley_terry, win_rates
 from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
@@ -81,7 +81,7 @@ def test_impossible_comparisons_are_refused(wins):
 def test_a_group_reward_is_one_for_each_response():
     reward = build_group_reward(GroupRewardConfig(function=f"{__name__}:given"))
     GIVEN["value"] = [1, RewardResult(2.0, (("style", 0.5),)), np.float32(3)]
-    found = reward(GroupRequest(("a", "b", "c"), ROW))
+    found = reward(["a", "b", "c"], ROW)
     assert found.rewards == (RewardResult(1.0), RewardResult(2.0, (("style", 0.5),)), RewardResult(3.0))
     assert build_group_reward(GroupRewardConfig()) is None
 
@@ -99,12 +99,12 @@ def test_a_group_reward_is_one_for_each_response():
 def test_a_wrong_group_reward_is_named(value, error, found):
     GIVEN["value"] = value
     with pytest.raises(error, match=found):
-        build_group_reward(GroupRewardConfig(function=f"{__name__}:given"))(GroupRequest(("a", "b"), ROW))
+        build_group_reward(GroupRewardConfig(function=f"{__name__}:given"))(["a", "b"], ROW)
 
 
 def test_pairs_come_to_win_rates():
     reward = build_group_reward(GroupRewardConfig(function=f"{__name__}:longer", pairwise=True))
-    found = reward(GroupRequest(("aaa", "a", "aa"), ROW))
+    found = reward(["aaa", "a", "aa"], ROW)
     assert [result.reward for result in found.rewards] == [1.0, 0.0, 0.5]
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver import preflight
 from asyncrl.driver.cores import local_cores
-from asyncrl.driver.preflight import check_recipe, describe
+from asyncrl.driver.preflight import check_packages, check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
@@ -146,3 +147,30 @@ def test_the_plan_says_which_gpus_are_reserved(checked) -> None:
     assert "2 bundles of 1 GPU (a replica), 1 of 1 GPU (a trainer rank); processes share GPUs" in line
     on_cpus = "trainer.device=cpu", "rollout.torch.device=cpu"
     assert "GPUs      none: everything computes on CPUs" in checked(*on_cpus)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hidden", "refused"),
+    [
+        ([], None, True),
+        ([], "", False),
+        ([], "-1", False),
+        (["trainer.device=cpu"], None, False),
+        (["ray.address=10.0.0.1:6379"], None, False),
+    ],
+)
+def test_a_torch_without_cuda_beside_gpus_is_refused(monkeypatch, tmp_path, overrides, hidden, refused):
+    """Ray would give ranks a GPU that they cannot use."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(preflight, "NVIDIA_GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr(preflight, "_is_cpu_build", lambda: True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
+    if not refused:
+        check_packages(recipe)
+        return
+    with pytest.raises(ConfigError, match=r"(?s)NVIDIA GPUs.*built without CUDA.*CUDA_VISIBLE_DEVICES"):
+        check_packages(recipe)

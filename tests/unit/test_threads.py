@@ -65,8 +65,10 @@ def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threa
         (["trainer.num_ranks=4", "rollout.num_replicas=4"], 8, (96 - 4) // 4),
         (["trainer.num_ranks=8", "rollout.num_replicas=8"], 8, 96 // 8),  # the replicas are on the other node
         (["trainer.num_ranks=8", "rollout.num_replicas=8", "rollout.vllm.gpu_share=0.5"], 8, (96 - 8) // 8),
-        (["trainer.num_ranks=16", "rollout.num_replicas=16"], 8, 96 // 8),
+        (["trainer.num_ranks=16", "rollout.num_replicas=16"], 8, (96 - 8) // 8),  # two processes to a GPU
         (["trainer.num_ranks=1", "rollout.num_replicas=1"], 1, 96),
+        (["trainer.num_ranks=2", "rollout.num_replicas=1"], 1, 96 - 1),
+        (["rollout.engine=torch", "rollout.torch.device=cpu", "rollout.num_replicas=8"], 4, 96 - 4),
         (["trainer.num_ranks=4", "rollout.num_replicas=4", "trainer.num_threads=3"], 8, 3),
     ],
 )

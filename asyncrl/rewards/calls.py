@@ -1,0 +1,41 @@
+"""What a rollouter and its reward processes send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.rewards import RewardConfig
+from asyncrl.data.rows import PromptRow
+from asyncrl.rewards.reward import RewardResult
+
+Response = str | bytes
+"""Its text; or its token ids as int32, which the process decodes: it needs no numpy for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """`decoder`: the JSON of the tokenizer that decodes token ids; None: responses are texts."""
+
+    config: RewardConfig
+    decoder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    response: Response
+    row: PromptRow
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A whole group: its responses, in order, and their row."""
+
+    responses: tuple[Response, ...]
+    row: PromptRow
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The rewards of a group, in the order of its responses."""
+
+    rewards: tuple[RewardResult, ...]
