@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -158,6 +158,7 @@ def main() -> None:
             done = train(configuration, options.steps, directory)
             if costs is None:
                 costs = costs_of_run(done, Traced.of(read_spans(done)), scenario(configuration, cores), cores)
+                costs = replace(costs, source=costs.source.replace(f"{directory}{os.sep}", ""))
             rows.append((configuration, measured(done), predict(scenario(configuration, cores), costs)))
             print(line(*rows[-1]), flush=True)
     assert costs is not None, "there is a first configuration"
