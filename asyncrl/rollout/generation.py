@@ -372,13 +372,13 @@ class GenerationClient:
 
     async def _attempt(self, request: GenerationRequest, affinity: Affinity, expected: _Expected) -> _Pending:
         """Raises TimeoutError: the response is late, or no replica has taken the request in time."""
-        only = affinity.only
-        async with asyncio.timeout(self._request_timeout_s):
-            while not self._links or (only is not None and only not in self._links):
-                if not self._waits_for_replacements:
-                    raise GenerationError(self._last_loss)
-                self._added.clear()
-                await self._added.wait()
+        if not self._may_send(affinity):
+            async with asyncio.timeout(self._request_timeout_s):
+                while not self._may_send(affinity):
+                    if not self._waits_for_replacements:
+                        raise GenerationError(self._last_loss)
+                    self._added.clear()
+                    await self._added.wait()
         link = self._links[self._router.pick(request.session_id, *affinity)]
         pending = self._pending[request.request_id] = _Pending(link, *expected)
         link.in_flight += 1
@@ -404,6 +404,9 @@ class GenerationClient:
         if pending.failure is not None:
             raise pending.failure
         return pending
+
+    def _may_send(self, affinity: Affinity) -> bool:
+        return bool(self._links) if affinity.only is None else affinity.only in self._links
 
     async def _until_done(self, pending: _Pending) -> None:
         """Raises TimeoutError: the response is late, or its replica has streamed nothing for as long."""
