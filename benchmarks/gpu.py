@@ -5,7 +5,8 @@
     python benchmarks/gpu.py --only pair_ipc fault_kill --again
 
 Figures go to OUT/figures.jsonl, a JSON object a line. A step that has passed or was left out is not done again
-(`--again` does); one that missed its mark or was interrupted is. So a machine that is lent for a while can go on where
+(`--again` does); one that missed its mark or was interrupted is, and where there is a GPU now, what was left out or not
+judged for want of one. So a machine that is lent for a while can go on where
 another stopped. It ends after --minutes (25), and the next call goes on. Steps that need Ray are left out, with the
 reason, where it is absent; what needs a GPU or the full size is not judged without, and the outcome says so. `--write`
 writes benchmarks/results/gpu.md. Exit code 1: a mark was missed. 3: none was, and steps are left for the next call.
@@ -36,8 +37,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.md"
 MIB = 1 << 20
 SHORTEST_S = 60.0
 """No step begins where less time is left, unless it needs less."""
-MISSED = "missed"
-"""An outcome that begins with it is tried again by the next call."""
+MISSED, INTERRUPTED, PASSED = "missed", "interrupted", "passed"
+"""What outcomes begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[s.name for s in STEPS], help="these steps alone")
     parser.add_argument("--again", action="store_true", help="also steps that have passed")
-    parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after so many")
+    parser.add_argument("--minutes", type=float, default=25.0, help="it ends after so many")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -138,7 +139,7 @@ def main() -> int:
         if options.only and one.name not in options.only:
             continue
         before = _ended(file, options.size).get(one.name, MISSED)
-        if not options.again and not before.startswith(MISSED):
+        if not options.again and not _is_open(before, options.size):
             print(f"{one.name}: done before")
             continue
         if (room_s := until - time.monotonic()) < min(SHORTEST_S, one.limit_s):
@@ -146,6 +147,7 @@ def main() -> int:
             left += 1
             continue
         outcome = _outcome(one, options.size, file, room_s)
+        left += outcome.startswith(INTERRUPTED)
         print(f"{one.name}: {outcome}", flush=True)
     found = _ended(file, options.size)
     text = _table(found, file, options.size)
@@ -173,16 +175,17 @@ def _outcome(one: Step, size: str, file: Path, room_s: float) -> str:
     )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=min(one.limit_s, room_s))
-        outcome = "passed" if process.returncode == 0 else f"{MISSED}: exit code {process.returncode}"
+        outcome = PASSED if process.returncode == 0 else f"{MISSED}: exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         said, _ = process.communicate()
-        late = f"it took over {one.limit_s:g} s" if room_s >= one.limit_s else f"interrupted after {room_s:.0f} s"
-        outcome = f"{MISSED}: {late}"
+        outcome = f"{MISSED}: it took over {one.limit_s:g} s"
+        if room_s < one.limit_s:
+            outcome = f"{INTERRUPTED} after {room_s:.0f} s"
     figures = [json.loads(line.removeprefix("figure ")) for line in said.splitlines() if line.startswith("figure ")]
     for figure in figures:
         _append(file, {"step": one.name, "size": size, **figure})
-    if outcome != "passed":
+    if outcome != PASSED:
         tail = said.strip().splitlines()
         outcome += f": {tail[-1][:300]}" if tail else ""
         (file.parent / f"{one.name}.log").write_text(said)
@@ -192,6 +195,13 @@ def _outcome(one: Step, size: str, file: Path, room_s: float) -> str:
         outcome = f"passed; not judged: {', '.join(unjudged)}"
     _append(file, {"step": one.name, "size": size, "outcome": outcome, "took_s": round(time.monotonic() - began, 1)})
     return outcome
+
+
+def _is_open(outcome: str, size: str) -> bool:
+    """True for a step that the next call does again: also one that found no GPU before, where there is one now."""
+    if outcome.startswith((MISSED, INTERRUPTED)):
+        return True
+    return outcome != PASSED and Path("/dev/nvidia0").exists() and not (size == "tiny" and outcome.startswith(PASSED))
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ class CheckpointWriter:
         """Has both parts written; returns the digests of the trainer's. Raises what a part raises; what a process
         raises that does not answer when its part is late."""
         timeout_s = self._config.timeout_s
-        longest_s = timeout_s * (1 + self._config.max_failures) + GRACE_S
+        longest_s = (timeout_s + PING_S) * (1 + self._config.max_failures) + GRACE_S
         parts = asyncio.gather(
             self._queue.save(temporary / "queue", longest_s),
             self._trainers.save(temporary / "trainer", longest_s),
@@ -154,7 +154,12 @@ class CheckpointWriter:
         )
         try:
             while not (await asyncio.wait([parts], timeout=timeout_s))[0]:
-                await asyncio.gather(self._queue.ping(PING_S), self._trainers.ping(PING_S))
+                pings = asyncio.gather(self._queue.ping(PING_S), self._trainers.ping(PING_S), return_exceptions=True)
+                lost = [answer for answer in await pings if isinstance(answer, BaseException)]
+                if parts.done():
+                    break
+                if lost:
+                    raise lost[0]
                 do = "use faster storage, or raise checkpoint.timeout_s"
                 asked, found = f"it within {timeout_s:g} s", "queue and ranks answer, and go on writing"
                 late = TimeoutError(explain(asked, found, do))

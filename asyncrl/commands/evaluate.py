@@ -122,7 +122,7 @@ def _evaluate_found(
     arguments: argparse.Namespace, found: FoundCheckpoint | None, scratch: Path, console: Console, hide: Hidden
 ) -> int:
     recipe, rows = load_evaluation(arguments, found, scratch), arguments.rows
-    check_packages(recipe)
+    check_packages(recipe, trains=False)
     prompts = check_recipe(recipe, use_hub=True, trains=False).held_out
     [(name, held_out)] = prompts.items()
     assert held_out is not None, "the hub was used"

@@ -131,7 +131,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     model, rollout = recipe.model, recipe.rollout
     facts = check_model(model.path)
     use_cache_if_unreachable(filter(is_hub_model, [model.path]))
-    check_packages(recipe)
+    check_packages(recipe, trains=False)
     if config.discovery_file is not None and not config.discovery_file.absolute().parent.is_dir():
         found = f"{config.discovery_file.absolute().parent} is no directory"
         raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
@@ -223,6 +223,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
 
     async def route(table: ReplicaTable) -> None:
         client.set_replicas(channels(table, name))
+        await client.handed_over()
 
     await replicas.set_listener(route)
     address = FleetAddress(service.address, service.name, rollout.engine, os.getpid(), time.time())

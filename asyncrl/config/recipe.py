@@ -449,7 +449,7 @@ class Recipe:
         """Seconds without progress after which the run stops."""
         if self.recovery.stall_timeout_s is not None:
             return self.recovery.stall_timeout_s
-        return 2 * max(
+        longest = 2 * max(
             self.trainer.step_timeout_s,
             self.eval.timeout_s,
             self.staleness.overdue_timeout_s,
@@ -457,6 +457,7 @@ class Recipe:
             self.checkpoint.timeout_s,
             self.ray.start_timeout_s,
         )
+        return max(longest, self.checkpoint.timeout_s * (2 + self.checkpoint.max_failures))
 
     @property
     def interrupt(self) -> Interrupt:

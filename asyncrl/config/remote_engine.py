@@ -115,6 +115,12 @@ def require_takes_publishes(
         do="set weights.transport=disk, and weights.disk_directory to a directory that the servers see too",
     )
     require(
+        "://" not in weights.disk_directory,
+        asked=f"{asked} with weights.disk_directory={weights.disk_directory}",
+        found="the server's own loader reads files, and this is a URL",
+        do="name a directory that the servers see too, or set rollout.remote.weights=extension",
+    )
+    require(
         weights.encoding == "full",
         asked=f"{asked} with weights.encoding={weights.encoding}",
         found="the server's own loader reads whole weights, no differences",

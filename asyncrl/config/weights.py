@@ -16,8 +16,9 @@ class WeightsConfig:
     disk: safetensors files in a directory that all machines reach. vllm_nccl: vLLM's own NCCL backend, from GPU to GPU;
     needs rollout.engine=vllm."""
     disk_directory: str = ""
-    """With transport=disk: the directory for publishes, with the same path on every machine. Empty: the system's
-    directory for temporary files, which works on one machine only."""
+    """With transport=disk: the directory for publishes, with the same path on every machine; or a URL of object storage
+    that fsspec knows (s3://bucket/path, with s3fs installed everywhere). Empty: the system's directory for temporary
+    files, which works on one machine only."""
     encoding: Literal["full", "delta"] = "full"
     """full: every publish sends all weights. delta: it sends what has changed since the last one, lossless and
     deflated, and all weights where a replica does not have the last one. Takes host memory for one more copy of the

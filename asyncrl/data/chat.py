@@ -15,7 +15,6 @@ from asyncrl.data.tool_prompt import ToolPrompt, with_tools
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
@@ -76,9 +75,10 @@ class Chat:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # which looks at each item of a list
 
     @property
-    def plain_decoder(self) -> Tokenizer | None:
-        """What decodes as `decode` does, without the transformers library: a process that only decodes starts in a
-        fraction of the time. None: this tokenizer does more than its file says, or is written in Python."""
+    def plain_decoder(self) -> str | None:
+        """What decodes as `decode` does, as JSON for the tokenizers library: a process that only decodes starts in a
+        fraction of the time without transformers. None: this tokenizer does more than its file says, or has parts that
+        are written in Python."""
         from transformers import PreTrainedTokenizerFast
 
         known, kind = self._tokenizer, PreTrainedTokenizerFast
@@ -90,7 +90,12 @@ class Chat:
             return None
         backend = known.backend_tokenizer
         spares = type(backend.model).__name__ == "BPE" and not getattr(known, _CLEANS_BPE, True)
-        return None if known.clean_up_tokenization_spaces and not spares else backend
+        if known.clean_up_tokenization_spaces and not spares:
+            return None
+        try:
+            return backend.to_str()
+        except Exception:  # noqa: BLE001 - tokenizers raises bare ones: a part of it cannot be written down
+            return None
 
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token that it spells, so that a tool's result cannot end its

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -21,8 +22,11 @@ from asyncrl.inference.engines import ENGINES
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
+from asyncrl.weights.object_store import is_url
 
 GIB = 1 << 30
+NETWORKS = Path("/sys/class/net")
+"""A card of the machine has a `device` there; a bridge or a container's end of one has none."""
 TRIED_ROWS = 4
 PROBE_BYTES = 64 << 20
 PASSES = {"ipc": 3, "collective": 2, "disk": 2}
@@ -87,6 +91,10 @@ def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
     if joined_address(recipe.ray.address) is not None and transport == "collective":
         yield _over_network(recipe, size)
         return
+    if transport == "disk" and is_url(recipe.weights.disk_directory):
+        text = f"{size / GIB:.2f} GiB to the store and from it by each replica, four buckets at a time"
+        yield ok("publish", f"{text}: see weights/publish_s")
+        return
     if torch.cuda.device_count():
         yield ok("publish", f"by {transport}; its time depends on the links between GPUs: see weights/publish_s")
         return
@@ -102,7 +110,8 @@ def check_publish(recipe: Recipe, facts: ModelFacts) -> Iterator[Observation]:
 
 def _over_network(recipe: Recipe, size: int) -> Observation:
     """A collective sends each byte once through the interface of the node that sends, to all replicas."""
-    speeds = {name: found.speed for name, found in psutil.net_if_stats().items() if found.isup and found.speed > 0}
+    cards = {name: found for name, found in psutil.net_if_stats().items() if (NETWORKS / name / "device").exists()}
+    speeds = {name: found.speed for name, found in cards.items() if found.isup and found.speed > 0}
     text = f"{size / GIB:.2f} GiB by collective"
     if not speeds:
         return ok("publish", f"{text}; no network interface of this machine tells its speed: see weights/publish_s")

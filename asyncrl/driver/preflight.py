@@ -53,6 +53,7 @@ from asyncrl.sandbox import require_protection
 from asyncrl.serving.server import bind, is_local
 from asyncrl.trainer.backends import require_backend, require_fits, require_trains
 from asyncrl.types import ModelFacts
+from asyncrl.weights.object_store import check_store, is_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +90,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
     Raises ConfigError, DataError naming the key, file or row.
     """
-    require_mounted({"run.dir": recipe.run.dir, "weights.disk_directory": recipe.weights.disk_directory})
+    _check_places(recipe, trains=trains)
     check_environment(recipe)
     build_reward(recipe.reward)
     build_group_reward(recipe.reward.group)
@@ -154,6 +155,13 @@ def check_server(serve: ServeSection, key: str | None) -> None:
             found="other machines can reach it, and ASYNCRL_API_KEY is not set",
             do="set ASYNCRL_API_KEY to a key that clients send, or leave rollout.serve.host out",
         )
+
+
+def _check_places(recipe: Recipe, *, trains: bool) -> None:
+    """Raises ConfigError: no run can be written there, or object storage for publishes cannot be used from here."""
+    require_mounted({"run.dir": recipe.run.dir})
+    if trains and recipe.weights.transport == "disk" and is_url(recipe.weights.disk_directory):
+        check_store(recipe.weights.disk_directory)
 
 
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
@@ -277,9 +285,9 @@ def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[st
     ]
 
 
-def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
+def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = True) -> None:
     """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
-    may be missing."""
+    may be missing. `trains`: there will be trainer ranks."""
     for sink in recipe.observability.sinks:
         require(
             missing_ok or importlib.util.find_spec(sink) is not None,
@@ -292,11 +300,15 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False) -> None:
     for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
         require_package(replicas)
     require_backend(recipe.trainer.backend)
+    devices = {"trainer.device": recipe.trainer.device} if trains else {}
+    if recipe.rollout.engine == "torch":
+        devices["rollout.torch.device"] = recipe.rollout.torch.device
+    wanting = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     require(
-        not _is_cpu_build() or recipe.trainer.device == "cpu" or not _sees_gpus(recipe),
-        asked=f"a run on this machine, which has NVIDIA GPUs, with trainer.device={recipe.trainer.device}",
+        not wanting or not _is_cpu_build() or not _sees_gpus(recipe),
+        asked=f"{' and '.join(wanting)} on this machine, which has NVIDIA GPUs",
         found=f"torch {metadata.version('torch')} is built without CUDA",
-        do="install torch with CUDA, or compute on the CPUs alone: CUDA_VISIBLE_DEVICES='' asyncrl-train ...",
+        do="install torch with CUDA, or compute on the CPUs alone: set CUDA_VISIBLE_DEVICES='' for the command",
     )
     if recipe.weights.transport == "vllm_nccl":
         require(

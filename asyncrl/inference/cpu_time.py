@@ -45,11 +45,16 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _listed_below(pid: int) -> Iterator[int]:
-    for listed in (PROC / str(pid) / "task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread, or the process, has ended
-            for child in map(int, listed.read_text().split()):
-                yield child
-                yield from _listed_below(child)
+    threads: list[Path] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        threads = list((PROC / str(pid) / "task").iterdir())
+    for thread in threads:
+        children: list[int] = []
+        with contextlib.suppress(OSError):  # the thread has ended
+            children = [int(word) for word in (thread / "children").read_text().split()]
+        for child in children:
+            yield child
+            yield from _listed_below(child)
 
 
 def _seconds(process: psutil.Process) -> float:

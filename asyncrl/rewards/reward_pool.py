@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from asyncrl.rewards.calls import GroupRequest, GroupResult, Response, RewardReq
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 class RewardPool(WorkerPool):
@@ -47,12 +43,11 @@ class RewardPool(WorkerPool):
         self.decodes = False
         """Responses may be token ids."""
 
-    def decode_with(self, decoder: Tokenizer | None) -> None:
-        """Has the processes decode responses that are token ids, without their special tokens. Before `start`; None:
-        responses are texts."""
+    def decode_with(self, decoder: str | None) -> None:
+        """Has the processes decode responses that are token ids, without their special tokens. Before `start`.
+        `decoder`: JSON of the tokenizers library; None: responses are texts."""
         self.decodes = decoder is not None
-        settings = RewardSettings(self._config, None if decoder is None else decoder.to_str())
-        self._spec = replace(self._spec, settings=settings)
+        self._spec = replace(self._spec, settings=RewardSettings(self._config, decoder))
 
     async def score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
         """The reward of a response. Raises what `WorkerPool.call` raises."""

@@ -30,7 +30,7 @@ def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest]
 def _reader(decoder: str | None) -> Callable[[Response], str]:
     """The text of a response."""
     if decoder is None:
-        return str
+        return _text_alone
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(decoder)
@@ -41,6 +41,12 @@ def _reader(decoder: str | None) -> Callable[[Response], str]:
         return str(tokenizer.decode(memoryview(response).cast("i").tolist(), skip_special_tokens=True))
 
     return text
+
+
+def _text_alone(response: Response) -> str:
+    if not isinstance(response, str):
+        raise TypeError("token ids to a reward process that was given no decoder")
+    return response
 
 
 if __name__ == "__main__":

@@ -203,19 +203,28 @@ class GenerationClient:
         for replica_id, row in replicas.those(*states).items():
             self._link(replica_id, row)
 
-    def set_replicas(self, table: ReplicaTable) -> None:
+    def set_replicas(self, table: ReplicaTable, fleet: ReplicaTable | None = None) -> None:
         """Sends requests to the replicas of this table that are in `states`, and to no others.
 
         The requests of a replica that left, or that is another incarnation, resume elsewhere with the tokens that had
-        arrived. A replica that was leased, or that leaves, is told to end them, and they resume with all that it has
-        sampled (`handed_over`). A replica that serves although its connection was lost is connected again.
+        arrived. A replica that was leased, that leaves, or that is another client's now, is told to end them, and they
+        resume with all that it has sampled (`handed_over`), if this client waits for replacements. A replica that
+        serves although its connection was lost is connected again.
+
+        Args:
+            fleet: all replicas, where `table` has only those of this client.
         """
-        lives_on = ("leased", "leaving") if self._waits_for_replacements else ("leased",)
+        lives_on: tuple[ReplicaState, ...] = ("leased",)
+        if self._waits_for_replacements:
+            lives_on = ("leased", "leaving", *self._states)
+        rows = (table if fleet is None else fleet).rows
         for replica_id, link in list(self._links.items()):
-            row = table.rows.get(replica_id)
-            if row is not None and row.incarnation == link.incarnation and row.state in self._states:
+            row = rows.get(replica_id)
+            if row is not None and row.incarnation != link.incarnation:
+                row = None
+            if row is not None and row.state in self._states and replica_id in table.rows:
                 continue
-            if row is not None and row.incarnation == link.incarnation and row.state in lives_on:
+            if row is not None and row.state in lives_on:
                 self._withdraw(link)
             else:
                 self._lose(link, "it is late, it leaves, or another process takes its place")
@@ -361,11 +370,14 @@ class GenerationClient:
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
+        for pending in self._pending.values():
+            pending.failure = GenerationError("the generation client was closed")
+            pending.done.set()
         tasks = [*self._collectors, *self._hand_overs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pending in self._pending.values():
+        for pending in self._pending.values():  # what came meanwhile
             pending.failure = GenerationError("the generation client was closed")
             pending.done.set()
         self._ended.cancel()
@@ -495,7 +507,8 @@ class GenerationClient:
                 return
             for chunk in chunks:
                 self._deliver(chunk)
-            interval_s = collection_interval_s(self._poll_interval_s, len(self._busy))
+            shortest_s = self._poll_interval_s
+            interval_s = shortest_s if link.leaves else collection_interval_s(shortest_s, len(self._busy))
             await asyncio.sleep(max(0.0, interval_s - (loop.time() - started)))
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:

@@ -199,7 +199,7 @@ class Rollouter:
             self._held = mine.those("held").keys()
             self._asleep = {i for i, row in mine.those("serving").items() if row.asleep}
             self._states = Counter(row.state for row in mine.rows.values())
-            self.client.set_replicas(mine)
+            self.client.set_replicas(mine, table)
             if self._lent is not None:
                 self._lent.set_replicas(table)
             self._observe()
@@ -210,6 +210,7 @@ class Rollouter:
         recipe."""
         if key in self._pools:
             self._pools[key].set_replicas(table)
+            await self._pools[key].handed_over()
 
     async def partials(self) -> list[PartialGroup]:
         """A copy of every running group that has at least one token."""

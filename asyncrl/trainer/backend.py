@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,10 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 
 if TYPE_CHECKING:
     import torch
+
+SAVING_TIMEOUT = timedelta(days=7)
+"""Of the group in which ranks write a checkpoint. The checkpoint writer bounds that wait: while all ranks answer, it
+waits for a late one."""
 
 
 class TrainBackend(Protocol):

@@ -152,7 +152,7 @@ class CollectiveSource(TransferSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSource(TransferSource):
-    """`directory`: the sender's own, which holds one directory per publish."""
+    """`directory`: the sender's own, which holds one directory per publish; or a URL, below which its objects are."""
 
     directory: str
 

@@ -172,6 +172,24 @@ async def test_one_that_stays_late_ends_the_run_and_never_restarts_it(tmp_path):
     assert rig.saved() == []
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_one_that_is_written_while_the_processes_are_asked_is_good(tmp_path, answers):
+    rig = Rig(tmp_path, max_failures=0, timeout_s=0.1)
+    rig.trainers.go.clear()
+
+    async def ping(timeout_s):
+        rig.trainers.go.set()
+        await asyncio.sleep(0.2)
+        if not answers:
+            raise DeadlineExceeded("late").of(Process("trainer rank", 1))
+        return 0.0
+
+    rig.trainers.ping = ping
+    await rig.save(2)
+    await rig.writer.settle()
+    assert (rig.events, rig.saved()) == ([("checkpoint", 2)], ["step_2"])
+
+
 @pytest.mark.parametrize("kind", [ProcessDied, DeadlineExceeded])
 async def test_one_that_is_late_and_whose_process_does_not_answer_is_the_loss_of_the_process(tmp_path, kind):
     rig = Rig(tmp_path, max_failures=3, timeout_s=0.1)

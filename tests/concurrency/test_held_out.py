@@ -174,6 +174,33 @@ async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers
         assert kept == sampled == fleet.engines[0].health().generated_tokens > 20
 
 
+async def test_a_replica_that_is_another_clients_now_hands_over_too():
+    """As when the replicas of one of several rollouters are back, and it had worked with those of the others."""
+    async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
+        await fleet.publish(0)
+        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
+        await fleet.sampled(80)
+        fleet.client.set_replicas(fleet.rows.table.only({1}), fleet.rows.table)
+        await fleet.client.handed_over()
+        assert not fleet.engines[0].health().running, "they were aborted"
+        sampled = fleet.engines[0].health().generated_tokens
+        generations = await asyncio.gather(*running)
+        kept = sum(s.stop - s.start for g in generations for s in g.segments if s.replica_id == 0)
+        assert kept == sampled > 20
+        assert sorted(fleet.client.loads) == [1]
+
+
+async def test_the_rollouter_answers_when_a_leased_replica_has_handed_over(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer, "rollout.poll_interval_s=0.05", tick_s=0.002) as rollouter:
+        rollouter.queue.give(Ticket(1, 0, 7))
+        await until(lambda: rollouter.rig.engine.health().generated_tokens > 20, "at work")
+        await rollouter.set_replicas(rollouter.rows.put(0, state="leased"))
+        assert not rollouter.rig.engine.health().running
+        assert not rollouter.client.in_flight or all(p.link.lost for p in rollouter.client._pending.values())
+        await rollouter.set_replicas(rollouter.rows.put(0, state="serving"))
+        await rollouter.queue.ends(1)
+
+
 async def test_requests_that_a_withdrawn_replica_never_got_go_elsewhere():
     async with Fleet(waits=True, poll_interval_s=0.05) as fleet:
         await fleet.publish(0)

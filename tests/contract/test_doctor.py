@@ -91,10 +91,14 @@ def test_a_machine_that_lacks_something(monkeypatch):
 
 
 @pytest.mark.parametrize(("speed", "status"), [(100, "warning"), (100_000, "ok"), (0, "ok")])
-def test_a_publish_over_a_network_is_compared_with_its_time(inputs, monkeypatch, speed, status):
+def test_a_publish_over_a_network_is_compared_with_its_time(inputs, monkeypatch, tmp_path, speed, status):
     """The weights take 0.13 s at 100 Mbit/s."""
     card = namedtuple("card", "isup speed")
-    monkeypatch.setattr(plan.psutil, "net_if_stats", lambda: {"eth0": card(True, speed), "eth1": card(False, 400_000)})
+    found = {"eth0": card(True, speed), "eth1": card(False, 400_000), "docker0": card(True, 400_000)}
+    monkeypatch.setattr(plan.psutil, "net_if_stats", lambda: found)
+    monkeypatch.setattr(plan, "NETWORKS", tmp_path)
+    for name in ("eth0", "eth1"):
+        (tmp_path / name / "device").mkdir(parents=True)
     keys = ["ray.address=10.0.0.1:6379", "weights.transport=collective", "weights.transfer_timeout_s=0.2"]
     recipe = load_recipe(QUICKSTART, keys)
     (finding,) = plan.check_publish(recipe, check_model(recipe.model.path))

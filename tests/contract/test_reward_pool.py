@@ -9,20 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-from asyncrl.config.rewards import GroupRewardConfig, RewardConfig
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.workers.worker_process import WorkerProcess
-from tests.environments import chat_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -65,12 +62,6 @@ def modules(response, row):
 def number(response, row):
     import numpy
     return RewardResult(numpy.float32(0.5), [("half", numpy.float32(0.5))])
-
-def same(response, row):
-    return float(response == row.ground_truth)
-
-def all_same(responses, row):
-    return [float(response == row.ground_truth) for response in responses]
 
 def bare(response, row):
     return "1.0"
@@ -189,26 +180,6 @@ async def test_built_in_rewards_answer_as_they_do_here(make):
     pool = await make("math")
     for response in ("so \\boxed{7}", "Answer: 8", "nothing"):
         assert await pool.score(response, ROW) == build_reward(RewardConfig())(response, ROW)
-
-
-async def test_token_ids_are_decoded_as_the_chat_decodes_them(module):
-    """Also special tokens, bytes that are no character yet, and texts beside ids."""
-    config = RewardConfig(function=f"{module}:same", group=GroupRewardConfig(function=f"{module}:all_same"))
-    chat, pool = chat_with(), RewardPool(config)
-    assert not pool.decodes
-    pool.decode_with(chat.plain_decoder)
-    assert pool.decodes
-    whole = chat.encode("<|im_start|>Straße: 3 + 4 = 7 <|im_end|> 日本語 ..., isn't it?")
-    await pool.start()
-    try:
-        for ids in (whole, whole[:-3], whole[1:12], whole[:0]):
-            row = replace(ROW, ground_truth=chat.decode(ids))
-            for response in (ids, ids.astype(np.int64), chat.decode(ids)):
-                assert (await pool.score(response, row)).reward == 1.0
-            assert (await pool.score(whole[2:], row)).reward == 0.0
-            assert [r.reward for r in await pool.score_group([ids, "else", chat.decode(ids)], row)] == [1.0, 0.0, 1.0]
-    finally:
-        await pool.close()
 
 
 async def test_what_a_reward_prints_or_reads_does_not_reach_the_pipes(make, module):

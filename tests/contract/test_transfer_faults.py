@@ -6,14 +6,19 @@ publish succeeds.
 
 import itertools
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError
 from asyncrl.weights.packing import byte_view, spec_of
@@ -50,7 +55,8 @@ torch.set_num_threads(1)
 # torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-TRANSPORTS = ("ipc", "collective", "disk")
+TRANSPORTS = ("ipc", "collective", "disk", "objects")
+"""`objects`: `disk` with a URL."""
 KINDS = [*TRANSPORTS, *(f"{transport} delta" for transport in TRANSPORTS)]
 """`delta`: all weights until a publish has succeeded, differences to it after that, and all weights after a fault."""
 
@@ -84,7 +90,10 @@ class Group:
     """What all receivers have, if they can be sent the differences to it."""
 
     def open(self, bucket_bytes: int = BUCKET_BYTES) -> None:
-        command = Open(self.transport, len(self.receivers), str(self.directory), bucket_bytes)
+        transport, place = self.transport, str(self.directory)
+        if transport == "objects":
+            transport, place = "disk", f"file://{place}"
+        command = Open(transport, len(self.receivers), place, bucket_bytes)
         self.source = self.sender.open(command)
         for number, worker in enumerate(self.receivers):
             worker.join(replace(self.source, receiver=number))
@@ -156,9 +165,12 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_bucket(group: Group, hold: H
     group.sender.kill()
     group.require_dropped(group.outcomes())
     left = group.files()
-    assert left or group.transport != "disk", "a dead sender removes nothing"
+    assert left or group.transport not in ("disk", "objects"), "a dead sender removes nothing"
     group.sender.start()
     group.open()
+    if group.transport == "objects":  # other machines may use the same place: the store lets them expire
+        for path in left:
+            shutil.rmtree(path)
     assert not left & group.files(), "the next sender removes what it left"
     group.publish(3)
 
@@ -321,6 +333,89 @@ def test_a_directory_that_receivers_do_not_see(group: Group, tmp_path: Path) -> 
     assert "receiver 1" in sent.error[1]
     assert "weights.disk_directory" in sent.error[1]
     assert all(outcome.error is not None for outcome in group.outcomes())
+
+
+class _Store(LocalFileSystem):
+    """What a store does to one object, by the name of the bucket: never answers, refuses, returns half of it."""
+
+    protocol = "troubled"
+    answers = threading.Event()
+    trouble: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("troubled://"))
+
+    def _meets(self, path: str, what: str) -> bool:
+        found = self.trouble.get(path.rpartition("/")[2]) == what
+        if found and what.endswith("hangs"):
+            self.answers.wait(60)
+        return found
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        self._meets(path, "put hangs")
+        if self._meets(path, "put refused"):
+            raise PermissionError("403 Forbidden")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self._meets(path, "get hangs")
+        data = super().cat_file(path, start, end, **kwargs)
+        return data[: len(data) // 2] if self._meets(path, "get cut") else data
+
+
+@pytest.fixture
+def store() -> Iterator[type[_Store]]:
+    fsspec.register_implementation("troubled", _Store, clobber=True)
+    _Store.trouble, _Store.answers = {}, threading.Event()
+    yield _Store
+    _Store.answers.set()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "sent", "received"),
+    [
+        ("put hangs", "DeadlineExceeded.*put bucket 2", "TransferEnded"),
+        ("put refused", "WeightTransferError.*put bucket 2.*403 Forbidden.*credentials", "TransferEnded"),
+        ("get hangs", "DeadlineExceeded", "DeadlineExceeded|TransferEnded"),
+        ("get cut", "WeightTransferError.*receiver 0.*bytes instead of", "WeightTransferError"),
+    ],
+)
+def test_a_store_in_trouble_ends_a_transfer_in_time_and_the_next_one_succeeds(
+    store: type[_Store], tmp_path: Path, trouble: str, sent: str, received: str
+) -> None:
+    weights = weights_of(1, small=False)
+    specs = [spec_of(name, tensor) for name, tensor in weights]
+    sender = build_sender("disk", BUCKET_BYTES, 1, directory=f"troubled://{tmp_path}")
+    worker = Worker(build_receiver, in_process=True)
+    try:
+        worker.join(replace(sender.open(), receiver=0))
+        store.trouble = {"2": trouble}
+        manifest = make_manifest(1, 1, specs, BUCKET_BYTES, verify=True)
+        assert len(manifest.buckets) > 4
+        worker.begin(Receive(manifest, 3.0))
+        began = time.monotonic()
+        with pytest.raises(AsyncRLError) as caught:
+            sender.send(manifest, iter(weights), 2.0)
+        assert time.monotonic() - began < 8
+        assert re.search(f"(?s){sent}", f"{type(caught.value).__name__}: {caught.value}"), caught.value
+        outcome = worker.outcome()
+        assert outcome.error is not None
+        assert re.fullmatch(received, outcome.error[0]), outcome.error
+        store.trouble = {}
+        store.answers.set()
+        manifest = make_manifest(2, 2, specs, BUCKET_BYTES, verify=True)
+        worker.begin(Receive(manifest, TIMEOUT_S))
+        digest = sender.send(manifest, iter(weights), TIMEOUT_S)
+        outcome = worker.outcome()
+        assert (outcome.error, outcome.digest) == (None, digest)
+        assert outcome.tensors == contents(weights)
+    finally:
+        store.answers.set()
+        sender.close()
+        worker.stop()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left"
 
 
 def test_a_directory_that_cannot_be_made_is_named(sender: SenderProcess, tmp_path: Path) -> None:

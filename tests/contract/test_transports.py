@@ -97,6 +97,17 @@ class TestDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuit
         return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 
+class TestObjects(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
+    """Object storage, by fsspec over local files."""
+
+    @pytest.fixture
+    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
+        def build(bucket_bytes: int, num_receivers: int):
+            return build_sender("disk", bucket_bytes, num_receivers, directory=f"file://{tmp_path}")
+
+        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+
+
 def two_senders(transport: str, **settings: str):
     """Builds senders of which the second sends all from the fourth tensor on."""
 

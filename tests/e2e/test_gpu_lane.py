@@ -58,7 +58,7 @@ def test_a_step_that_needs_a_gpu_is_told_as_left_out(tmp_path, name):
 def test_a_step_has_no_more_time_than_the_call(tmp_path):
     step = next(replace(step, needs=()) for step in STEPS if step.name == "fault_kill")
     outcome = _outcome(step, "tiny", tmp_path / "figures.jsonl", 1.0)
-    assert outcome.startswith("missed: interrupted after 1 s")
+    assert outcome.startswith("interrupted after 1 s")
 
 
 def test_only_what_missed_its_mark_or_was_interrupted_is_tried_again(tmp_path):

@@ -128,4 +128,4 @@ def test_a_plain_decoder_reads_as_the_chat_does_or_there_is_none(kind, cleans):
     assert (decoder is None) == (kind == "of its own" or (cleans and kind != "BPE"))
     ids = chat.encode("is n't . <|im_end|> is")
     if decoder is not None:
-        assert decoder.decode(ids.tolist(), skip_special_tokens=True) == chat.decode(ids)
+        assert Tokenizer.from_str(decoder).decode(ids.tolist(), skip_special_tokens=True) == chat.decode(ids)

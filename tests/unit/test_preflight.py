@@ -68,14 +68,24 @@ def test_a_reference_or_a_critic_with_other_tokens_is_refused(checked, tmp_path:
         checked(override.format(path=other))
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "file:///shared"])
-def test_a_url_in_place_of_a_directory_for_publishes_is_refused(checked, url: str) -> None:
-    asked = rf"weights\.disk_directory={url}\nfound: a URL\ndo: +name a mounted directory"
-    with pytest.raises(ConfigError, match=asked):
-        checked(f"weights.disk_directory={url}", "weights.transport=disk")
-    checked("weights.disk_directory=/shared/weights", "weights.transport=disk")
-    with pytest.raises(ConfigError, match=rf"run\.dir={url}\nfound: a URL"):
-        checked(f"run.dir={url}")
+def test_a_url_in_place_of_the_directory_of_a_run_is_refused(checked) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir=s3://bucket/x\nfound: a URL"):
+        checked("run.dir=s3://bucket/x")
+
+
+def test_object_storage_for_publishes_is_tried_first(checked, tmp_path: Path) -> None:
+    place = tmp_path / "objects"
+    checked(f"weights.disk_directory=file://{place}", "weights.transport=disk")
+    assert not [path for path in place.rglob("*") if path.is_file()], "the probe is deleted"
+    (tmp_path / "file").touch()
+    for url, found in (
+        ("nobody://bucket/x", "Protocol not known"),
+        ("s3://bucket/x", "Install s3fs"),
+        (f"file://{tmp_path}/file", "File exists|Not a directory"),
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s)weights\.disk_directory={url}\nfound:.*({found})"):
+            checked(f"weights.disk_directory={url}", "weights.transport=disk")
+    checked("weights.disk_directory=s3://bucket/x")  # another transport does not read it
 
 
 def test_questions_that_ask_for_no_mark_are_told(checked, tmp_path: Path) -> None:
@@ -155,7 +165,8 @@ def test_the_plan_says_which_gpus_are_reserved(checked) -> None:
         ([], None, True),
         ([], "", False),
         ([], "-1", False),
-        (["trainer.device=cpu"], None, False),
+        (["trainer.device=cpu"], None, True),
+        (["trainer.device=cpu", "rollout.torch.device=cpu"], None, False),
         (["ray.address=10.0.0.1:6379"], None, False),
     ],
 )
@@ -174,3 +185,5 @@ def test_a_torch_without_cuda_beside_gpus_is_refused(monkeypatch, tmp_path, over
         return
     with pytest.raises(ConfigError, match=r"(?s)NVIDIA GPUs.*built without CUDA.*CUDA_VISIBLE_DEVICES"):
         check_packages(recipe)
+    if recipe.trainer.device == "auto":
+        check_packages(load_recipe(ROOT / "recipes" / "quickstart.yaml", ["rollout.torch.device=cpu"]), trains=False)

@@ -155,6 +155,10 @@ def test_replicas_take_no_gpu_of_the_cluster():
         ((*REMOTE, "rollout.remote.urls=[http://a,http://a]"), "http://a twice"),
         ((*REMOTE, "placement=colocated", "mode=sync"), r"placement=colocated with rollout\.engine=remote"),
         (RELOAD, r"weights=reload with weights\.transport=ipc"),
+        (
+            (*RELOAD, "weights.transport=disk", "weights.disk_directory=s3://bucket/x"),
+            r"weights=reload with weights\.disk_directory=s3",
+        ),
         ((*RELOAD, "weights.transport=disk", "weights.encoding=delta"), "weights.encoding=delta"),
         ((*RELOAD, "weights.transport=disk", "trainer.lora.rank=4"), "lora.rank=4"),
         ((*REMOTE, "weights.transport=collective", "trainer.lora.rank=4"), "engine=remote with trainer.lora.rank=4"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.backend import SAVING_TIMEOUT
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import FLASH_ATTENTION, Kernels, choose_attention
@@ -79,8 +80,7 @@ class FsdpBackend:
         self._captured: dict[str, torch.Tensor] | None = None
         # Saving runs beside training in a thread of its own. It needs a group of its own, or the collectives of the two
         # would be matched with each other. A rank waits in it while another one writes.
-        timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
-        saving = dist.new_group(backend="gloo", timeout=timeout)
+        saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
 

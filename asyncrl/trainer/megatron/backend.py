@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.backend import SAVING_TIMEOUT
 from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.megatron import stored_state
 from asyncrl.trainer.megatron.stored_state import Captured, RankFiles
@@ -49,8 +49,7 @@ class MegatronBackend:
         self._copies = HostCopies()
         self._captured: Captured | None = None
         # Saving runs beside training in a thread of its own, so it needs a group of its own: see `FsdpBackend`.
-        timeout = timedelta(seconds=max(spec.trainer.step_timeout_s, spec.trainer.collective_timeout_s))
-        saving = dist.new_group(backend="gloo", timeout=timeout)
+        saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
 

@@ -8,11 +8,13 @@ import torch
 
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TransferSource, VllmNcclSource
+from asyncrl.weights.object_store import is_url
 from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
+from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
 from asyncrl.weights.transports.parts import PartsReceiver
 from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
@@ -39,7 +41,7 @@ def build_sender(
         device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`. A GPU for
             `vllm_nccl`.
         host: an address of this machine that the replicas reach; for all but `ipc`, across machines.
-        directory: `weights.disk_directory`, for `disk`.
+        directory: `weights.disk_directory`, for `disk`; a URL for object storage.
 
     Raises:
         ConfigError: unknown transport, or one that cannot serve the device.
@@ -48,7 +50,11 @@ def build_sender(
     if transport == "collective":
         sender = CollectiveSender(bucket_bytes, num_receivers, device=device, host=host)
     elif transport == "disk":
-        sender = DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
+        sender = (
+            ObjectSender(bucket_bytes, num_receivers, host=host, url=directory)
+            if is_url(directory)
+            else DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
+        )
     elif transport == VLLM_NCCL:
         sender = VllmNcclSender(bucket_bytes, num_receivers, device=device, host=host)
     elif transport == "ipc":
@@ -70,7 +76,7 @@ def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu"
     if isinstance(source, CollectiveSource):
         return CollectiveReceiver(source, device=device)
     if isinstance(source, DiskSource):
-        return DiskReceiver(source)
+        return ObjectReceiver(source) if is_url(source.directory) else DiskReceiver(source)
     if isinstance(source, IpcSource):
         return IpcReceiver(source, device=device)
     raise _unknown(type(source).__name__)

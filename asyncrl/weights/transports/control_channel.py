@@ -330,12 +330,24 @@ class ReceiverChannel:
             raise self._unexpected(message, "nothing", what)
         self._watch(what)
 
+    def poll(self, wait_s: float, what: str) -> ControlMessage | None:
+        """The next message of this attempt, never a PING; None after `wait_s`. Raises as `next`."""
+        if (message := self._take(what)) is None:
+            self._watch(what)
+            self._poller.poll(int(1000 * wait_s))
+            message = self._take(what)
+        return message
+
     def expect(self, kind: Kind, value: int | None, deadline: Deadline, what: str) -> ControlMessage:
         """The next message, which must be of this kind and, unless None, of this value. Raises as `next`."""
         message = self.next(deadline, what)
+        self.require(message, kind, value, what)
+        return message
+
+    def require(self, message: ControlMessage, kind: Kind, value: int | None, what: str) -> None:
+        """Raises WeightTransferError: the message is of another kind, or of another value than one that is not None."""
         if message.kind is not kind or value not in (None, message.value):
             raise self._unexpected(message, f"{kind.name} {value}", what)
-        return message
 
     def ack(self, bucket: int) -> None:
         self._send(Kind.ACK, bucket)

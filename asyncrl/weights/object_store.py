@@ -1,0 +1,60 @@
+"""Objects below a URL, through fsspec."""
+
+from __future__ import annotations
+
+import secrets
+
+from asyncrl.errors import ConfigError, explain
+
+REACHABLE = "see that this machine reaches the store, and what its credentials allow"
+"""What to do about an error of the store."""
+
+
+def is_url(directory: str) -> bool:
+    """True for a URL of object storage in place of a directory."""
+    return "://" in directory
+
+
+class ObjectStore:
+    """The objects below one URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError: fsspec does not know the URL, or lacks a package for it."""
+        from fsspec.core import url_to_fs
+
+        try:
+            self._files, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            do = "install the package that fsspec names (s3fs, gcsfs, adlfs), on all machines, or correct the URL"
+            raise ConfigError(explain(f"weights.disk_directory={url}", str(error), do)) from error
+        self._has_directories = "file" in self._files.protocol
+
+    def put(self, name: str, data: bytes) -> None:
+        path = f"{self._root}/{name}"
+        if self._has_directories:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(path, data)
+
+    def get(self, name: str) -> bytes:
+        return self._files.cat_file(f"{self._root}/{name}")
+
+    def remove(self, name: str) -> None:
+        """All objects below `name`, if there are any."""
+        path = f"{self._root}/{name}"
+        self._files.invalidate_cache()
+        if self._files.exists(path):
+            self._files.rm(path, recursive=True)
+
+
+def check_store(url: str) -> None:
+    """Raises ConfigError: an object cannot be written below this URL, read and deleted again."""
+    store, name, data = ObjectStore(url), f"asyncrl-probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
+    asked = f"weights.disk_directory={url}"
+    try:
+        store.put(f"{name}/0", data)
+        found = store.get(f"{name}/0")
+        store.remove(name)
+    except Exception as error:
+        raise ConfigError(explain(asked, f"{type(error).__name__}: {error}", REACHABLE)) from error
+    if found != data:
+        raise ConfigError(explain(asked, "an object reads otherwise than it was put", REACHABLE))
