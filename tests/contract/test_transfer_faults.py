@@ -227,7 +227,7 @@ def test_a_receiver_that_stops_and_goes_on(group: Group, hold: Hold) -> None:
 def test_a_bit_that_flips_on_the_way(group: Group, hold: Hold) -> None:
     """At the sender's slot, in the file, or in the buffer of a receiver: the digest of that tensor differs, and sending
     again mends it."""
-    if group.transport == "collective":
+    if group.transport in ("collective", "objects"):
         group.begin(Send(0, 1, small=True), {1: Trouble("layer.7", flip_next_byte=True)})
     else:
         group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})

@@ -10,6 +10,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
@@ -94,7 +95,8 @@ class _VllmUpdate(WorkerUpdate):
 
     def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
         if not isinstance(receiver, NativeReceiver):
-            return super()._take(receiver, manifest, plan, feed, timeout_s)
+            with unpinned_nccl_env():  # a group with the trainer may form: VLLM_BATCH_INVARIANT pins variables of NCCL
+                return super()._take(receiver, manifest, plan, feed, timeout_s)
         return receiver.receive(manifest, feed, timeout_s)
 
 

@@ -89,7 +89,7 @@ class ObjectSender:
             channel.gather(manifest, deadline)
             channel.tell(Kind.BEGIN, self._attempts)
             digest = self._upload(manifest, weights, deadline, partial(self._put, place), uploads)
-            channel.wait_acked(len(manifest.buckets) - 1, deadline)
+            channel.wait_acked(len(manifest.buckets), deadline)
             channel.finish()
         except BaseException as error:
             channel.abort(f"{type(error).__name__}: {error}")
@@ -180,6 +180,7 @@ class ObjectReceiver:
             what = f"begin publish {manifest.publish_id}"
             attempt = channel.expect(Kind.BEGIN, None, deadline, what).value
             digest = self._fetch(channel, manifest, sink, deadline, partial(self._get, self._store, attempt))
+            channel.ack(len(manifest.buckets))
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
         except BaseException as error:
             channel.fail(error)
@@ -216,7 +217,10 @@ class ObjectReceiver:
             bucket = buckets[applied]
             what = f"fetch bucket {bucket.index} of {len(buckets)} from {self._source.directory}"
             if fetches and fetches[0].done():
-                self._apply(unpacker, bucket, _outcome(fetches.popleft(), what), what)
+                fetch = fetches.popleft()
+                while fetch.exception() is not None and channel.poll(_LOOK_S, what) is not None:
+                    pass  # raises if the sender has ended it: then the objects are gone
+                self._apply(unpacker, bucket, _outcome(fetch, what), what)
                 channel.ack(bucket.index)
                 applied += 1
             elif (message := channel.poll(_LOOK_S, what)) is not None:
