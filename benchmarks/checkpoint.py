@@ -99,7 +99,13 @@ def starts(directory: Path, runs: int) -> tuple[list[float], list[float], int]:
     for number in range(runs):
         place = directory / f"run{number}"
         for steps, found in ((1, fresh), (2, resumed)):
-            words = [*LARGE_RUN, f"model.path={model}", f"run.dir={place}", f"run.max_steps={steps}"]
+            words = [
+                *LARGE_RUN,
+                "eval.every_steps=0",
+                f"model.path={model}",
+                f"run.dir={place}",
+                f"run.max_steps={steps}",
+            ]
             command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words]
             began = time.time()
             done = subprocess.run(

@@ -123,14 +123,20 @@ class ObjectSender:
         uploads: deque[Future[None]],
     ) -> Digest | None:
         """Returns when all buckets are in the store, and the receivers know of each. `uploads`: those under way."""
-        packer, told = Packer(manifest, weights, _DIGEST), 0
+        packer, told, channel = Packer(manifest, weights, _DIGEST), 0, self._channel
+        assert channel is not None, "it is open"
 
         def tell_next() -> None:
             nonlocal told
-            self._until(uploads[0], deadline, f"put bucket {told} of {len(manifest.buckets)} below {self._url}")
-            uploads.popleft()
-            assert self._channel is not None
-            self._channel.tell(Kind.BUCKET, told)
+            asked = f"put bucket {told} of {len(manifest.buckets)} below {self._url}"
+            while True:
+                channel.watch()
+                if not deadline.remaining_s():
+                    raise _late(asked, deadline)
+                if wait(list(uploads)[:1], timeout=_LOOK_S).done:
+                    break
+            _outcome(uploads.popleft(), asked)
+            channel.tell(Kind.BUCKET, told)
             told += 1
 
         for bucket in manifest.buckets:
@@ -147,15 +153,6 @@ class ObjectSender:
     def _put(self, place: str, bucket: int, data: bytes) -> None:
         assert self._store is not None
         self._store.put(f"{place}/{bucket}", data)
-
-    def _until(self, upload: Future[None], deadline: Deadline, asked: str) -> None:
-        assert self._channel is not None
-        while not upload.done():
-            self._channel.watch()
-            if not deadline.remaining_s():
-                raise _late(asked, deadline)
-            wait([upload], timeout=_LOOK_S)
-        _outcome(upload, asked)
 
 
 class ObjectReceiver:
