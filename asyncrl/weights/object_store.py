@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from asyncrl.errors import ConfigError, explain
 
 REACHABLE = "see that this machine reaches the store, and what its credentials allow"
 """What to do about an error of the store."""
+CHECK_S = 60.0
+"""Longest wait for a store to answer before a run."""
+T = TypeVar("T")
 
 
 def is_url(directory: str) -> bool:
@@ -50,11 +57,33 @@ def check_store(url: str) -> None:
     """Raises ConfigError: an object cannot be written below this URL, read and deleted again."""
     store, name, data = ObjectStore(url), f"asyncrl-probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
     asked = f"weights.disk_directory={url}"
-    try:
+
+    def tried() -> bytes:
         store.put(f"{name}/0", data)
         found = store.get(f"{name}/0")
         store.remove(name)
+        return found
+
+    done = in_thread(tried)
+    try:
+        found = done.result(timeout=CHECK_S)
     except Exception as error:
+        if not done.done():
+            raise ConfigError(explain(asked, f"no answer within {CHECK_S:g} s", REACHABLE)) from None
         raise ConfigError(explain(asked, f"{type(error).__name__}: {error}", REACHABLE)) from error
     if found != data:
         raise ConfigError(explain(asked, "an object reads otherwise than it was put", REACHABLE))
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Does it in a thread that nobody waits for at the end of the process: a store may never answer."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - thread boundary: whoever waits raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="objects", daemon=True).start()
+    return done

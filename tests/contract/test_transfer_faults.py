@@ -20,7 +20,8 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, WeightTransferError
+from asyncrl.weights import object_store
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender, process_group
@@ -416,6 +417,13 @@ def test_a_store_in_trouble_ends_a_transfer_in_time_and_the_next_one_succeeds(
         sender.close()
         worker.stop()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left"
+
+
+def test_a_store_that_does_not_answer_is_refused_before_a_run(store: type[_Store], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "CHECK_S", 0.2)
+    store.trouble = {"0": "put hangs"}
+    with pytest.raises(ConfigError, match=r"(?s)weights\.disk_directory=troubled://.*no answer within 0\.2 s"):
+        object_store.check_store(f"troubled://{tmp_path}")
 
 
 def test_a_directory_that_cannot_be_made_is_named(sender: SenderProcess, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -23,7 +22,7 @@ import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, DiskSource, Manifest
-from asyncrl.weights.object_store import REACHABLE, ObjectStore
+from asyncrl.weights.object_store import REACHABLE, ObjectStore, in_thread
 from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
@@ -96,7 +95,7 @@ class ObjectSender:
             raise
         finally:
             self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
-            self._cleaning.append(_begin(partial(_clean_up, self._store, place, tuple(uploads))))
+            self._cleaning.append(in_thread(partial(_clean_up, self._store, place, tuple(uploads))))
         return digest
 
     def interrupt(self) -> None:
@@ -109,7 +108,7 @@ class ObjectSender:
             self._channel.close()
             self._channel = None
         if self._store is not None:
-            last = _begin(partial(_clean_up, self._store, self._name, tuple(self._cleaning)))
+            last = in_thread(partial(_clean_up, self._store, self._name, tuple(self._cleaning)))
             wait([last], timeout=2 * CLEAN_UP_S)
             self._store, self._cleaning = None, []
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -144,7 +143,7 @@ class ObjectSender:
                 tell_next()
             packer.pack(bucket, self._buffer)
             data = self._buffer[: bucket.nbytes].numpy().tobytes()
-            uploads.append(_begin(partial(put, bucket.index, data)))
+            uploads.append(in_thread(partial(put, bucket.index, data)))
         digest = packer.finish()
         while uploads:
             tell_next()
@@ -209,7 +208,7 @@ class ObjectReceiver:
         told = begun = applied = 0
         while applied < len(buckets):
             while begun < told and len(fetches) < AT_ONCE:
-                fetches.append(_begin(partial(get, buckets[begun])))
+                fetches.append(in_thread(partial(get, buckets[begun])))
                 begun += 1
             bucket = buckets[applied]
             what = f"fetch bucket {bucket.index} of {len(buckets)} from {self._source.directory}"
@@ -232,20 +231,6 @@ class ObjectReceiver:
             raise WeightTransferError(explain(what, f"{len(data)} bytes instead of {bucket.nbytes}", REACHABLE))
         self._buffer[: bucket.nbytes].numpy()[:] = np.frombuffer(data, np.uint8)
         unpacker.unpack(bucket, self._buffer)
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Does it in a thread that nobody waits for at the end of the process: a store may never answer."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - thread boundary: whoever waits raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="objects", daemon=True).start()
-    return done
 
 
 def _outcome(done: Future[T], asked: str) -> T:
