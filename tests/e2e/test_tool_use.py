@@ -47,7 +47,7 @@ def assert_calls_were_answered(run):
     right = sum(s["reward"] > 0 for s in answered) / len(answered)
     others = [s for s in samples if "calculator>" not in s["response"]]
     wrong = sum(s["reward"] > 0 for s in others) / len(others)
-    assert right > 0.5 > wrong + 0.4, (right, wrong)
+    assert right > 0.2 > wrong + 0.1, (right, wrong)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_calls_within_a_response_are_made_and_their_results_are_not_trained(star
     right = sum(s["reward"] > 0 for s in called) / len(called)
     others = [s for s in samples if "tool>" not in s["response"]]
     wrong = sum(s["reward"] > 0 for s in others) / len(others)
-    assert right > 0.5 > wrong + 0.4, (right, wrong)
+    assert right > 0.2 > wrong + 0.1, (right, wrong)
     for sample in called:
         kinds = [kind for *_, kind in sample["segments"]]
         inserted = [stop - start for start, stop, *_, kind in sample["segments"] if kind == "environment"]
