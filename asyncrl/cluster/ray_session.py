@@ -23,6 +23,7 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from asyncrl.cluster.address import joined_address
+from asyncrl.cluster.fork_server import AFTER_FORK, ForkServer
 from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.config.load import environment_defaults
 from asyncrl.errors import ConfigError, explain
@@ -46,7 +47,12 @@ class Cluster:
         if self.scratch is None:
             return spec.environment
         ours = {name: value.replace(SCRATCH, str(self.scratch)) for name, value in spec.local_environment.items()}
-        return {**spec.environment, **{name: os.environ.get(name, value) for name, value in ours.items()}}
+        after_fork = {AFTER_FORK: spec.after_fork} if spec.after_fork else {}
+        return {
+            **spec.environment,
+            **{name: os.environ.get(name, value) for name, value in ours.items()},
+            **after_fork,
+        }
 
     @property
     def crash_outputs(self) -> list[Path]:
@@ -57,7 +63,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def ray_cluster(
-    address: str | None, log: Path, hidden: Collection[str] = (), env: Mapping[str, str] | None = None
+    address: str | None,
+    log: Path,
+    hidden: Collection[str] = (),
+    env: Mapping[str, str] | None = None,
+    forks: ForkServer | None = None,
 ) -> Iterator[Cluster]:
     """Joins the cluster at `address`, or starts one on this machine.
 
@@ -67,15 +77,18 @@ def ray_cluster(
         log: where its processes write their log.
         hidden: environment variables whose values are not in it, as far as those processes have them too.
         env: further environment variables of those processes.
+        forks: forks those processes of a cluster that is started here, and ends with it.
     """
     address = joined_address(address)
-    run_id = secrets.token_hex(8)
+    forks = forks or ForkServer()
+    run_id = forks.run_id
     janitor = Janitor(run_id)  # before the mark: it is not a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
     variables = {**environment_defaults(), **_of_hub(), **(env or {}), RUN_VARIABLE: run_id}
     variables |= {LOG_PATH_VARIABLE: str(log), HIDDEN_VARIABLE: " ".join(hidden)}
     with contextlib.ExitStack() as stack:
         stack.callback(janitor.close)
+        stack.callback(forks.close)
         place: dict[str, Any] = {}
         if address is None:
             stack.enter_context(_own_token(janitor.scratch / "token"))
@@ -96,6 +109,7 @@ def ray_cluster(
             if address is None:
                 starting.enter_context(_one_machine())
                 starting.enter_context(_few_processes())
+                starting.enter_context(forks.asked_by_ray(ray_constants))
             try:
                 ray.init(
                     address=address or "local",  # without one, ray looks for a cluster that somebody else has started

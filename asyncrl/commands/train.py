@@ -28,10 +28,12 @@ from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
+from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
 from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
+from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError
 from asyncrl.registry import make_importable
 from asyncrl.remote.garbage import collect_seldom
@@ -63,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         loaded = load(arguments.recipe, arguments.overrides)
         hide = loaded.hide
-        return _train(loaded, arguments.recipe, arguments.overrides, dry_run=arguments.dry_run, console=console)
+        with ForkServer() as forks:
+            return _train(loaded, arguments, console, forks)
     except (ConfigError, StorageError) as e:
         Console(stderr=True).print(
             f"asyncrl-train: this recipe cannot run\n{hide(str(e))}", markup=False, highlight=False, soft_wrap=True
@@ -71,8 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         return e.exit_code
 
 
-def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, console: Console) -> int:
-    recipe, hide = loaded.recipe, loaded.hide
+def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, forks: ForkServer) -> int:
+    recipe, hide, dry_run = loaded.recipe, loaded.hide, arguments.dry_run
+    path, overrides = arguments.recipe, arguments.overrides
     name = recipe.run.name or path.stem
     directory = RunDirectory(Path(recipe.run.dir or Path("runs") / name))
     words = [w for w in overrides if not w.startswith("resume=")]
@@ -80,6 +84,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     if not dry_run:
         directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
         use_cache_if_unreachable(hub_names(recipe))
+        start_preloading(forks, recipe)  # it imports while this process reads the input and starts Ray
     check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
@@ -111,7 +116,7 @@ def _train(loaded: Loaded, path: Path, overrides: list[str], *, dry_run: bool, c
     try:
         held_out = {held: prompts for held, prompts in found.held_out.items() if prompts is not None}
         spec = RunSpec(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide, key)
-        result = run(spec, console)
+        result = run(spec, console, forks)
     except KeyboardInterrupt:
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2

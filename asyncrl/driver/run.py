@@ -38,6 +38,7 @@ import psutil
 from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore, read_state
+from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.cluster.janitor import processes_of
 from asyncrl.cluster.nodes import prepare_nodes
 from asyncrl.cluster.places import Places, reserved
@@ -78,13 +79,13 @@ STALL_GRACE_S = 30.0
 """What a stalled run may take to end by itself, before its processes are killed."""
 
 
-def run(spec: RunSpec, console: Console) -> RunResult:
+def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> RunResult:
     """Runs to the end or to a signal. Raises the first error that no restart can repair, after everything was shut
-    down."""
+    down. `forks`: a server that has started for this run, if any."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
     settings = spec.recipe.ray
     with (
-        ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env) as cluster,
+        ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
         reserved(spec.recipe) as places,
     ):
         spec = replace(spec, recipe=spec.recipe.placed(on_gpus=places.placement.rank_gpus > 0))

@@ -52,6 +52,10 @@ class EngineSpec:
     """It can give its memory back on a CPU too; every engine can on GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a replica's processes need before the engine is imported."""
+    preload: tuple[str, ...] = ()
+    """Modules of a process that one of a replica may be forked from on a CPU: their imports leave no thread."""
+    after_fork: str = ""
+    """`package.module:function`, called in the forked process while it has one thread."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
     records: tuple[str, ...] = ()
@@ -69,6 +73,7 @@ ENGINES: dict[str, EngineSpec] = {
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         sleeps_on_cpu=True,
         records=("experts", "kept_ids"),
+        preload=("asyncrl.inference.torch_engine.engine",),
         environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
     ),
     "vllm": EngineSpec(
@@ -84,6 +89,8 @@ ENGINES: dict[str, EngineSpec] = {
         records=("experts",),
         records_on_cpu=False,
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
+        after_fork="asyncrl.inference.vllm.fork_server:become_fork_server_too",
+        preload=("asyncrl.inference.vllm.preload", "vllm.v1.engine.async_llm", "asyncrl.inference.vllm.engine"),
         local_environment={
             "VLLM_RPC_BASE_PATH": SCRATCH,
             "VLLM_HOST_IP": "127.0.0.1",

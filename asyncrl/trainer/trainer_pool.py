@@ -192,9 +192,7 @@ class TrainerPool:
             "concurrency_groups": GROUPS,
         }
         if num_gpus_per_rank == 0:
-            # A rank sets its number of threads itself (`TrainerSpec.num_threads`). Those that wait must not spin: other
-            # processes need the cores.
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
+            options["runtime_env"] = {"env_vars": spec.environment}
         elif spec.trainer.device == "auto":  # its GPU is there: no rank may train on a CPU unnoticed
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerActor)

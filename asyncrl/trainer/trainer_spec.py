@@ -16,7 +16,8 @@ class TrainerSpec:
     divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
     falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank, on its node's cores.
     `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
-    of the device between the steps. `over_kept`: probabilities are among the tokens that sampling kept.
+    of the device between the steps. `over_kept`: probabilities are among the tokens that sampling kept. `is_alone`: no
+    replica computes while a rank does.
     """
 
     model: ModelConfig
@@ -29,6 +30,7 @@ class TrainerSpec:
     sends_snapshots: bool = False
     shares_device: bool = False
     over_kept: bool = False
+    is_alone: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -43,4 +45,13 @@ class TrainerSpec:
             sends_snapshots=recipe.sends_snapshots,
             shares_device=recipe.is_colocated,
             over_kept=recipe.rollout.sampling.keep_sets,
+            is_alone=recipe.is_colocated or recipe.mode == "sync",
         )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a rank on a CPU, read when torch is loaded. A rank sets its number of threads itself. Those that
+        wait leave the cores to other processes; where none needs them they look a few microseconds longer, which is
+        less than it takes to wake one."""
+        spins = {"GOMP_SPINCOUNT": "1000"} if self.is_alone else {}
+        return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **spins}

@@ -105,6 +105,8 @@ LIGHT = {
     "asyncrl.rewards.reward_worker": HEAVY,
     "asyncrl.audit": HEAVY,
     "asyncrl.cluster.janitor": HEAVY,
+    "asyncrl.cluster.fork_server": (*HEAVY, "numpy", "asyncrl.config"),
+    "asyncrl.driver.preload": HEAVY,
     "asyncrl.environments": HEAVY,
     "asyncrl.rewards": HEAVY,
     "asyncrl.sandbox": (*HEAVY, "numpy", "asyncio"),
@@ -301,6 +303,7 @@ def test_nobody_joins_a_cluster_by_chance():
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "config/hub.py", "commands/train.py", "commands/doctor.py", "observability/logs.py"}
     allowed |= {"cluster/address.py", "cluster/ray_session.py"}
+    allowed |= {"cluster/fork_server.py", "cluster/fork_worker.py", "driver/preload.py"}  # those of other processes
     allowed |= {"kernels/cpu_products.py"}  # what oneDNN takes from nowhere else
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}

@@ -2,17 +2,21 @@
 
 vLLM starts it when its front end has been imported and configured, and it then imports the same again: six seconds of
 CPU time. The fork server imports while the front end does. It is no fork of the front end's process, whose threads
-could hold a lock: those of Ray do. With several workers EngineCore starts them as vLLM does, each with its own imports.
+could hold a lock: those of Ray do. Where that process is itself a fork of one that has imported vLLM, it forks its fork
+server before it has threads, and both import nothing. With several workers EngineCore starts them as vLLM does, each
+with its own imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from multiprocessing import forkserver
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +33,29 @@ def start_fork_server() -> None:
     """Begins the imports, unless this process has a fork server. Returns at once. The server ends with this process."""
     forkserver.set_forkserver_preload([_PRELOAD])
     forkserver.ensure_running()
+
+
+def become_fork_server_too() -> None:
+    """Makes a fork of this process its fork server: both have imported vLLM. Call it while there is one thread."""
+    if (users := sys.modules.get("vllm.v1.executor.ray_utils")) is not None:
+        importlib.reload(users)  # it has not found Ray, which is imported after the fork
+    resource_tracker.ensure_running()
+    with patch("multiprocessing.util.spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(executable: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """In place of a new interpreter for the fork server, with the same descriptors open."""
+    if pid := os.fork():
+        return pid
+    try:
+        for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(descriptor)
+        listener, alive = descriptors
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(1)  # it ends by itself, with 0
 
 
 @contextlib.contextmanager

@@ -1,0 +1,64 @@
+"""What Ray runs to start a process of a run where there is a fork server (`fork_server.py`), in place of its own script
+of the same purpose: asks the server to fork, and ends; or runs Ray's script, which starts a new process.
+
+It runs once for each process, as a script, and imports the standard library alone.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+
+ANSWER_S = 30.0
+"""Longest wait for the server, which may still be importing. Ray waits 60 s for a process to come."""
+CONTEXT = "--serialized-runtime-env-context="
+
+
+def main(arguments: list[str]) -> None:
+    if not _forked(arguments):
+        package = importlib.util.find_spec("ray")
+        if package is None or package.origin is None:
+            raise SystemExit("ray is not installed, for whose processes this script is")
+        script = os.path.join(os.path.dirname(package.origin), "_private", "workers", "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, script, *arguments])
+
+
+def _forked(arguments: list[str]) -> bool:
+    """True when the server has forked the process that these arguments ask for."""
+    try:
+        request = _request(arguments)
+        if request is None:
+            return False
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(ANSWER_S)
+            server.connect(os.environ["ASYNCRL_FORK_SERVER"])
+            if server.recv(1) != b"?":
+                return False
+            socket.send_fds(server, [b"."], [0, 1, 2])
+            server.sendall(json.dumps(request).encode())
+            server.shutdown(socket.SHUT_WR)
+            return server.recv(16) == b"forked"
+    except (OSError, KeyError):
+        return False
+
+
+def _request(arguments: list[str]) -> "dict | None":
+    """The process to fork; None for one that is not a Python process of this environment."""
+    context, rest = {}, []
+    for argument in arguments:
+        if argument.startswith(CONTEXT):
+            context = json.loads(argument.removeprefix(CONTEXT))
+        elif not argument.startswith("--language="):
+            rest.append(argument)
+    plain = not context.get("command_prefix") and not context.get("override_worker_entrypoint")
+    if "--language=PYTHON" not in arguments or not plain or context.get("py_executable") not in (None, sys.executable):
+        return None
+    variables = context.get("env_vars", {})
+    if any("$" in value for value in variables.values()):  # Ray puts other variables in their place
+        return None
+    return {"arguments": rest, "environment": {**os.environ, **variables}, "directory": os.getcwd()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,185 @@
+"""What a fork server forks is what a new process would have been, and what it may not fork is started anew."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.cluster import fork_server, fork_worker
+from asyncrl.cluster.fork_server import AFTER_FORK, SOCKET_VARIABLE, WORKER, ForkServer
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux"),
+]
+
+CHILD = """
+import json, os, random, sys
+import numpy
+print(json.dumps({
+    "pid": os.getpid(), "session": os.getsid(0), "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(),
+    "named": __name__, "environment": dict(os.environ), "loaded": "heavy" in sys.modules,
+    "random": [random.random(), float(numpy.random.random())], "threads": len(os.listdir("/proc/self/task")),
+}), flush=True)
+if "fail" in sys.argv:
+    sys.exit(3)
+"""
+SETUP = """
+import sys
+print("Ray's own", *sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Modules that a server imports, a script to run as a process, and a package that stands for Ray."""
+    (tmp_path / "heavy.py").write_text("import os\nos.environ['SET_BY_IMPORT'] = 'heavy'\nHOOKED = []\n")
+    (tmp_path / "hook.py").write_text("import os\ndef call():\n    os.environ['HOOKED'] = str(os.getpid())\n")
+    (tmp_path / "threads.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\n"
+    )
+    (tmp_path / "child.py").write_text(CHILD)
+    stand_in = tmp_path / "ray" / "_private" / "workers"
+    stand_in.mkdir(parents=True)
+    (tmp_path / "ray" / "__init__.py").write_text("")
+    (stand_in / "setup_worker.py").write_text(SETUP)
+    monkeypatch.setattr(fork_server, "_GPUS", ())
+    return tmp_path
+
+
+def environment_of(place, **more):
+    root = Path(__file__).resolve().parents[2]
+    ours = {**os.environ, "PYTHONPATH": f"{place}:{root}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**ours, **more}
+
+
+def ask(server, place, *arguments, context=None, language="PYTHON", **more):
+    """What the process prints that Ray would start: of the fork a dict, of Ray's own script a text."""
+    environment = environment_of(place, **more)
+    environment[SOCKET_VARIABLE] = str(server._directory / "socket")
+    words = [f"--language={language}", str(place / "child.py"), *arguments]
+    if context is not None:
+        words.insert(0, f"--serialized-runtime-env-context={json.dumps(context)}")
+    done = subprocess.run(
+        [sys.executable, str(WORKER), *words], env=environment, cwd=place, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout
+
+
+def test_a_fork_is_as_the_process_that_ray_asked_for(place):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy", "numpy", "no_such_module"])
+        found = [ask(server, place, "a", context={"env_vars": {"OF_RAY": "1"}}, NUMBER=str(n)) for n in (1, 2)]
+    first, second = found
+    assert first["loaded"], "it has what the server has imported"
+    assert first["named"] == "__main__"
+    assert first["argv"] == [str(place / "child.py"), "a"]
+    assert (first["path"], first["cwd"]) == (str(place), str(place))
+    assert first["session"] == first["pid"], "a group of its own, which Ray may end"
+    assert [f["environment"]["NUMBER"] for f in found] == ["1", "2"]
+    assert first["environment"]["OF_RAY"] == "1"
+    assert first["environment"]["SET_BY_IMPORT"] == "heavy", "as if it had imported that itself"
+    assert all(one != other for one, other in zip(first["random"], second["random"], strict=True))
+
+
+def test_its_hook_is_called_first_and_only_where_it_is_asked_for(place):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        found = ask(server, place, **{AFTER_FORK: "hook:call"})
+        assert found["environment"]["HOOKED"] == str(found["pid"])
+        assert "HOOKED" not in ask(server, place)["environment"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"OMP_NUM_THREADS": "2"},
+        {"LD_PRELOAD": ""},
+        {"context": {"env_vars": {"PYTHONHASHSEED": "1"}}},
+        {"context": {"env_vars": {"PLACE": "${HOME}/x"}}},
+        {"context": {"command_prefix": ["nice"]}},
+        {"context": {"py_executable": "/usr/bin/python0"}},
+        {"language": "JAVA"},
+    ],
+    ids=str,
+)
+def test_what_would_differ_is_started_anew(place, other):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        found = ask(server, place, "a", **other)
+    assert found.startswith("Ray's own")
+    assert found.split()[-2:] == [str(place / "child.py"), "a"]
+
+
+def test_a_server_with_threads_forks_nothing(place):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["threads"])
+        assert ask(server, place).startswith("Ray's own")
+
+
+@pytest.mark.parametrize("how", ["killed", "closed", "silent"])
+def test_without_a_server_that_answers_processes_are_started_anew(place, how, monkeypatch):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        assert isinstance(ask(server, place), dict)
+        if how == "silent":
+            server._process.send_signal(signal.SIGSTOP)
+            monkeypatch.setenv(SOCKET_VARIABLE, str(server._directory / "socket"))
+            monkeypatch.setattr(fork_worker, "ANSWER_S", 0.2)
+            assert not fork_worker._forked(["--language=PYTHON", str(place / "child.py")])
+            server._process.send_signal(signal.SIGCONT)
+            assert isinstance(ask(server, place), dict), "it goes on for others"
+            return
+        directory = server._directory
+        server._process.kill() if how == "killed" else server.close()
+        server._process.wait()
+        assert ask(server, place).startswith("Ray's own")
+    assert not directory.exists()
+
+
+def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombie(place):
+    driver = textwrap.dedent("""
+        import os, sys, time
+        from asyncrl.cluster.fork_server import ForkServer
+        import asyncrl.cluster.fork_server as module
+        module._GPUS = ()
+        server = ForkServer()
+        server.start(dict(os.environ), ["heavy"])
+        print(server._process.pid, server._directory, flush=True)
+        time.sleep(60)
+    """)
+    started = subprocess.Popen(
+        [sys.executable, "-c", driver], env=environment_of(place), stdout=subprocess.PIPE, text=True
+    )
+    pid, directory = started.stdout.readline().split()
+    server = ForkServer()
+    server._directory = Path(directory)
+    ask(server, place, "fail")
+    process = psutil.Process(int(pid))
+    deadline = time.monotonic() + 10
+    while process.children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.children() == [], "not even as a zombie"
+    started.kill()
+    started.wait()
+    psutil.wait_procs([process], timeout=10)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not Path(directory).exists()
+
+
+def test_there_is_none_beside_gpus(place, monkeypatch):
+    monkeypatch.setattr(fork_server, "_GPUS", (str(place),))
+    with ForkServer() as server:
+        server.start(environment_of(place), [])
+        assert server._process is None
+        before = dict(os.environ)
+        with server.asked_by_ray(object()):
+            assert dict(os.environ) == before
