@@ -7,20 +7,24 @@ memory of what was imported.
 
 A copy is asked for only where it is the same as a new process: `START_PREFIXES` names the variables that are read when
 Python or a library is loaded, and one of another value makes `fork_worker.py` start a new process, as do a server that
-is gone, and one that has threads. Ray is imported by each process itself: when it is loaded, it reads whose worker it
-is. There is none where GPUs are: what has touched CUDA may not be forked.
+is gone, and one that has threads. Those in `SHARED` may be the server's own: how threads wait, and large pages, are
+then the same in all processes. Ray is imported by each process itself: when it is loaded, it reads whose worker it is.
+There is no server where GPUs are: what has touched CUDA may not be forked.
 
 This module imports the standard library alone: what it imports is in every process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import pkgutil
+import resource
 import runpy
 import secrets
 import select
@@ -30,9 +34,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
+
+logger = logging.getLogger(__name__)
 
 SOCKET_VARIABLE = "ASYNCRL_FORK_SERVER"
 SWITCH = "ASYNCRL_FORK"
@@ -45,6 +52,7 @@ START_PREFIXES = (
     *("TORCH", "PYTORCH_", "ATEN_", "CUDA_", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
 )
 """Variables that are read once, when Python or a library is loaded."""
+SHARED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 REQUEST_S = 5.0
 """Longest wait for what a process that has connected asks for."""
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
@@ -68,6 +76,13 @@ class ForkServer:
         """
         if sys.platform != "linux" or any(map(os.path.exists, _GPUS)) or os.environ.get(SWITCH) == "0":
             return
+        try:
+            self._start(environment, modules, model)
+        except OSError as error:  # no room, no processes, or a path that is too long for a socket
+            logger.warning("processes are not forked but started anew: %s", error)
+            self.close()
+
+    def _start(self, environment: Mapping[str, str], modules: Sequence[str], model: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="asyncrl-fork-"))  # 0700: nobody else may ask
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self._directory / "socket"))
@@ -81,6 +96,11 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C on a terminal reaches the driver, not this
             )
+
+    @property
+    def directory(self) -> Path | None:
+        """Of its socket, while there is a server."""
+        return self._directory
 
     @contextlib.contextmanager
     def asked_by_ray(self, constants: Any) -> Iterator[None]:
@@ -114,12 +134,15 @@ class ForkServer:
             self._process.wait()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+        self._process = self._directory = None
 
 
 def main(arguments: Sequence[str]) -> None:
     """The server's process: ends when the driver has ended."""
     descriptor, directory, model, *modules = arguments
     started_with = dict(os.environ)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory: a module of the user's there is not meant
     sys.modules["ray"] = None  # type: ignore[assignment]
     for name in modules:
         with contextlib.suppress(Exception):  # whoever needs it imports it and says what is wrong
@@ -137,7 +160,7 @@ def main(arguments: Sequence[str]) -> None:
             if sys.stdin in ready:  # its other end is closed: the driver has ended
                 break
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError, ValueError):
+            with connection, contextlib.suppress(Exception):  # whoever asked starts a process of its own
                 _answer(connection, listener, started_with, by_imports)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -165,27 +188,32 @@ def _answer(
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
         with connection.makefile("rb") as stream:
-            request = json.load(stream)
-        forks = _is_same(request["environment"], started_with) and len(os.listdir("/proc/self/task")) == 1
-        if forks and os.fork() == 0:
+            request = json.loads(stream.readline())
+        if refusal := _refusal(request["environment"], started_with):
+            connection.sendall(f"no: {refusal}\n".encode())
+        elif os.fork() == 0:
             stack.pop_all()
             listener.close()
+            connection.sendall(b"forked\n")
+            if connection.recv(1) != b"!":  # whoever asked has given up, and starts a process of its own
+                os._exit(0)
             connection.close()
-            environment = {**by_imports, **request["environment"]}
-            _become(descriptors, request["arguments"], environment, request["directory"])
-        connection.sendall(b"forked" if forks else b"no")
+            _become(descriptors, request, {**by_imports, **request["environment"]})
 
 
-def _is_same(environment: Mapping[str, str], started_with: Mapping[str, str]) -> bool:
-    return all(
-        started_with.get(name) == value for name, value in environment.items() if name.startswith(START_PREFIXES)
-    )
+def _refusal(environment: Mapping[str, str], started_with: Mapping[str, str]) -> str:
+    """Why a fork would differ from a new process with this environment; empty where it would not."""
+    for name in sorted(environment.keys() | started_with.keys()):
+        asked, found = environment.get(name), started_with.get(name)
+        is_shared = asked is None and name in SHARED
+        if name.startswith(START_PREFIXES) and asked != found and not is_shared:
+            return f"{name} is {asked!r}, in the fork server {found!r}"
+    threads = len(os.listdir("/proc/self/task"))
+    return "" if threads == 1 else f"an import has left the fork server with {threads} threads"
 
 
-def _become(
-    descriptors: Sequence[int], arguments: list[str], environment: Mapping[str, str], directory: str
-) -> NoReturn:
-    """Runs a Python script as the main program of this process, with standard streams of somebody else."""
+def _become(descriptors: Sequence[int], request: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:
+    """Runs a Python script as the main program of this process, as whoever asked would have."""
     code = 1
     try:
         os.setsid()
@@ -193,23 +221,32 @@ def _become(
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        os.chdir(directory)
+        os.chdir(request["directory"])
+        os.umask(request["umask"])
+        resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
+        with contextlib.suppress(OSError):  # a system may not allow it
+            Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).parent)
+        sys.argv = request["arguments"]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, str(Path(sys.argv[0]).parent))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # else all have the same numbers; Python's own `random` does it itself
         if AFTER_FORK in environment:
             pkgutil.resolve_name(environment[AFTER_FORK])()
-        runpy.run_path(arguments[0], run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException as error:  # noqa: BLE001 - the end of a program: as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

@@ -89,6 +89,8 @@ def ray_cluster(
     with contextlib.ExitStack() as stack:
         stack.callback(janitor.close)
         stack.callback(forks.close)
+        if forks.directory is not None:
+            janitor.remove_later(forks.directory)
         place: dict[str, Any] = {}
         if address is None:
             stack.enter_context(_own_token(janitor.scratch / "token"))

@@ -21,6 +21,6 @@ def start_preloading(forks: ForkServer, recipe: Recipe) -> None:
     modules = ["torch", "transformers", "transformers.models.auto.modeling_auto"]
     modules += [BACKENDS[recipe.trainer.backend].backend.partition(":")[0], "asyncrl.trainer.trainer_worker"]
     modules += [*engine.preload, "asyncrl.rollout.rollouter", "asyncrl.queue.message_queue"]
-    local = {name: value for name, value in engine.local_environment.items() if SCRATCH not in value}
+    local = {n: os.environ.get(n, value) for n, value in engine.local_environment.items() if SCRATCH not in value}
     variables = {**recipe.ray.env, **TrainerSpec.of(recipe).environment, **engine.environment, **local}
     forks.start({**os.environ, **variables, RUN_VARIABLE: forks.run_id}, modules, recipe.model.path)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -21,11 +24,14 @@ pytestmark = [
 ]
 
 CHILD = """
-import json, os, random, sys
+import atexit, json, os, random, resource, sys
 import numpy
+atexit.register(print, 'ended as it should', file=sys.stderr)
 print(json.dumps({
     "pid": os.getpid(), "session": os.getsid(0), "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(),
     "named": __name__, "environment": dict(os.environ), "loaded": "heavy" in sys.modules,
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "umask": os.umask(0o22),
+    "oom_score_adj": open("/proc/self/oom_score_adj").read().strip(),
     "random": [random.random(), float(numpy.random.random())], "threads": len(os.listdir("/proc/self/task")),
 }), flush=True)
 if "fail" in sys.argv:
@@ -60,17 +66,26 @@ def environment_of(place, **more):
     return {**ours, **more}
 
 
-def ask(server, place, *arguments, context=None, language="PYTHON", **more):
+def ask(server, place, *arguments, context=None, language="PYTHON", option=None, before=None, **more):
     """What the process prints that Ray would start: of the fork a dict, of Ray's own script a text."""
     environment = environment_of(place, **more)
-    environment[SOCKET_VARIABLE] = str(server._directory / "socket")
+    environment[SOCKET_VARIABLE] = str(server.directory / "socket")
     words = [f"--language={language}", str(place / "child.py"), *arguments]
+    if option is not None:
+        words.insert(1, option)
     if context is not None:
         words.insert(0, f"--serialized-runtime-env-context={json.dumps(context)}")
     done = subprocess.run(
-        [sys.executable, str(WORKER), *words], env=environment, cwd=place, capture_output=True, text=True, timeout=60
+        [sys.executable, str(WORKER), *words],
+        env=environment,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=before,
     )
     assert done.returncode == 0, done.stderr
+    assert ("ended as it should" in done.stderr) == done.stdout.startswith("{")
     return json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout
 
 
@@ -88,6 +103,57 @@ def test_a_fork_is_as_the_process_that_ray_asked_for(place):
     assert first["environment"]["OF_RAY"] == "1"
     assert first["environment"]["SET_BY_IMPORT"] == "heavy", "as if it had imported that itself"
     assert all(one != other for one, other in zip(first["random"], second["random"], strict=True))
+
+
+def test_a_fork_has_the_limits_of_who_asks(place):
+    def ours():
+        os.umask(0o27)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (700, hard))
+        Path("/proc/self/oom_score_adj").write_text("500")
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        found = ask(server, place, before=ours)
+    assert (found["open_files"], found["umask"], found["oom_score_adj"]) == (700, 0o27, "500")
+
+
+def test_options_of_the_interpreter_are_its_own(place):
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        assert ask(server, place, option="-s").split()[-2:] == ["-s", str(place / "child.py")]
+
+
+def test_a_fork_that_nobody_hears_of_does_not_go_on(place):
+    """Else the process would be there twice, once started anew."""
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        request = {
+            "arguments": [str(place / "child.py")],
+            "environment": environment_of(place),
+            "directory": str(place),
+        }
+        request |= {"umask": 0o22, "open_files": (700, 700), "oom_score_adj": "0"}
+        with socket.socket(socket.AF_UNIX) as asking, (place / "out").open("w+") as output:
+            asking.connect(str(server.directory / "socket"))
+            assert asking.recv(1) == b"?"
+            socket.send_fds(asking, [b"."], [output.fileno()] * 3)
+            asking.sendall(json.dumps(request).encode() + b"\n")
+            assert asking.recv(7) == b"forked\n"
+        deadline = time.monotonic() + 10
+        while psutil.Process(server._process.pid).children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not psutil.Process(server._process.pid).children()
+        assert (place / "out").read_text() == ""
+
+
+def test_where_no_server_can_start_there_is_none(place, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(place / ("long" * 40)))
+    Path(tempfile.gettempdir()).mkdir()
+    with ForkServer() as server:
+        server.start(environment_of(place), [])
+        assert server.directory is None
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 def test_its_hook_is_called_first_and_only_where_it_is_asked_for(place):
@@ -108,6 +174,7 @@ def test_its_hook_is_called_first_and_only_where_it_is_asked_for(place):
         {"context": {"command_prefix": ["nice"]}},
         {"context": {"py_executable": "/usr/bin/python0"}},
         {"language": "JAVA"},
+        {"MKL_DYNAMIC": "TRUE"},
     ],
     ids=str,
 )
@@ -132,15 +199,17 @@ def test_without_a_server_that_answers_processes_are_started_anew(place, how, mo
         assert isinstance(ask(server, place), dict)
         if how == "silent":
             server._process.send_signal(signal.SIGSTOP)
-            monkeypatch.setenv(SOCKET_VARIABLE, str(server._directory / "socket"))
+            monkeypatch.setenv(SOCKET_VARIABLE, str(server.directory / "socket"))
             monkeypatch.setattr(fork_worker, "ANSWER_S", 0.2)
             assert not fork_worker._forked(["--language=PYTHON", str(place / "child.py")])
             server._process.send_signal(signal.SIGCONT)
             assert isinstance(ask(server, place), dict), "it goes on for others"
             return
-        directory = server._directory
-        server._process.kill() if how == "killed" else server.close()
-        server._process.wait()
+        directory = server.directory
+        process = server._process
+        process.kill() if how == "killed" else server.close()
+        process.wait()
+        server._directory = directory
         assert ask(server, place).startswith("Ray's own")
     assert not directory.exists()
 

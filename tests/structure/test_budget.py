@@ -17,7 +17,7 @@ BUDGET = {
     "algorithms": 758,
     "audit": 1095,
     "checkpoint": 670,
-    "cluster": 930,
+    "cluster": 940,
     "commands": 1675,
     "config": 2660,
     "data": 1530,

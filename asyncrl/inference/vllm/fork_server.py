@@ -54,8 +54,11 @@ def _fork(executable: bytes, arguments: Sequence[str], descriptors: Sequence[int
                 os.close(descriptor)
         listener, alive = descriptors
         forkserver.main(listener, alive, [])
-    finally:
-        os._exit(1)  # it ends by itself, with 0
+    except SystemExit:  # how it ends
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - the end of a process: as the interpreter does
+        sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(1)
 
 
 @contextlib.contextmanager
