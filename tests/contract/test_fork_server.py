@@ -252,3 +252,35 @@ def test_there_is_none_beside_gpus(place, monkeypatch):
         before = dict(os.environ)
         with server.asked_by_ray(object()):
             assert dict(os.environ) == before
+
+
+def test_ray_has_its_processes_forked(place):
+    driver = textwrap.dedent("""
+        import os, pathlib, sys
+        import ray
+        import asyncrl.cluster.fork_server as module
+        from asyncrl.cluster.janitor import RUN_VARIABLE
+        from asyncrl.cluster.ray_session import ray_cluster
+
+        class Actor:
+            def parent(self):
+                return os.getppid()
+
+        module._GPUS = ()
+        with module.ForkServer() as forks:
+            forks.start({**os.environ, RUN_VARIABLE: forks.run_id}, [])
+            with ray_cluster(None, pathlib.Path(sys.argv[1]), forks=forks):
+                actor = ray.remote(Actor).options(num_cpus=0).remote()
+                assert ray.get(actor.parent.remote(), timeout=60) == forks._process.pid
+            assert forks.directory is None
+    """)
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", driver, str(place / "log.txt")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
