@@ -55,7 +55,7 @@ START_PREFIXES = (
 SHARED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 REQUEST_S = 5.0
 """Longest wait for what a process that has connected asks for."""
-_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class ForkServer:
@@ -194,11 +194,19 @@ def _answer(
         elif os.fork() == 0:
             stack.pop_all()
             listener.close()
-            connection.sendall(b"forked\n")
-            if connection.recv(1) != b"!":  # whoever asked has given up, and starts a process of its own
+            if not _is_heard(connection):  # whoever asked has given up, and starts a process of its own
                 os._exit(0)
             connection.close()
             _become(descriptors, request, {**by_imports, **request["environment"]})
+
+
+def _is_heard(connection: socket.socket) -> bool:
+    """The fork's question to whoever asked for it: a fork that goes on is never the server again."""
+    try:
+        connection.sendall(b"forked\n")
+        return connection.recv(1) == b"!"
+    except OSError:
+        return False
 
 
 def _refusal(environment: Mapping[str, str], started_with: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ BUDGET = {
     "algorithms": 758,
     "audit": 1095,
     "checkpoint": 670,
-    "cluster": 990,
+    "cluster": 1000,
     "commands": 1675,
     "config": 2660,
     "data": 1530,

@@ -14,6 +14,7 @@ from asyncrl.config.threads import rank_threads, trainer_threads
 from asyncrl.driver import actors
 from asyncrl.driver.cores import local_cores
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 pytestmark = pytest.mark.unit
 
@@ -99,3 +100,14 @@ def test_the_threads_of_ranks_follow_the_nodes_that_they_may_be_on(monkeypatch):
     assert actors._smallest_node() == (192, 1, 8), "not the cores of the head"
     found[1:] = []
     assert actors._smallest_node() == (min(4, local_cores()), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "spins"),
+    [(["mode=sync"], True), (["mode=one_step_off"], False), (["mode=fully_async"], False)],
+    ids=str,
+)
+def test_threads_that_wait_spin_only_where_replicas_are_idle(keys, spins):
+    spec = TrainerSpec.of(load_recipe(QUICKSTART, keys))
+    assert ("GOMP_SPINCOUNT" in spec.environment) == spins
+    assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"
