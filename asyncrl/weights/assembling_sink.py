@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,12 +14,16 @@ from asyncrl.types import TensorSpec
 class AssemblingSink:
     """Collects slices into whole tensors and passes each on when it is complete. A `DirectSink`.
 
-    Every tensor lives in fresh memory that the callback may keep: an engine that reloads layer by layer holds
+    Every tensor lives in memory of its own that the callback may keep: an engine that reloads layer by layer holds
     references until a layer is complete.
     """
 
-    def __init__(self, on_tensor: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(
+        self, on_tensor: Callable[[str, torch.Tensor], None], take: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        """`take`: gives memory for so many bytes on the CPU, [n] uint8; None: new memory."""
         self._on_tensor = on_tensor
+        self._take = partial(torch.empty, dtype=torch.uint8) if take is None else take
         self._memory: dict[str, torch.Tensor] = {}
         self._spec: TensorSpec | None = None
         self._filled = 0
@@ -43,7 +48,9 @@ class AssemblingSink:
     def _place(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """The place of these bytes in the memory of their tensor, which begins with its first slice."""
         if spec.name not in self._memory:
-            self._memory[spec.name] = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+            on_cpu = device.type == "cpu"
+            memory = self._take(spec.nbytes) if on_cpu else torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+            self._memory[spec.name] = memory
         return self._memory[spec.name][offset : offset + nbytes]
 
     def _check_next(self, spec: TensorSpec, offset: int, nbytes: int) -> None:

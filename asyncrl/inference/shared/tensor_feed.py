@@ -117,9 +117,15 @@ class CheckedSink:
     `check` raises WeightTransferError for a tensor that does not belong to the model.
     """
 
-    def __init__(self, check: Callable[[TensorSpec], None], on_tensor: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        check: Callable[[TensorSpec], None],
+        on_tensor: Callable[[str, torch.Tensor], None],
+        take: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """`take` as in `AssemblingSink`."""
         self._check = check
-        self._inner = AssemblingSink(on_tensor)
+        self._inner = AssemblingSink(on_tensor, take)
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         self._check(spec)

@@ -35,7 +35,7 @@ class Closable(Protocol):
 
 class WeightLoader(Protocol):
     """How one engine puts tensors of a checkpoint into the model that it serves. All methods run in the worker's own
-    thread, but for `check`."""
+    thread, but for `check` and what `take` gives."""
 
     @property
     def computes_together(self) -> bool:
@@ -44,6 +44,11 @@ class WeightLoader(Protocol):
 
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        ...
+
+    @property
+    def take(self) -> Callable[[int], torch.Tensor] | None:
+        """Gives memory for a tensor that comes, as in `AssemblingSink`. Called in the receiver's thread."""
         ...
 
     def start(self, names: Collection[str] | None) -> None:
@@ -139,7 +144,7 @@ class WorkerUpdate:
 
     def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
         """In the receiver's thread: moves one publish into `feed`."""
-        sink = CheckedSink(self._loader.check, feed.offer)
+        sink = CheckedSink(self._loader.check, feed.offer, self._loader.take)
         return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 vLLM gathers the tensors of a layer, loads them into fresh memory, processes them (quantisation, packing) and copies the
 result over the old ones, so that CUDA graphs stay valid. It holds references to the tensors until a layer is complete.
+Layers that compute with a packed copy are loaded in another way (`packed_layers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,20 @@ from vllm.platforms import current_platform
 
 from asyncrl.errors import AsyncRLError, WeightTransferError, explain
 from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
+from asyncrl.inference.vllm.packed_layers import PackedLayers
 from asyncrl.types import TensorSpec
+
+
+class _Modules(torch.nn.Module):
+    """Some modules of a model, without those inside of them: what vLLM's reload walks over."""
+
+    def __init__(self, chosen: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        del remove_duplicate
+        return iter(self._chosen)
 
 
 class Reload:
@@ -26,15 +40,20 @@ class Reload:
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
-        self._reloaded: torch.nn.Module | None = None
-        """The model, or its layers, that the reload in progress loads."""
+        self._reloaded: _Modules | None = None
+        """What the reload in progress loads, but for packed layers."""
         self._kernels: list[tuple[Any, Any]] = []
+        self._packed = PackedLayers(model)
         self.expected = ExpectedTensors(model)
 
     @property
     def computes_together(self) -> bool:
         """The scale of a layer is that of all its shards."""
         return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
+
+    @property
+    def take(self) -> Callable[[int], torch.Tensor]:
+        return self._packed.memory.take
 
     def check(self, spec: TensorSpec) -> None:
         self.expected.check(spec)
@@ -44,9 +63,10 @@ class Reload:
 
         Raises WeightTransferError: the model cannot take published weights."""
         self.expected.require_loadable()
-        self._reloaded = self._model
+        reloaded = self._model
         if names is not None:
-            self._reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))
+            reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))
+        self._reloaded = _Modules(self._packed.open(reloaded.modules()))
         self._let_experts_be_packed(self._reloaded)
         initialize_layerwise_reload(self._reloaded)
 
@@ -65,7 +85,7 @@ class Reload:
 
         last = ["no tensor"]
         try:
-            loaded = self._model.load_weights(watched())  # type: ignore[operator]
+            loaded = self._packed.load(lambda: self._model.load_weights(watched()))  # type: ignore[operator]
         except AsyncRLError:
             raise
         except Exception as error:
@@ -93,6 +113,7 @@ class Reload:
         reloaded, self._reloaded = self._reloaded, None
         if reloaded is None:
             return
+        self._packed.close()
         finalize_layerwise_reload(reloaded, self._model_config)
         for method, kernel in self._kernels:
             if method.moe_kernel is None:  # a layer that has its old tensors
