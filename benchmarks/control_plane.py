@@ -75,9 +75,10 @@ class SyntheticReplicas:
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, str], Written] = {}
-        self._tokens = 0
+        self._tokens = self._submits = self._collects = 0
 
     async def submit(self, replica_id: int, client_id: str, requests: list[GenerationRequest]) -> None:
+        self._submits += 1
         written = self._of.setdefault((replica_id, client_id), Written())
         now = time.monotonic()
         for request in requests:
@@ -87,6 +88,7 @@ class SyntheticReplicas:
     async def collect(self, replica_id: int, client_id: str, wait_s: float, gather_s: float) -> list[TokenChunk]:
         """As an outbox hands tokens out. Between two looks it sleeps until the clock ends a request, at least
         `LOOK_S`."""
+        self._collects += 1
         written, deadline = self._of.setdefault((replica_id, client_id), Written()), time.monotonic() + wait_s
         while True:
             now = time.monotonic()
@@ -104,8 +106,9 @@ class SyntheticReplicas:
             if where == replica_id:
                 written.aborted += [i for i in request_ids if i in written.requests]
 
-    async def tokens(self) -> int:
-        return self._tokens
+    async def counts(self) -> tuple[int, int, int]:
+        """Tokens, submits and collects so far."""
+        return self._tokens, self._submits, self._collects
 
     def _take(self, written: Written, now: float, gathers: bool):
         for request_id in written.aborted:
@@ -152,6 +155,8 @@ class Figures:
     late_p99_ms: float
     late_max_ms: float
     queue_us_per_group: float
+    submits_per_s: float
+    collects_per_s: float
 
     @property
     def replicas_per_core(self) -> float:
@@ -215,7 +220,7 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         for actor_handle in (*rollouters, queue.handle, synthetic):
             ray.kill(actor_handle)
         await asyncio.gather(training, *running, return_exceptions=True)
-    tokens, cpu_s, queue_s, groups = (b - a for a, b in zip(before, after, strict=True))
+    tokens, submits, collects, cpu_s, queue_s, groups = (b - a for a, b in zip(before, after, strict=True))
     return Figures(
         num_replicas,
         num_rollouters,
@@ -226,14 +231,17 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         1e3 * float(np.quantile(delays, 0.99)),
         1e3 * max(delays),
         1e6 * queue_s / groups,
+        submits / wall_s,
+        collects / wall_s,
     )
 
 
 async def look(synthetic, rollouters, queue: QueueControl) -> tuple[float, ...]:
-    """Tokens, CPU seconds of the rollouters and of the queue, and groups trained so far."""
+    """Tokens, submits, collects, CPU seconds of the rollouters and of the queue, and groups trained so far."""
     stats = await asyncio.gather(*(r.stats.remote() for r in rollouters))
     counts = await queue.counts()
-    return await synthetic.tokens.remote(), sum(s.cpu_s for s in stats), await queue.ping(10), counts.trained
+    calls = await synthetic.counts.remote()
+    return *calls, sum(s.cpu_s for s in stats), await queue.ping(10), counts.trained
 
 
 async def lateness(rollouter) -> list[float]:
@@ -269,13 +277,15 @@ def report(found: list[Figures], seconds: float) -> str:
         f"Commit {git_commit()}; {versions}.",
         "",
         "| replicas | rollouters | in flight | tokens/s | rollouter cores | us CPU per token | "
-        f"call late p99 / max, ms | queue us per group | replicas of {REQUESTS} requests per core of rollouter |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "call late p99 / max, ms | queue us per group | submits/s | collects/s | "
+        f"replicas of {REQUESTS} requests per core of rollouter |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for f in found:
         lines.append(
             f"| {f.replicas} | {f.rollouters} | {f.in_flight:.0f} | {f.tokens_per_s / 1e3:.1f}k | {f.cores:.2f} | "
             f"{f.us_per_token:.2f} | {f.late_p99_ms:.0f} / {f.late_max_ms:.0f} | {f.queue_us_per_group:.0f} | "
+            f"{f.submits_per_s:.0f} | {f.collects_per_s:.0f} | "
             f"{f.replicas_per_core:.0f} |"
         )
     return "\n".join(lines) + "\n"
