@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -19,11 +18,11 @@ class AssemblingSink:
     """
 
     def __init__(
-        self, on_tensor: Callable[[str, torch.Tensor], None], take: Callable[[int], torch.Tensor] | None = None
+        self, on_tensor: Callable[[str, torch.Tensor], None], take: Callable[[TensorSpec], torch.Tensor] | None = None
     ) -> None:
-        """`take`: gives memory for so many bytes on the CPU, [n] uint8; None: new memory."""
+        """`take`: gives memory for a tensor on the CPU, [nbytes] uint8; None: each has new memory."""
         self._on_tensor = on_tensor
-        self._take = partial(torch.empty, dtype=torch.uint8) if take is None else take
+        self._take = take
         self._memory: dict[str, torch.Tensor] = {}
         self._spec: TensorSpec | None = None
         self._filled = 0
@@ -48,9 +47,10 @@ class AssemblingSink:
     def _place(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """The place of these bytes in the memory of their tensor, which begins with its first slice."""
         if spec.name not in self._memory:
-            on_cpu = device.type == "cpu"
-            memory = self._take(spec.nbytes) if on_cpu else torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
-            self._memory[spec.name] = memory
+            if self._take is not None and device.type == "cpu":
+                self._memory[spec.name] = self._take(spec)
+            else:
+                self._memory[spec.name] = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         return self._memory[spec.name][offset : offset + nbytes]
 
     def _check_next(self, spec: TensorSpec, offset: int, nbytes: int) -> None:

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,37 +12,68 @@ from asyncrl.weights.plan import make_spec
 
 pytestmark = pytest.mark.unit
 
-SIZES = (LEAST_BYTES // 4, LEAST_BYTES, LEAST_BYTES + 4)
+SIZES = (LEAST_BYTES // 4, LEAST_BYTES, LEAST_BYTES + 8)
+CALLS = ["take", "take", "first half", "second half", "whole", "settle", "settle", "forget"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["take", "half", "whole", "forget"])), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(CALLS)), max_size=60))
 def test_memory_is_lent_to_one_at_a_time_and_again_once_all_of_it_was_used(calls):
     memory, held, free = KeptMemory(), {}, set()
-    """Held: by address, the tensor and the bytes that are still of use. Free: by size and address."""
-    for which, call in calls:
-        size = SIZES[which]
+    """Held: by address, the tensor and its halves that were used. Free: tuples of size and address."""
+    for size, call in calls:
         of_size = [address for address, (tensor, _) in held.items() if tensor.nbytes == size]
         if call == "take":
             tensor = memory.take(size)
             address = tensor.data_ptr()
             assert (tensor.shape, tensor.dtype) == ((size,), torch.uint8)
-            assert address not in held
-            if kept := {a for s, a in free if s == size}:
-                assert address in kept
+            assert address not in held, "somebody has it"
+            assert not (kept := {a for s, a in free if s == size}) or address in kept
             free.discard((size, address))
-            held[address] = tensor, size
+            held[address] = tensor, set()
         elif call == "forget":
             memory.forget_lent()
             held = {}
+        elif call == "settle":
+            memory.settle()
+            for address, (tensor, halves) in list(held.items()):
+                if len(halves) == 2 and tensor.nbytes >= LEAST_BYTES:
+                    del held[address]
+                    free.add((tensor.nbytes, address))
         elif of_size:
-            tensor, left = held[of_size[0]]
-            part = tensor[: size // 2] if call == "half" else tensor
+            tensor, halves = held[of_size[0]]
+            parts = {"first half": {0}, "second half": {1}}.get(call, {0, 1})
+            part = tensor if len(parts) == 2 else tensor.chunk(2)[parts.pop()]
             memory.used(part.view(torch.float32))
-            if size >= LEAST_BYTES:
-                held[of_size[0]] = tensor, left - part.nbytes
-                if left - part.nbytes <= 0:
-                    del held[of_size[0]]
-                    free.add((size, of_size[0]))
+            memory.used(part.view(torch.float32))
+            halves |= {"first half": {0}, "second half": {1}}.get(call, {0, 1})
+
+
+def test_a_view_that_repeats_entries_uses_nothing_up():
+    memory = KeptMemory()
+    tensor = memory.take(LEAST_BYTES)
+    memory.used(tensor[:8].expand(LEAST_BYTES // 8, 8))
+    memory.settle()
+    assert memory.take(LEAST_BYTES).data_ptr() != tensor.data_ptr()
+
+
+def test_threads_never_share_memory():
+    memory, failures = KeptMemory(), []
+
+    def work(number):
+        for _ in range(200):
+            tensor = memory.take(LEAST_BYTES)
+            tensor[:8] = number
+            if not bool((tensor[:8] == number).all()):
+                failures.append(number)
+            memory.used(tensor)
+            memory.settle()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert not failures
 
 
 def test_other_memory_is_passed_over():
@@ -52,11 +85,12 @@ def test_other_memory_is_passed_over():
 
 def test_whole_tensors_live_in_the_memory_that_a_sink_was_given():
     memory, whole = KeptMemory(), []
-    sink = AssemblingSink(lambda name, tensor: whole.append(tensor), memory.take)
+    sink = AssemblingSink(lambda name, tensor: whole.append(tensor), lambda spec: memory.take(spec.nbytes))
     spec: TensorSpec = make_spec("a", (LEAST_BYTES // 4,), "float32")
     for value in (1.0, 2.0):
         data = torch.full(spec.shape, value)
         sink.write(spec, 0, data.view(torch.uint8))
         assert torch.equal(whole[-1], data)
         memory.used(whole[-1])
+        memory.settle()
     assert whole[0].data_ptr() == whole[1].data_ptr()

@@ -21,6 +21,8 @@ MANIFEST = make_manifest(1, 1, [spec_of(*item) for item in WEIGHTS], 4096, verif
 class Loader:
     """Adds up each tensor over the workers."""
 
+    take = None
+
     def __init__(self, together: threading.Barrier, *, computes_together: bool) -> None:
         self.computes_together = computes_together
         self._together = together

@@ -17,17 +17,16 @@ _NEVER = 2**31 - 1
 
 
 class KeptMemory:
-    """Lends memory for tensors on the CPU, and lends it again once all bytes of a tensor were used.
-
-    For any number of threads. Memory whose use nobody reports is its taker's alone. What is kept is, for each size, as
-    much as was lent at the same time.
+    """Lends memory for tensors on the CPU. Threads take it and say which parts of it they have used; `settle` lends what
+    was used up again. Memory of which nobody says so stays with its taker. What is kept is, for each size, as much as
+    was lent at the same time.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._lent: dict[int, tuple[torch.Tensor, list[int]]] = {}
-        """By address: the memory, and how many of its bytes were not used yet."""
+        self._lent: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
+        """By address: the memory, and the lengths of its used parts by their offsets."""
 
     def take(self, nbytes: int) -> torch.Tensor:
         """[nbytes] uint8, with any content."""
@@ -36,20 +35,23 @@ class KeptMemory:
         with self._lock:
             free = self._free.get(nbytes)
             memory = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8)
-            self._lent[memory.data_ptr()] = memory, [nbytes]
+            self._lent[memory.data_ptr()] = memory, {}
         return memory
 
     def used(self, tensor: torch.Tensor) -> None:
-        """This part of a tensor is not needed any more. Other memory than that which was lent is passed over."""
+        """Nobody needs this part of a tensor after the next `settle`. Memory that was not lent is passed over."""
         address = tensor.untyped_storage().data_ptr()
         with self._lock:
-            if (lent := self._lent.get(address)) is None:
-                return
-            memory, left = lent
-            left[0] -= tensor.nbytes
-            if left[0] <= 0:
-                del self._lent[address]
-                self._free.setdefault(memory.nbytes, []).append(memory)
+            if (lent := self._lent.get(address)) is not None and tensor.is_contiguous():
+                lent[1][tensor.data_ptr() - address] = tensor.nbytes
+
+    def settle(self) -> None:
+        """Lends what was used up again. Called when nobody reads any more what he has used."""
+        with self._lock:
+            for address, (memory, parts) in list(self._lent.items()):
+                if sum(parts.values()) >= memory.nbytes:
+                    del self._lent[address]
+                    self._free.setdefault(memory.nbytes, []).append(memory)
 
     def forget_lent(self) -> None:
         """What is lent stays with those who have it."""

@@ -121,7 +121,7 @@ class CheckedSink:
         self,
         check: Callable[[TensorSpec], None],
         on_tensor: Callable[[str, torch.Tensor], None],
-        take: Callable[[int], torch.Tensor] | None = None,
+        take: Callable[[TensorSpec], torch.Tensor] | None = None,
     ) -> None:
         """`take` as in `AssemblingSink`."""
         self._check = check

@@ -47,7 +47,7 @@ class WeightLoader(Protocol):
         ...
 
     @property
-    def take(self) -> Callable[[int], torch.Tensor] | None:
+    def take(self) -> Callable[[TensorSpec], torch.Tensor] | None:
         """Gives memory for a tensor that comes, as in `AssemblingSink`. Called in the receiver's thread."""
         ...
 

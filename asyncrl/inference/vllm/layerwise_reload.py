@@ -52,8 +52,15 @@ class Reload:
         return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
 
     @property
-    def take(self) -> Callable[[int], torch.Tensor]:
-        return self._packed.memory.take
+    def take(self) -> Callable[[TensorSpec], torch.Tensor] | None:
+        return None if self._packed.is_empty else self._take
+
+    def _take(self, spec: TensorSpec) -> torch.Tensor:
+        """Only for tensors whose loader says when it needs them no more: those of other layers are freed then."""
+        layers = self.expected.layers_of([spec.name])
+        if layers and all(self._packed.loads(self._model.get_submodule(layer)) for layer in layers):
+            return self._packed.memory.take(spec.nbytes)
+        return torch.empty(spec.nbytes, dtype=torch.uint8)
 
     def check(self, spec: TensorSpec) -> None:
         self.expected.check(spec)
@@ -82,6 +89,8 @@ class Reload:
                 published.add(name)
                 last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
                 yield name, tensor
+                del tensor
+                self._packed.memory.settle()
 
         last = ["no tensor"]
         try:
@@ -95,6 +104,7 @@ class Reload:
                 )
             ) from error
         self.expected.require_all(published, loaded if names is None else None, names)
+        self._packed.require_whole()
 
     def finish(self) -> None:
         self._finalize()
@@ -110,10 +120,10 @@ class Reload:
         self._finalize()
 
     def _finalize(self) -> None:
+        self._packed.close()
         reloaded, self._reloaded = self._reloaded, None
         if reloaded is None:
             return
-        self._packed.close()
         finalize_layerwise_reload(reloaded, self._model_config)
         for method, kernel in self._kernels:
             if method.moe_kernel is None:  # a layer that has its old tensors
