@@ -25,7 +25,7 @@ BUDGET = {
     "driver": 2570,
     "environments": 2190,
     "evaluation": 80,
-    "inference": 7680,
+    "inference": 7715,
     "kernels": 60,
     "observability": 880,
     "plan": 927,

@@ -17,9 +17,9 @@ _NEVER = 2**31 - 1
 
 
 class KeptMemory:
-    """Lends memory for tensors on the CPU. Threads take it and say which parts of it they have used; `settle` lends what
-    was used up again. Memory of which nobody says so stays with its taker. What is kept is, for each size, as much as
-    was lent at the same time.
+    """Lends memory for tensors on the CPU. Threads take it and say which parts of it they have used; `settle` lends
+    what was used up again. Memory of which nobody says so stays with its taker. What is kept is, for each size, as much
+    as was lent at the same time.
     """
 
     def __init__(self) -> None:
