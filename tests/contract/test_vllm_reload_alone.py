@@ -102,8 +102,9 @@ def expected(weights, ids):
 class Receiver:
     """Brings tensors as a publish does: in memory that the loader gives."""
 
-    def __init__(self, reload):
+    def __init__(self, reload, model):
         self.reload = reload
+        self.model = model
         self.addresses = []
 
     def tensors(self, weights):
@@ -128,6 +129,7 @@ def refused(receiver, match):
     with pytest.raises(WeightTransferError, match=match):
         yield
     receiver.reload.abandon()
+    assert not any(parameter.is_meta for parameter in receiver.model.parameters()), "the layers are whole"
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def served(make_model):
 
     model = make_model()
     ids = torch.tensor([3, 77, 1024])
-    receiver = Receiver(Reload(model, SimpleNamespace(dtype=torch.float32)))
+    receiver = Receiver(Reload(model, SimpleNamespace(dtype=torch.float32)), model)
 
     def serves(weights):
         with torch.no_grad():
@@ -147,7 +149,7 @@ def served(make_model):
 
 def test_later_publishes_take_the_memory_of_the_first_ones(served):
     model, receiver, serves = served
-    seen, embedding = set(), model.embed.weight.data_ptr()
+    seen, embedding, loader = set(), model.embed.weight.data_ptr(), model.embed.weight.weight_loader
     for seed in range(4):
         weights = drawn(seed)
         receiver.publish(weights)
@@ -156,7 +158,7 @@ def test_later_publishes_take_the_memory_of_the_first_ones(served):
         assert len(large) == 4
         assert seed < 2 or set(large) <= seen, "weights that wait to be packed take turns with tensors of their size"
         seen.update(large)
-        assert model.embed.weight.data_ptr() == embedding
+        assert (model.embed.weight.data_ptr(), model.embed.weight.weight_loader) == (embedding, loader)
         assert model.lm_head.cpu_linear is model.embed.cpu_linear
         assert model.mlp.gate_up_proj.weight.numel() == model.mlp.down_proj.weight.numel() == 0, (
             "the packed copy is enough"

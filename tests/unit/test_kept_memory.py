@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 import torch
@@ -48,6 +49,19 @@ def test_memory_is_lent_to_one_at_a_time_and_again_once_all_of_it_was_used(calls
             halves |= {"first half": {0}, "second half": {1}}.get(call, {0, 1})
 
 
+def test_memory_of_which_a_part_is_in_use_is_not_lent_again():
+    memory = KeptMemory()
+    tensor = memory.take(LEAST_BYTES)
+    first, second = tensor.chunk(2)
+    memory.used(first)
+    memory.settle()
+    assert (other := memory.take(LEAST_BYTES)).data_ptr() != tensor.data_ptr()
+    memory.used(second)
+    assert memory.take(LEAST_BYTES).data_ptr() not in (tensor.data_ptr(), other.data_ptr()), "it is not settled"
+    memory.settle()
+    assert memory.take(LEAST_BYTES).data_ptr() == tensor.data_ptr()
+
+
 def test_a_view_that_repeats_entries_uses_nothing_up():
     memory = KeptMemory()
     tensor = memory.take(LEAST_BYTES)
@@ -57,23 +71,27 @@ def test_a_view_that_repeats_entries_uses_nothing_up():
 
 
 def test_threads_never_share_memory():
-    memory, failures = KeptMemory(), []
+    memory, lock, held, rounds = KeptMemory(), threading.Lock(), [], []
 
-    def work(number):
+    def work():
         for _ in range(200):
             tensor = memory.take(LEAST_BYTES)
-            tensor[:8] = number
-            if not bool((tensor[:8] == number).all()):
-                failures.append(number)
+            with lock:
+                held.append(tensor.data_ptr())
+                assert len(held) == len(set(held)), "somebody else has it"
+            time.sleep(0.0005)  # the other threads take theirs
+            with lock:
+                held.remove(tensor.data_ptr())
             memory.used(tensor)
             memory.settle()
+        rounds.append(200)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60.0)
-    assert not failures
+    assert rounds == [200] * 4, "a thread failed, or waits"
 
 
 def test_other_memory_is_passed_over():
