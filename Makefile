@@ -140,7 +140,8 @@ ROUNDS ?= 5
 fuzz: $(STAMP)
 	for round in $$(seq $(ROUNDS)); do $(PYTEST) -q -m hypothesis --hypothesis-profile=fuzz || exit 1; done
 
-test: $(STAMP_VLLM) lint types
+# The model is made before the tests: on a slow machine it takes longer than the test that would be the first to need it may.
+test: $(STAMP_VLLM) lint types $(MODEL)/config.json $(DATA)
 	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP_VLLM)
