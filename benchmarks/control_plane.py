@@ -38,6 +38,7 @@ from asyncrl.driver.preflight import check_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.remote.line import HasLine
 from asyncrl.remote.waits import replica
 from asyncrl.rollout.actor_channels import QueueChannel
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
@@ -49,6 +50,9 @@ TOKENS_PER_S, SHORTEST, LONGEST = 50.0, 256, 512
 REQUESTS, GROUP, MAX_LAG, WARM_S = 64, 16, 3, 10.0
 LOOK_S = 0.02
 """Shortest time between two looks of a collection that finds nothing."""
+PROBE_S = 0.1
+"""Time between two calls that measure how late the rollouter is. They go through Ray, and each costs the rollouter as
+much as some hundred tokens."""
 
 
 @dataclass
@@ -70,7 +74,7 @@ class Written:
     """When all tokens were last collected."""
 
 
-class SyntheticReplicas:
+class SyntheticReplicas(HasLine):
     """All replicas: a Ray actor with the calls of `Replica`, each with the id of the replica."""
 
     def __init__(self) -> None:
@@ -131,7 +135,7 @@ class SyntheticChannel:
 
     def __init__(self, replica_id: int, handle, client_id: str) -> None:
         self._id, self._client_id = replica_id, client_id
-        self._actor = ActorClient(handle, replica(replica_id))
+        self._actor = ActorClient(handle, replica(replica_id), has_line=True)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, SyntheticReplicas.submit, self._id, self._client_id, requests)
@@ -245,14 +249,14 @@ async def look(synthetic, rollouters, queue: QueueControl) -> tuple[float, ...]:
 
 
 async def lateness(rollouter) -> list[float]:
-    """Seconds that calls to the rollouter took, one every 20 ms, until this task is cancelled."""
+    """Seconds that calls to the rollouter took, until this task is cancelled."""
     found: list[float] = []
     try:
         while True:
             began = time.monotonic()
             await rollouter.stats.remote()
             found.append(time.monotonic() - began)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(PROBE_S)
     except asyncio.CancelledError:
         return found
 

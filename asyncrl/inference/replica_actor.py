@@ -153,11 +153,14 @@ def spawn_replica(
 class ReplicaControl:
     """The calls of the pool and the checkpoint engine to one replica."""
 
-    def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None) -> None:
+    def __init__(
+        self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None, actor: ActorClient | None = None
+    ) -> None:
+        """`actor`: what a former control called it by; calls of both begin in their order."""
         self._id = replica_id
         self.handle = handle
         self._place = place
-        self._actor = ActorClient(handle, replica(replica_id))
+        self._actor = ActorClient(handle, replica(replica_id), has_line=True) if actor is None else actor
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
@@ -201,7 +204,7 @@ class ReplicaControl:
         for ended in self._open:
             if not ended.done():
                 ended.set_result(None)
-        return ReplicaControl(self._id, self.handle, self._place)
+        return ReplicaControl(self._id, self.handle, self._place, self._actor)
 
     def kill(self) -> None:
         self._actor.kill()

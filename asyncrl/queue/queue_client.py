@@ -18,7 +18,7 @@ class QueueControl:
 
     def __init__(self, handle: ActorHandle) -> None:
         self.handle = handle
-        self._actor = ActorClient(handle, MESSAGE_QUEUE)
+        self._actor = ActorClient(handle, MESSAGE_QUEUE, has_line=True)
 
     async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
         return await self._actor.call(wait_s + CALL_TIMEOUT_S, MessageQueue.foresee, step, wait_s)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import ray
 
-from asyncrl.errors import Process
-from asyncrl.remote.reply import ended, reply
+from asyncrl.errors import DeadlineExceeded, Process, explain
+from asyncrl.remote.line import Line, LineAnswer, LineEnded, connect
+from asyncrl.remote.reply import SLEPT_S, ended, reply
+
+logger = logging.getLogger(__name__)
 
 ActorHandle: TypeAlias = Any
 """Ray's handle of an actor: its methods come from the actor's class at run time."""
@@ -17,16 +23,25 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 """Longest time for a call; a long poll has its own wait on top."""
+LEAST_S = 5.0
+"""Ray has so long to say what became of a process whose line has ended, if the call has less left."""
 
 
 class ActorClient:
     """Owns the handle of an actor. Raises as `remote.reply.reply`."""
 
-    def __init__(self, handle: ActorHandle, process: Process, *, group: str | None = None) -> None:
-        """`group`: the actor's concurrency group in which the calls run; None: that of each method."""
+    def __init__(
+        self, handle: ActorHandle, process: Process, *, group: str | None = None, has_line: bool = False
+    ) -> None:
+        """
+        Args:
+            group: the actor's concurrency group in which the calls run; None: that of each method.
+            has_line: the actor is a `HasLine`. Its calls are made in their order, over a line that the first one opens.
+        """
         self.handle = handle
         self.process = process
         self._group = group
+        self._line = _LineToActor(handle, process) if has_line else None
 
     @overload
     async def call(
@@ -44,10 +59,25 @@ class ActorClient:
     async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
         name = method.__name__
+        if self._line is not None:
+            return await self._over_line(self._line.call(timeout_s, name, args, kwargs), timeout_s, name)
         remote = getattr(self.handle, name)
         if self._group is not None:
             remote = remote.options(concurrency_group=self._group)
         return await reply(remote.remote(*args, **kwargs), timeout_s=timeout_s, call=name, process=self.process)
+
+    async def _over_line(self, answer: Awaitable[Any], timeout_s: float, name: str) -> Any:
+        began = time.monotonic()
+        try:
+            return await reply(answer, timeout_s=timeout_s, call=name, process=self.process)
+        except LineEnded as error:
+            broken = str(error)
+        left_s = max(LEAST_S, timeout_s - (time.monotonic() - began))
+        # Ray says whether the process has died, and how
+        await reply(self.handle.line.remote(), timeout_s=left_s, call=name, process=self.process)
+        found = f"the connection to it broke ({broken}); it lives, and may have done what it was asked"
+        do = "see the process's log, and the network between the machines"
+        raise DeadlineExceeded(explain(f"{name} of {self.process}", found, do)).of(self.process)
 
     def kill(self) -> None:
         """Ends the process, also a stopped one; its children go with it. Idempotent."""
@@ -59,3 +89,71 @@ class ActorClient:
         Raises DeadlineExceeded.
         """
         await ended(getattr(self.handle, ping.__name__).remote, timeout_s=timeout_s, process=self.process)
+
+
+class _LineToActor:
+    """The line to an actor, which the first call opens, as does the first one after it has ended. Calls go through Ray
+    where there is no line."""
+
+    def __init__(self, handle: ActorHandle, process: Process) -> None:
+        self._handle = handle
+        self._process = process
+        self._line: Line | None = None
+        self._goes_through_ray = False
+        self._turn = asyncio.Lock()
+        """Of the calls that wait for the line, in their order."""
+        self._waiting: set[asyncio.Task[Any]] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LineToActor, (self._handle, self._process)  # who gets it opens another line
+
+    def call(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        """What raises, when it is awaited, what the method raises; RayError; LineEnded. Not made once its caller has
+        given up, which is some time after `timeout_s`."""
+        if not self._waiting and self._is_open:
+            return self._begin(name, args, kwargs)
+        given_up_at = time.monotonic() + timeout_s + 2 * SLEPT_S
+        call = self._begin_in_turn(given_up_at, name, args, kwargs)
+        task = asyncio.create_task(call, name=f"{name} of {self._process}")
+        self._waiting.add(task)
+        task.add_done_callback(_retrieved)
+        return LineAnswer(task)
+
+    async def _begin_in_turn(self, given_up_at: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            async with self._turn:
+                if not self._is_open:
+                    await self._open()
+                if time.monotonic() > given_up_at:
+                    raise LineEnded("it was opened too late for this call, which was not made")
+                answer = self._begin(name, args, kwargs)
+        finally:
+            self._waiting.discard(cast(Any, asyncio.current_task()))
+        return await answer
+
+    @property
+    def _is_open(self) -> bool:
+        return self._goes_through_ray or (self._line is not None and not self._line.ended)
+
+    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        if self._line is None:
+            return getattr(self._handle, name).remote(*args, **kwargs)
+        return self._line.call(name, args, kwargs)
+
+    async def _open(self) -> None:
+        """Raises RayError."""
+        self._line = None
+        try:
+            address = await self._handle.line.remote()
+            if address is not None:
+                self._line = await connect(address)
+        except (OSError, LineEnded, TimeoutError) as error:
+            why = f"{type(error).__name__} {error}".strip()
+            logger.warning("there is no line to %s (%s): its calls go through Ray", self._process, why)
+        self._goes_through_ray = self._line is None
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """Whoever asked may have given up: then nobody retrieves the error."""
+    if not task.cancelled():
+        task.exception()

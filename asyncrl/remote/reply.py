@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import ray
@@ -18,10 +18,11 @@ SLEPT_S = 2.0
 """A deadline that is noticed later than this means that this process was stopped or blocked: it checks once more."""
 
 
-async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
+async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Process) -> Any:
     """Returns the value of `ref`, awaited for at most `timeout_s` seconds.
 
     Args:
+        ref: an ObjectRef, or the answer of a line: it can be awaited again after a wait was cancelled.
         call, process: the call and the process that answers it; the error names both.
 
     Raises:
@@ -45,7 +46,7 @@ async def reply(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Pro
         _translate(error, wait)
 
 
-async def _once_more(ref: ray.ObjectRef, wait: Wait) -> Any:
+async def _once_more(ref: Awaitable[Any], wait: Wait) -> Any:
     try:
         async with asyncio.timeout(SLEPT_S):
             return await ref

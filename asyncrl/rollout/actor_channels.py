@@ -28,14 +28,17 @@ from asyncrl.types import (
 
 GRACE_S = 5.0
 """Time that the call of an evaluation has beyond the rollouter's deadline, so that the rollouter's error arrives."""
+_NUMBERS = itertools.count()
+"""Of the channels that this process has made: tables, and with them channels, are made by the owner of the replicas."""
 
 
 class ReplicaActorChannel:
-    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run."""
+    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run. Each has an outbox of
+    its own at the replica: a collection whose connection broke takes nothing that came for the next channel."""
 
     def __init__(self, replica_id: int, handle: ActorHandle, client_id: str, *, external: bool = False) -> None:
-        self._actor = ActorClient(handle, replica(replica_id))
-        self._client_id = client_id
+        self._actor = ActorClient(handle, replica(replica_id), has_line=True)
+        self._client_id = f"{client_id}/{next(_NUMBERS)}"
         self._external = external
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
@@ -68,7 +71,7 @@ class QueueChannel:
     """
 
     def __init__(self, handle: ActorHandle, client_id: str = "") -> None:
-        self._actor = ActorClient(handle, MESSAGE_QUEUE)
+        self._actor = ActorClient(handle, MESSAGE_QUEUE, has_line=True)
         self._client_id = client_id
         self._waiting: list[tuple[Ticket, TrajectoryGroup, asyncio.Future[None]]] = []
         self._sender: asyncio.Task[None] | None = None

@@ -37,9 +37,9 @@ __all__ = ["Draft", "GenerationClient", "OnChunk", "ReplicaChannel"]
 logger = logging.getLogger(__name__)
 
 
-COLLECT_S = 0.0006
+COLLECT_S = 0.0002
 """CPU time that a collection from one replica costs this process in all its threads, tokens apart."""
-COLLECT_SHARE = 0.1
+COLLECT_SHARE = 0.05
 """Collections take at most this share of the process's time; beyond that they become rarer."""
 COLLECT_WAIT_S = 1.0
 """Longest wait of a collection."""

@@ -2,7 +2,7 @@
 ranks send, each its part of the tensors, there is a sender for each (`transports/parts.py`).
 
 A transport only moves buckets. The checkpoint engine (`publish/checkpoint_engine.py`) decides when to pause, verify,
-retry and commit. The manifest travels by Ray calls.
+retry and commit. The manifest travels with the calls to the replicas.
 """
 
 from __future__ import annotations
