@@ -18,6 +18,7 @@ from asyncrl.remote import actor_client
 from asyncrl.remote import line as lines
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.line import LineEnded, connect, serve
+from asyncrl.rollout.actor_channels import ReplicaActorChannel
 
 pytestmark = pytest.mark.concurrency
 
@@ -132,7 +133,7 @@ async def cut(line):
 
 class TestCalls:
     async def test_values_and_keywords_arrive(self):
-        actor, _server, line = await opened()
+        _actor, _server, line = await opened()
         big = bytes(5_000_000)
         assert await line.call("echo", (big,), {"after_s": 0.01}) == big
         assert await line.call("plain", (3,), {}) == 3
@@ -164,9 +165,9 @@ class TestCalls:
 
     async def test_a_value_that_cannot_travel_fails_its_call_alone(self):
         _actor, _server, line = await opened()
-        with pytest.raises(Exception, match="(?i)pickle"):
+        with pytest.raises(Exception, match=r"(?i)pickle"):
             await line.call("unwritable", (), {})
-        with pytest.raises(Exception, match="(?i)pickle"):
+        with pytest.raises(Exception, match=r"(?i)pickle"):
             line.call("echo", (lambda: 1,), {})
         assert await line.call("echo", (1,), {}) == 1
 
@@ -519,6 +520,34 @@ class TestActorClient:
         assert handle.lines_asked == 2
         with pytest.raises(TypeError):
             pickle.dumps(client._line._line)
+
+
+async def test_a_collection_whose_line_broke_takes_nothing_of_the_next_channel():
+    """The replica may still be waiting in it when the client is connected again."""
+
+    class Outboxes(Actor):
+        def __init__(self):
+            super().__init__()
+            self.clients = []
+
+        async def collect(self, client_id, wait_s, gather_s):
+            self.clients.append(client_id)
+            await self.go.wait()
+            return []
+
+        async def submit(self, client_id, requests, external):
+            self.clients.append(client_id)
+
+    handle = Handle(Outboxes())
+    former, later = (ReplicaActorChannel(0, handle, "rollouter-1") for _ in range(2))
+    orphan = asyncio.create_task(former.collect(1.0, 0.0))
+    await later.submit([])
+    await asyncio.sleep(0.05)
+    first, second = handle.actor.clients
+    assert first != second
+    assert {first.partition("/")[0], second.partition("/")[0]} == {"rollouter-1"}, "who is forgotten by this name"
+    handle.actor.go.set()
+    await orphan
 
 
 async def test_where_calls_must_be_encrypted_there_is_no_line(monkeypatch):

@@ -22,7 +22,7 @@ from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineCon
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import GenerationError, ProcessDied
-from asyncrl.inference.replica_actor import spawn_replica
+from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.actor_channels import ReplicaActorChannel, channels
@@ -272,6 +272,17 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
 
 async def generated(fleet, replica_id):
     return (await fleet.controls[replica_id].stats(10)).health.generated_tokens
+
+
+async def test_replicas_are_called_over_lines_also_by_the_control_that_follows_an_abandoned_one(fleet):
+    control = ReplicaControl(0, fleet.controls[0].handle)  # the pool's own must not be abandoned
+    pid = (await control.stats(10)).pid
+    line = control._actor._line
+    assert line._is_open
+    assert not line._goes_through_ray
+    later = control.abandon()
+    assert (await later.stats(10)).pid == pid
+    assert later._actor._line is line, "calls of both begin in their order"
 
 
 async def test_differences_reach_who_has_their_base_and_all_weights_a_replacement(fleet, trainer, expected):
