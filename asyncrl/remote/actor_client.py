@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 """Longest time for a call; a long poll has its own wait on top."""
+AGAIN_S = 60.0
+"""Calls go through Ray for so long before a line is tried again."""
 LEAST_S = 5.0
 """Ray has so long to say what became of a process whose line has ended, if the call has less left."""
 
@@ -93,13 +95,13 @@ class ActorClient:
 
 class _LineToActor:
     """The line to an actor, which the first call opens, as does the first one after it has ended. Calls go through Ray
-    where there is no line."""
+    where there is no line, which is found out every `AGAIN_S`."""
 
     def __init__(self, handle: ActorHandle, process: Process) -> None:
         self._handle = handle
         self._process = process
         self._line: Line | None = None
-        self._goes_through_ray = False
+        self._through_ray_until = 0.0
         self._turn = asyncio.Lock()
         """Of the calls that wait for the line, in their order."""
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -133,7 +135,9 @@ class _LineToActor:
 
     @property
     def _is_open(self) -> bool:
-        return self._goes_through_ray or (self._line is not None and not self._line.ended)
+        if self._line is None:
+            return time.monotonic() < self._through_ray_until
+        return not self._line.ended
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
         if self._line is None:
@@ -150,7 +154,7 @@ class _LineToActor:
         except (OSError, LineEnded, TimeoutError) as error:
             why = f"{type(error).__name__} {error}".strip()
             logger.warning("there is no line to %s (%s): its calls go through Ray", self._process, why)
-        self._goes_through_ray = self._line is None
+        self._through_ray_until = time.monotonic() + AGAIN_S
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

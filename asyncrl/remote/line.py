@@ -31,11 +31,11 @@ from typing import Any, cast
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 3.0
+CONNECT_S = 5.0
 """Longest time for a client to connect and for both ends to prove themselves."""
 HANDSHAKE_S = 10.0
 """Longest time that an actor keeps a connection to an end that has not proven itself."""
-MAX_STRANGERS = 64
+MAX_STRANGERS = 1024
 """Most such connections at a time; further ones are closed."""
 IDLE_S = 60.0
 """A line without a call in progress is closed after so long, up to twice that; the next call opens another one."""
