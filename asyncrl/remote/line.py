@@ -31,7 +31,7 @@ from typing import Any, cast
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
+CONNECT_S = 10.0
 """Longest time for a client to connect and for both ends to prove themselves."""
 HANDSHAKE_S = 10.0
 """Longest time that an actor keeps a connection to an end that has not proven itself."""
