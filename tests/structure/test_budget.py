@@ -31,7 +31,7 @@ BUDGET = {
     "plan": 927,
     "publish": 345,
     "queue": 1365,
-    "remote": 525,
+    "remote": 580,
     "rewards": 1400,
     "rollout": 2100,
     "report": 620,

@@ -8,9 +8,9 @@ and either side may end it with ERROR. Every receiver numbers its attempts; a me
 another attempt is dropped, so that nothing of an aborted publish reaches the next one. Messages are fixed structs with
 an optional text: nothing is unpickled.
 
-ZeroMQ's CURVE authenticates the peers. The sender's public key travels with its `TransferSource`, in calls to replicas, and
-counts as a secret of the run: without it a process completes no handshake, whatever identity it claims, and without the
-secret key it cannot pass for the sender. Control messages are encrypted; the weights themselves are not.
+ZeroMQ's CURVE authenticates the peers. The sender's public key travels with its `TransferSource`, in calls to replicas,
+and counts as a secret of the run: without it a process completes no handshake, whatever identity it claims, and without
+the secret key it cannot pass for the sender. Control messages are encrypted; the weights themselves are not.
 """
 
 from __future__ import annotations
