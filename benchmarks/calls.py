@@ -40,8 +40,7 @@ class Echo(HasLine):
         return sent
 
     async def cpu_s(self) -> float:
-        times = os.times()
-        return times.user + times.system
+        return own_cpu_s()
 
 
 def own_cpu_s() -> float:

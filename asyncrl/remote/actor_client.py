@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 """Longest time for a call; a long poll has its own wait on top."""
-AGAIN_S = 60.0
-"""Calls go through Ray for so long before a line is tried again."""
 LEAST_S = 5.0
 """Ray has so long to say what became of a process whose line has ended, if the call has less left."""
 
@@ -94,14 +92,14 @@ class ActorClient:
 
 
 class _LineToActor:
-    """The line to an actor, which the first call opens, as does the first one after it has ended. Calls go through Ray
-    where there is no line, which is found out every `AGAIN_S`."""
+    """The line to an actor, which the first call opens, as does the first one after it has ended. Where none
+    can be opened, calls go through Ray from then on: trying again would cost a health check its whole time."""
 
     def __init__(self, handle: ActorHandle, process: Process) -> None:
         self._handle = handle
         self._process = process
         self._line: Line | None = None
-        self._through_ray_until = 0.0
+        self._goes_through_ray = False
         self._turn = asyncio.Lock()
         """Of the calls that wait for the line, in their order."""
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -135,9 +133,7 @@ class _LineToActor:
 
     @property
     def _is_open(self) -> bool:
-        if self._line is None:
-            return time.monotonic() < self._through_ray_until
-        return not self._line.ended
+        return self._goes_through_ray or (self._line is not None and not self._line.ended)
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
         if self._line is None:
@@ -145,7 +141,8 @@ class _LineToActor:
         return self._line.call(name, args, kwargs)
 
     async def _open(self) -> None:
-        """Raises RayError."""
+        """Waits as long as Ray takes to start the actor: each call that waits for it has its own deadline. Raises
+        RayError."""
         self._line = None
         try:
             address = await self._handle.line.remote()
@@ -154,7 +151,7 @@ class _LineToActor:
         except (OSError, LineEnded, TimeoutError) as error:
             why = f"{type(error).__name__} {error}".strip()
             logger.warning("there is no line to %s (%s): its calls go through Ray", self._process, why)
-        self._through_ray_until = time.monotonic() + AGAIN_S
+        self._goes_through_ray = self._line is None
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

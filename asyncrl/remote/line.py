@@ -31,7 +31,7 @@ from typing import Any, cast
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S = 10.0
+CONNECT_S = 5.0
 """Longest time for a client to connect and for both ends to prove themselves."""
 HANDSHAKE_S = 10.0
 """Longest time that an actor keeps a connection to an end that has not proven itself."""
@@ -151,9 +151,7 @@ class _End(asyncio.Protocol):
         self.ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # that of uvloop, which Ray uses, does not say that it is one
+        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray uses, has a type of its own
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -235,9 +233,10 @@ class _Calling(_End):
         if self._idle is not None:
             self._idle.cancel()
         calls, self._calls = [self.proven, *self._calls.values()], {}
+        why = "the other side closed it" if exc is None else f"{type(exc).__name__}: {exc}"
         for future in calls:
             if not future.done():
-                future.set_exception(LineEnded("the connection has ended" if exc is None else str(exc)))
+                future.set_exception(LineEnded(why))
                 future.exception()  # marks it as retrieved: whoever asked may have given up
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:

@@ -430,18 +430,6 @@ class TestActorClient:
         assert (handle.lines_asked, handle.through_ray) == (1, 3)
         assert len(caplog.messages) == (address is not None), "who cannot be reached is told once"
 
-    async def test_a_line_that_could_not_be_opened_is_tried_again(self, monkeypatch):
-        handle = Handle(Actor(), address=lines.LineAddress(LOCAL, 1, bytes(32)))
-        client = client_of(handle)
-        assert await client.call(5, Actor.echo, 1) == 1
-        handle._address = None
-        assert await client.call(5, Actor.echo, 2) == 2
-        assert handle.through_ray == 2
-        now = time.monotonic()
-        monkeypatch.setattr(actor_client.time, "monotonic", lambda: now + actor_client.AGAIN_S + 1)
-        assert await client.call(5, Actor.echo, 3) == 3
-        assert handle.through_ray == 2
-
     async def test_a_deadline_names_the_call_and_the_process(self):
         client = client_of(Handle(Actor()))
         with pytest.raises(DeadlineExceeded, match=r"wait of actor 3") as raised:
