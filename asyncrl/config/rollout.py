@@ -386,7 +386,7 @@ class RolloutConfig:
     on are collected every 20 intervals, at least each second."""
     num_rollouters: PositiveInt = 1
     """Processes that run environments. Each has its share of the groups, its part of the replicas, and reward processes
-    of its own. One carries about 30 replicas of vLLM; more than there are replicas share them."""
+    of its own. One carries some 200 replicas with 64 requests each; more than there are replicas share them."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)
