@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from asyncrl.errors import DataError, explain
 
@@ -38,6 +38,9 @@ class ChatMessage:
     role: str
     content: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatMessage, (self.role, self.content)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
@@ -52,6 +55,9 @@ class PromptRow:
     data_source: str
     extra: tuple[tuple[str, str], ...]
     origin: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PromptRow, (self.messages, self.ground_truth, self.data_source, self.extra, self.origin)
 
 
 def schema_of(keys: Iterable[object]) -> Schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
@@ -24,6 +25,9 @@ class RewardSettings:
 class RewardRequest:
     response: Response
     row: PromptRow
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RewardRequest, (self.response, self.row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Span = tuple[str, float, float, dict[str, int]]
 """What took place, from when to when (seconds since the epoch), and its figures."""
 
 
-FIRST_CAPACITY = 16
+FIRST_CAPACITY = 64
 """Tokens that a draft has room for at first; the room doubles."""
 
 
@@ -36,8 +36,7 @@ class Draft:
     ) -> None:
         self.attempts = attempts
         self._finder = finder
-        self._ids = np.empty(FIRST_CAPACITY, np.int32)
-        self._logprobs = np.empty(FIRST_CAPACITY, np.float32)
+        self._ids, self._logprobs = _room(FIRST_CAPACITY)
         self._ends: list[tuple[int, int, int]] = []
         """(number of tokens up to its end, version, replica) of each run of tokens from one source."""
         self._extra: dict[str, list[np.ndarray]] = {}
@@ -59,8 +58,9 @@ class Draft:
             return
         begun, end = self.num_tokens, self.num_tokens + count
         if end > len(self._ids):
-            room = max(end, 2 * len(self._ids))
-            self._ids, self._logprobs = _grown(self._ids, begun, room), _grown(self._logprobs, begun, room)
+            ids, logprobs = self._ids[:begun], self._logprobs[:begun]
+            self._ids, self._logprobs = _room(max(end, 2 * len(self._ids)))
+            self._ids[:begun], self._logprobs[:begun] = ids, logprobs
         self._ids[begun:end] = chunk.token_ids[:count]
         self._logprobs[begun:end] = chunk.logprobs[:count]
         for name, array in chunk.extra.items():
@@ -122,8 +122,6 @@ class Draft:
         return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0, self.extra)
 
 
-def _grown(array: np.ndarray, used: int, room: int) -> np.ndarray:
-    """A copy of the first `used` entries with room for `room`."""
-    larger = np.empty(room, array.dtype)
-    larger[:used] = array[:used]
-    return larger
+def _room(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of token ids and of log-probabilities, [num_tokens] each."""
+    return np.empty(num_tokens, np.int32), np.empty(num_tokens, np.float32)

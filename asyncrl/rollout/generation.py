@@ -43,7 +43,7 @@ COLLECT_SHARE = 0.05
 """Collections take at most this share of the process's time; beyond that they become rarer."""
 COLLECT_WAIT_S = 1.0
 """Longest wait of a collection."""
-GATHER_POLLS, GATHER_S = 20, 1.0
+GATHER_POLLS, GATHER_S = 40, 2.0
 """Tokens of a response that goes on wait at their replica for so many times the shortest interval, and as long at most,
 where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. A replica
 that dies loses them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,11 @@ _GRACE_S = 0.5
 """Time for an idle worker to end by itself when the pool is closed."""
 _AHEAD_S = 0.01
 """Calls that are sent ahead together take about this long, by what the last ones took."""
+_WAKE_S = 0.001
+"""Calls that take no longer than this together are not divided among workers."""
+_GATHER_S = 0.005
+"""Quick calls go out so far apart at least, those that come meanwhile together: a write wakes a process, which costs
+this event loop more than all else about a short call."""
 _SMOOTHING = 0.2
 """Weight of the last call in what a call takes."""
 
@@ -55,6 +61,10 @@ class WorkerPool:
         self.answered = self.killed = self.died = 0
         self._spec = spec
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._turn = asyncio.Lock()
+        """Of the worker that takes the next calls."""
+        self._sent_at = -math.inf
+        """When calls were last taken, by the monotonic clock."""
         self._processes: set[WorkerProcess] = set()
         self._seats: set[asyncio.Task[None]] = set()
         self._reaper: OrphanReaper | None = None
@@ -136,8 +146,7 @@ class WorkerPool:
         taken: deque[_Job] = deque()
         try:
             while current is not None:
-                taken.append(await self._jobs.get())
-                taken.extend(self._quick_ones())
+                await self._take(taken)
                 if not current.alive:  # it died while it was idle
                     self._give_back(taken)
                     await self._lost(current, "while it was idle")
@@ -157,12 +166,23 @@ class WorkerPool:
             else:
                 _settle(job, self._refused(job.asked))
 
-    def _quick_ones(self) -> list[_Job]:
-        """Waiting calls that may be sent together with one before them: a worker's share of them, while they are
-        quick. Each way there and back costs this event loop more than a short call takes."""
-        share = self._jobs.qsize() // self._spec.num_workers
-        most = min(share, self._spec.ahead - 1, int(_AHEAD_S / max(self._call_s, _AHEAD_S / self._spec.ahead)) - 1)
-        return [self._jobs.get_nowait() for _ in range(most)]
+    async def _take(self, taken: deque[_Job]) -> None:
+        """The next call, and those that may be sent together with it while they are quick: a worker's share of them,
+        or as many as are done before another worker would have woken."""
+        async with self._turn:
+            taken.append(await self._jobs.get())
+            ahead = self._together(_AHEAD_S)
+            wait_s = self._sent_at + _GATHER_S - time.monotonic()
+            if ahead > 1 and wait_s > 0 and self._jobs.qsize() < ahead:
+                await asyncio.sleep(wait_s)
+            self._sent_at = time.monotonic()
+            waiting = self._jobs.qsize()
+            share = max(waiting // self._spec.num_workers, self._together(_WAKE_S) - 1)
+            taken.extend(self._jobs.get_nowait() for _ in range(min(waiting, share, ahead - 1)))
+
+    def _together(self, seconds: float) -> int:
+        """Calls that may be sent at once and take so long together, by what the last ones took; at least one."""
+        return max(1, min(self._spec.ahead, int(seconds / max(self._call_s, seconds / self._spec.ahead))))
 
     async def _serve(self, taken: deque[_Job], process: WorkerProcess) -> bool:
         """Settles the calls; False when one of them ended the process: those after it are still to be served."""

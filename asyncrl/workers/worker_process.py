@@ -102,7 +102,8 @@ class WorkerProcess:
         After either, call `end`.
         """
         # An answer that has arrived when the deadline fires counts: the event loop was late.
-        await asyncio.wait([answer], timeout=timeout_s)
+        if not answer.done():
+            await asyncio.wait([answer], timeout=timeout_s)
         if not answer.done():
             raise TimeoutError
         try:

@@ -335,10 +335,25 @@ async def test_quick_calls_are_sent_together_and_slow_ones_are_not(make, module,
 
 async def test_two_workers_divide_the_calls(make, module, frames):
     pool = await make(f"{module}:troubled", num_workers=2)
-    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(8)))
+    await asyncio.gather(*(pool.score("sleep 0.001", ROW) for _ in range(16)))
     frames.clear()
-    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(10)))
-    assert max(frames) <= 5
+    await asyncio.gather(*(pool.score("sleep 0.001", ROW) for _ in range(10)))
+    assert 2 <= max(frames) <= 5
+
+
+async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames):
+    pool = await make(f"{module}:length", num_workers=2)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(32)))
+    await asyncio.sleep(0.1)
+    frames.clear()
+    calls = []
+    for n in range(40):
+        calls.append(asyncio.create_task(pool.score("x" * n, ROW)))
+        await asyncio.sleep(0.0005)
+    assert [call.reward for call in await asyncio.gather(*calls)] == list(range(40))
+    assert frames[0] == 1, "the first call after a pause waits for nothing"
+    assert sum(frames) == 40
+    assert len(frames) <= 16
 
 
 @pytest.mark.parametrize(
