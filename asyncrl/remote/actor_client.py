@@ -30,17 +30,11 @@ LEAST_S = 5.0
 class ActorClient:
     """Owns the handle of an actor. Raises as `remote.reply.reply`."""
 
-    def __init__(
-        self, handle: ActorHandle, process: Process, *, group: str | None = None, has_line: bool = False
-    ) -> None:
-        """
-        Args:
-            group: the actor's concurrency group in which the calls run; None: that of each method.
-            has_line: the actor is a `HasLine`. Its calls are made in their order, over a line that the first one opens.
-        """
+    def __init__(self, handle: ActorHandle, process: Process, *, has_line: bool = False) -> None:
+        """`has_line`: the actor is a `HasLine`. Its calls are made in their order, over a line that the first one
+        opens."""
         self.handle = handle
         self.process = process
-        self._group = group
         self._line = _LineToActor(handle, process) if has_line else None
 
     @overload
@@ -61,10 +55,8 @@ class ActorClient:
         name = method.__name__
         if self._line is not None:
             return await self._over_line(self._line.call(timeout_s, name, args, kwargs), timeout_s, name)
-        remote = getattr(self.handle, name)
-        if self._group is not None:
-            remote = remote.options(concurrency_group=self._group)
-        return await reply(remote.remote(*args, **kwargs), timeout_s=timeout_s, call=name, process=self.process)
+        answer = getattr(self.handle, name).remote(*args, **kwargs)
+        return await reply(answer, timeout_s=timeout_s, call=name, process=self.process)
 
     async def _over_line(self, answer: Awaitable[Any], timeout_s: float, name: str) -> Any:
         began = time.monotonic()

@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,6 +19,7 @@ from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
+from asyncrl.remote.line import HasLine
 from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -38,18 +41,12 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
 """When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
 not answer a ping."""
 STOP_TIMEOUT_S = 3.0
-CONTROL, FETCHING, HEALTH, SAVING, SENDING = "control", "fetching", "health", "saving", "sending"
-"""Ray concurrency groups, each with a thread of its own: calls that must not wait for the method in progress, fetching
-for the next step, the answer to health checks, which waits for nothing at all, the writing of a checkpoint, and the
-sending of a snapshot."""
-GROUPS = {CONTROL: 1, FETCHING: 1, HEALTH: 1, SAVING: 1, SENDING: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,75 +68,78 @@ class QueueFetch:
         return reply_now(method.remote(list(keys)), timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 
-def in_group(name: str) -> Callable[[F], F]:
-    """`ray.method` for a concurrency group; the method keeps its type, by which the pool's calls are checked."""
-    decorate: Any = ray.method(concurrency_group=name)
-    return decorate
+class TrainerActor(HasLine):
+    """A TrainerWorker as a Ray actor. Its constructor imports the worker, so that the driver never imports torch.
 
-
-class TrainerActor:
-    """A TrainerWorker as a Ray actor. Its constructor imports the worker, so that the driver never imports torch."""
+    What the worker does blocks: it is done in threads, and the event loop answers meanwhile. Each thread does one thing
+    after the other: one trains, others fetch for the next step, write a checkpoint, and end a send in progress. Where
+    snapshots are sent, that has a thread of its own too.
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
 
         self._fetch = fetch
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
+        self._training, self._fetching, self._saving, self._ending = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("train", "fetch ahead", "save", "end a send")
+        )
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="send") if spec.sends_snapshots else self._training
 
-    def open_rendezvous(self) -> tuple[str, int]:
-        return self._worker.address(ray.util.get_node_ip_address())
+    async def open_rendezvous(self) -> tuple[str, int]:
+        return await _in(self._training, self._worker.address, ray.util.get_node_ip_address())
 
-    def start(self, host: str, port: int, timeout_s: float) -> None:
-        self._worker.start(host, port, timeout_s, ray.util.get_node_ip_address())
+    async def start(self, host: str, port: int, timeout_s: float) -> None:
+        await _in(self._training, self._worker.start, host, port, timeout_s, ray.util.get_node_ip_address())
 
-    def train_step(self, plan: RankPlan) -> TrainMetrics:
-        return self._worker.train_step(plan)
+    async def train_step(self, plan: RankPlan) -> TrainMetrics:
+        return await _in(self._training, self._worker.train_step, plan)
 
-    def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
-        return self._worker.reference_kl(plan)
+    async def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
+        return await _in(self._training, self._worker.reference_kl, plan)
 
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return self._worker.weight_specs()
+    async def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return await _in(self._training, self._worker.weight_specs)
 
-    def sending_ranks(self) -> tuple[SendingRank, ...]:
-        return self._worker.sending_ranks()
+    async def sending_ranks(self) -> tuple[SendingRank, ...]:
+        return await _in(self._training, self._worker.sending_ranks)
 
-    def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        return self._worker.open_weights(config, num_receivers)
+    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+        return await _in(self._sending, self._worker.open_weights, config, num_receivers)
 
-    def encode_weights(self) -> EncodedWeights | None:
-        return self._worker.encode_weights()
+    async def encode_weights(self) -> EncodedWeights | None:
+        return await _in(self._sending, self._worker.encode_weights)
 
-    def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        return self._worker.send_weights(manifest, timeout_s)
+    async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
+        return await _in(self._sending, self._worker.send_weights, manifest, timeout_s)
 
-    def snapshot_weights(self) -> None:
-        self._worker.snapshot_weights()
+    async def snapshot_weights(self) -> None:
+        await _in(self._training, self._worker.snapshot_weights)
 
-    def capture(self) -> None:
-        self._worker.capture()
+    async def capture(self) -> None:
+        await _in(self._training, self._worker.capture)
 
-    def load(self, path: Path) -> None:
-        self._worker.load(path)
+    async def load(self, path: Path) -> None:
+        await _in(self._training, self._worker.load, path)
 
-    def stop(self) -> None:
-        self._worker.stop()
+    async def stop(self) -> None:
+        await _in(self._training, self._worker.stop)
 
-    @in_group(SAVING)
-    def save(self, path: Path) -> dict[str, FileDigest]:
-        return self._worker.save(path)
+    async def save(self, path: Path) -> dict[str, FileDigest]:
+        return await _in(self._saving, self._worker.save, path)
 
-    @in_group(FETCHING)
-    def fetch_ahead(self, keys: Sequence[TrajectoryKey]) -> None:
-        self._worker.keep(self._fetch.ahead(keys))
+    async def fetch_ahead(self, keys: Sequence[TrajectoryKey]) -> None:
+        self._worker.keep(await _in(self._fetching, self._fetch.ahead, keys))
 
-    @in_group(HEALTH)
-    def ping(self) -> float:
+    async def ping(self) -> float:
         return self._worker.ping()
 
-    @in_group(CONTROL)
-    def close_weights(self) -> None:
-        self._worker.close_weights()
+    async def close_weights(self) -> None:
+        await _in(self._ending, self._worker.close_weights)
+
+
+async def _in(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *args, **kwargs))
 
 
 class TrainerPool:
@@ -158,9 +158,7 @@ class TrainerPool:
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
         self._spec = spec
-        self._actors = [ActorClient(actor, trainer_rank(rank)) for rank, actor in enumerate(actors)]
-        group = SENDING if spec.sends_snapshots else None
-        self._sending = [ActorClient(a.handle, a.process, group=group) for a in self._actors]
+        self._actors = [ActorClient(actor, trainer_rank(rank), has_line=True) for rank, actor in enumerate(actors)]
         self._killed: list[ActorClient] = []
         self._senders: tuple[SendingRank, ...] = ()
 
@@ -189,7 +187,6 @@ class TrainerPool:
         options: dict[str, Any] = {
             "num_cpus": 0,  # placed by the run, not by Ray's count of cores
             "num_gpus": num_gpus_per_rank,
-            "concurrency_groups": GROUPS,
         }
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
@@ -221,7 +218,9 @@ class TrainerPool:
         found = await self._with_plans(TrainerActor.reference_kl, plans)
         return {key: nats for part in found for key, nats in part.items()}
 
-    async def _with_plans(self, method: Callable[[TrainerActor, RankPlan], T], plans: Sequence[RankPlan]) -> list[T]:
+    async def _with_plans(
+        self, method: Callable[[TrainerActor, RankPlan], Awaitable[T]], plans: Sequence[RankPlan]
+    ) -> list[T]:
         timeout_s, by_rank = self._spec.trainer.step_timeout_s, self._spec.trainer.layout.by_rank(plans)
         calls = [actor.call(timeout_s, method, plan) for actor, plan in zip(self._actors, by_rank, strict=True)]
         return await self._together(calls, method.__name__)
@@ -241,7 +240,7 @@ class TrainerPool:
         """Opens the sending end of every rank that sends."""
         await self._sending_ranks(timeout_s)
         calls = [
-            self._sending[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
+            self._actors[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
             for sender in self._senders
         ]
         sources = await asyncio.gather(*calls)
@@ -268,7 +267,7 @@ class TrainerPool:
         """Every sending rank encodes its part of the current weights as differences to those before. Raises as
         `send_weights`."""
         senders = await self._sending_ranks(timeout_s)
-        calls = [actor.call(timeout_s, TrainerActor.encode_weights) for actor in self._sending]
+        calls = [actor.call(timeout_s, TrainerActor.encode_weights) for actor in self._actors]
         found = await self._together(calls, TrainerActor.encode_weights.__name__)
         parts = [found[sender.rank] for sender in senders]
         return EncodedWeights.joined([part for part in parts if part is not None])
@@ -293,7 +292,7 @@ class TrainerPool:
                     await self.interrupt_weights(BLAME_S)
                 raise
 
-        found = await self._together([send(actor) for actor in self._sending], TrainerActor.send_weights.__name__)
+        found = await self._together([send(actor) for actor in self._actors], TrainerActor.send_weights.__name__)
         if not manifest.verify:
             return None
         return tuple(number for sender in self._senders for number in found[sender.rank] or ())
@@ -340,14 +339,18 @@ class TrainerPool:
         for actor in self._actors:
             actor.kill()
         self._killed += self._actors
-        self._actors = self._sending = []
+        self._actors = []
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when the killed ranks have exited and their memory is free. Raises DeadlineExceeded."""
         await asyncio.gather(*(actor.ended(timeout_s, TrainerActor.ping) for actor in self._killed))
 
     async def _on_all(
-        self, timeout_s: float, method: Callable[Concatenate[TrainerActor, P], T], *args: P.args, **kwargs: P.kwargs
+        self,
+        timeout_s: float,
+        method: Callable[Concatenate[TrainerActor, P], Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> list[T]:
         calls = [actor.call(timeout_s, method, *args, **kwargs) for actor in self._actors]
         return await self._together(calls, method.__name__)

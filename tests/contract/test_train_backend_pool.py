@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import ray
 import torch.distributed as dist
 
@@ -33,7 +34,7 @@ from asyncrl.errors import (
 )
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.trainer.trainer_pool import GROUPS, TrainerActor, TrainerPool
+from asyncrl.trainer.trainer_pool import TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest
@@ -129,26 +130,26 @@ def queue(lease):
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def pool(queue, model_path):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(queue, model_path):
     """Module-wide, so that only one test pays for the start; the last test of the file breaks it."""
-    return asyncio.run(TrainerPool.start(spec(model_path), queue, 0, START_S))
+    return await TrainerPool.start(spec(model_path), queue, 0, START_S)
 
 
-@pytest.fixture(scope="module")
-def stages(queue, model_path):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stages(queue, model_path):
     """Two pipeline stages."""
     found = spec(model_path, backend="megatron", megatron=MegatronConfig(pipeline_parallel=2))
-    pool = asyncio.run(TrainerPool.start(found, queue, 0, START_S))
+    pool = await TrainerPool.start(found, queue, 0, START_S)
     yield pool
     pool.kill()
 
 
-@pytest.fixture
-def sending(queue, model_path):
+@pytest_asyncio.fixture(loop_scope="module")
+async def sending(queue, model_path):
     """Ranks that send snapshots."""
     found = replace(spec(model_path), sends_snapshots=True)
-    pool = asyncio.run(TrainerPool.start(found, queue, 0, START_S))
+    pool = await TrainerPool.start(found, queue, 0, START_S)
     yield pool
     pool.kill()
 
@@ -166,7 +167,7 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
     assert metrics[2].loss < metrics[0].loss
     assert metrics[0].trained_tokens == sum(t.num_trained_tokens for t in lease.trajectories.values())
 
-    def threads(_):
+    def threads():
         import threading
 
         import torch
@@ -174,7 +175,8 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
         return threading.get_ident(), torch.get_num_threads(), torch.distributed.get_world_size()
 
     for actor in pool._actors:
-        seen = {ray.get(actor.handle.__ray_call__.remote(threads), timeout=10) for _ in range(3)}
+        ask = actor.handle.__ray_call__
+        seen = {ray.get(ask.remote(lambda a: a._training.submit(threads).result()), timeout=10) for _ in range(3)}
         assert len(seen) == 1  # one thread for all calls: torch's thread count is a property of the thread
         assert next(iter(seen))[1:] == (2, 2)  # threads, ranks
 
@@ -229,10 +231,11 @@ class Stuck:
 class StuckActor(TrainerActor):
     def __init__(self):
         self._worker = Stuck()
+        self._ending = ThreadPoolExecutor(1)
 
 
 async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):
-    pool = TrainerPool(spec(model_path), [ray.remote(num_cpus=0, concurrency_groups=GROUPS)(StuckActor).remote()])
+    pool = TrainerPool(spec(model_path), [ray.remote(num_cpus=0)(StuckActor).remote()])
     try:
         assert await pool.ping(START_S) == 1.5
         closing = asyncio.ensure_future(pool._actors[0].call(60, TrainerActor.close_weights))
@@ -445,6 +448,7 @@ async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
     impatient = TrainerPool(spec("same ranks", step_timeout_s=1.5), [actor.handle for actor in pool._actors])
     plans = lease.plans(num_plans=2)
     stopped = pids_of(pool)[1]
+    await impatient.ping(5.0)  # a rank that is stopped opens no line
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded, match="train_step of trainer rank 1") as raised:
