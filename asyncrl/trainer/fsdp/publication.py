@@ -38,7 +38,7 @@ class Publication:
         """Collective: every rank must exhaust the iterator."""
         for name, tensor in sharded_state.published_tensors(self._model):
             # cast before gathering, half the bytes for 16-bit replicas; on the device, whose group is NCCL's
-            whole = sharded_state.full(tensor.detach().to(self._device, self._dtype))
+            whole = sharded_state.full(tensor.to(self._device, self._dtype)).detach()
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
             yield from unfused(name, whole)
