@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
@@ -16,6 +17,13 @@ from asyncrl.types.events import Event
 
 CHAIN_BYTES = 16
 READ_BYTES = 1 << 20
+_json = json.JSONEncoder(default=asdict).encode
+"""A step has some thirty events, for which the trainer waits; `json.dumps` makes an encoder for each."""
+
+
+@cache
+def _names(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 class EventLog:
@@ -52,9 +60,9 @@ class EventLog:
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}
-            own = {field.name: getattr(event, field.name) for field in fields(event)}  # `asdict` copies every value
+            own = {name: getattr(event, name) for name in _names(type(event))}  # `asdict` copies every value
             record = {"event": event.kind, **now, **own, **seal}
-            body = self._hide(json.dumps(record, default=asdict))[:-1].encode()
+            body = self._hide(_json(record))[:-1].encode()
             chain = self._before.copy()
             chain.update(body)
             line = b'%b, "chain": "%b"}\n' % (body, chain.hexdigest().encode())

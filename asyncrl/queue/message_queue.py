@@ -93,6 +93,9 @@ class MessageQueue(HasLine):
         """The groups of the lease as the step trains them."""
         self._foreseen: dict[int, TrajectoryGroup] = {}
         """Those of the last `foresee`, as that step would train them."""
+        self._described: dict[int, tuple[TrajectoryGroup, GroupSummary]] = {}
+        """Groups as a step trains them, with their summaries, of the step that was described last."""
+        self._described_step = -1
         self._partials: dict[int, PartialGroup] = {}
         """Restored partial groups that wait to be issued again; each has the ticket that it will be issued with."""
         self._captured: SavedState | None = None
@@ -365,8 +368,15 @@ class MessageQueue(HasLine):
         return {o: mask_older(group, policy.oldest_trainable(step)) for o, group in groups.items()}
 
     def _summaries(self, step: int, groups: dict[int, TrajectoryGroup]) -> tuple[GroupSummary, ...]:
-        limit = self._ledger.policy.max_lag
-        return tuple(summarize(self._stored[o], group, step=step, max_lag=limit) for o, group in groups.items())
+        """Most groups of a lease were described when it was foreseen: then the trainer does not wait for it again."""
+        limit, known = self._ledger.policy.max_lag, self._described if step == self._described_step else {}
+        self._described, self._described_step = {}, step
+        for ordinal, group in groups.items():
+            before, summary = known.get(ordinal, (None, None))
+            if summary is None or before is not group or summary.lag_max > limit:
+                summary = summarize(self._stored[ordinal], group, step=step, max_lag=limit)
+            self._described[ordinal] = group, summary
+        return tuple(summary for _, summary in self._described.values())
 
     def _overdue_s(self) -> float:
         return 0.0 if self._overdue_since is None else self._clock() - self._overdue_since

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.ranges import Whole
 from asyncrl.types.generation import Generation
@@ -64,8 +64,7 @@ class Admission:
     partials: tuple[PartialGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """The lengths of a sequence that packing needs: token counts, and how many of the tokens are trained."""
 
     prompt: int
@@ -73,7 +72,7 @@ class Lengths:
     trained: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Lengths, (self.prompt, self.response, self.trained)
+        return Lengths, tuple(self)
 
     def fits(self, sequence: Trajectory) -> bool:
         """True where these are the lengths of the sequence. Masks of one sequence are within each other: one that
@@ -86,8 +85,7 @@ class Lengths:
         return self.prompt + self.response
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLag:
+class TokenLag(NamedTuple):
     """`tokens` of one trajectory, its branches included, that will be trained with this lag, in optimizer steps at the
     leasing step. `in_flight`: the part that arose before the group was put."""
 
@@ -97,7 +95,7 @@ class TokenLag:
     tokens: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenLag, (self.trajectory, self.lag, self.in_flight, self.tokens)
+        return TokenLag, tuple(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.types.groups import Lengths
 
@@ -22,6 +23,10 @@ class TrainSequence:
     lengths: Lengths
     owner: int
     token_weight: float = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.ordinal, self.index, self.advantage, self.lengths, self.owner, self.token_weight
+        return TrainSequence, whole
 
 
 Microbatch = tuple[TrainSequence, ...]

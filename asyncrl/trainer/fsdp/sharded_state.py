@@ -43,8 +43,8 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank; collective when it is sharded. Where one rank has all of it, its own memory: for a
-    small tensor DTensor's way to find that out takes longer than to copy it."""
+    """The whole tensor on every rank; collective when it is sharded. Where one rank has all of it, its own memory: for
+    a small tensor DTensor's way to find that out takes longer than to copy it."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
