@@ -96,7 +96,7 @@ class SyntheticReplicas(HasLine):
         written, deadline = self._of.setdefault((replica_id, client_id), Written()), time.monotonic() + wait_s
         while True:
             now = time.monotonic()
-            gathers = now >= min(deadline, written.gathered + gather_s)
+            gathers = now >= written.gathered + gather_s
             if gathers:
                 written.gathered = now
             chunks = list(self._take(written, now, gathers))

@@ -383,7 +383,7 @@ class RolloutConfig:
     """Shortest time between two collections of streamed tokens from a replica. None takes 0.05; where a trajectory may
     have several turns (every environment but single_turn), 0.005, since each turn waits for the one before. It grows
     with the busy replicas, so that all collections take at most a twentieth of a core. Tokens of a response that goes
-    on are collected every 20 intervals, at least each second."""
+    on are collected every 40 intervals, at least every two seconds."""
     num_rollouters: PositiveInt = 1
     """Processes that run environments. Each has its share of the groups, its part of the replicas, and reward processes
     of its own. One carries some 200 replicas with 64 requests each; more than there are replicas share them."""

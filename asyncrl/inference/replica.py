@@ -77,17 +77,18 @@ class Outbox:
 
     async def take(self, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
         """The chunks of requests that have ended, as soon as there is one; all chunks once tokens have been here for
-        `gather_s`. Waits at most `wait_s`; then it returns what there is."""
+        `gather_s`. Waits at most `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
             now = time.monotonic()
-            over = self._at_once or now >= deadline
-            if over or (self._runs and now >= self._since + gather_s):
+            if self._at_once or (self._runs and now >= self._since + gather_s):
                 self._ended = []
                 return self._taken(list(self._runs))
             if self._ended:
                 ended, self._ended = self._ended, []
                 return self._taken(dict.fromkeys(ended))
+            if now >= deadline:
+                return []
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(deadline, self._since + gather_s if self._runs else deadline) - now):
@@ -218,7 +219,8 @@ class Replica(HasLine):
         client was forgotten.
         """
         self._require_known(client_id)
-        chunks = await self._outboxes.setdefault(client_id, Outbox()).take(wait_s, gather_s)
+        outbox = self._outboxes.setdefault(client_id, Outbox())
+        chunks = await outbox.take(wait_s, gather_s) or (await outbox.take(0.0) if self._lost_engine else [])
         if not chunks:
             self._require_engine()
         return chunks

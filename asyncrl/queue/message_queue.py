@@ -237,6 +237,8 @@ class MessageQueue(HasLine):
         that the trainer waits for one answer in place of two."""
         self._ledger.commit(step)
         self._leased = {}
+        if self._described_step <= step:
+            self._described = {}
         counts, shares = self._ledger.counts, self._budgets.shares
         lease = self._lease_now(step + 1) if leases_next else None
         self._notify()
@@ -308,7 +310,7 @@ class MessageQueue(HasLine):
         saved = await asyncio.to_thread(load_state, directory)
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
-        self._leased, self._foreseen = {}, {}
+        self._leased, self._foreseen, self._described = {}, {}, {}
         self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step)
         self._overdue_since = None
         self._budgets.failed.load_text(saved.failed_window)

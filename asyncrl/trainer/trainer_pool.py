@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,6 +22,7 @@ from asyncrl.remote.line import HasLine
 from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.trainer.worker_thread import WorkerThread
 from asyncrl.types import (
     Digest,
     EncodedWeights,
@@ -79,73 +79,70 @@ class TrainerActor(HasLine):
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
 
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # `fetch` blocks a thread, not the event loop
         self._fetch = fetch
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
         self._training, self._fetching, self._saving, self._ending = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("train", "fetch ahead", "save", "end a send")
+            WorkerThread(name) for name in ("train", "fetch ahead", "save", "end a send")
         )
-        self._sending = ThreadPoolExecutor(1, thread_name_prefix="send") if spec.sends_snapshots else self._training
+        self._sending = WorkerThread("send") if spec.sends_snapshots else self._training
 
     async def open_rendezvous(self) -> tuple[str, int]:
-        return await _in(self._training, self._worker.address, ray.util.get_node_ip_address())
+        return await self._training.do(self._worker.address, ray.util.get_node_ip_address())
 
     async def start(self, host: str, port: int, timeout_s: float) -> None:
-        await _in(self._training, self._worker.start, host, port, timeout_s, ray.util.get_node_ip_address())
+        await self._training.do(self._worker.start, host, port, timeout_s, ray.util.get_node_ip_address())
 
     async def train_step(self, plan: RankPlan) -> TrainMetrics:
-        return await _in(self._training, self._worker.train_step, plan)
+        return await self._training.do(self._worker.train_step, plan)
 
     async def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
-        return await _in(self._training, self._worker.reference_kl, plan)
+        return await self._training.do(self._worker.reference_kl, plan)
 
     async def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return await _in(self._training, self._worker.weight_specs)
+        return await self._training.do(self._worker.weight_specs)
 
     async def sending_ranks(self) -> tuple[SendingRank, ...]:
-        return await _in(self._training, self._worker.sending_ranks)
+        return await self._training.do(self._worker.sending_ranks)
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        return await _in(self._sending, self._worker.open_weights, config, num_receivers)
+        return await self._sending.do(self._worker.open_weights, config, num_receivers)
 
     async def encode_weights(self) -> EncodedWeights | None:
-        return await _in(self._sending, self._worker.encode_weights)
+        return await self._sending.do(self._worker.encode_weights)
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        return await _in(self._sending, self._worker.send_weights, manifest, timeout_s)
+        return await self._sending.do(self._worker.send_weights, manifest, timeout_s)
 
     async def snapshot_weights(self) -> None:
-        await _in(self._training, self._worker.snapshot_weights)
+        await self._training.do(self._worker.snapshot_weights)
 
     async def capture(self) -> None:
-        await _in(self._training, self._worker.capture)
+        await self._training.do(self._worker.capture)
 
     async def load(self, path: Path) -> None:
-        await _in(self._training, self._worker.load, path)
+        await self._training.do(self._worker.load, path)
 
     async def stop(self) -> None:
-        await _in(self._training, self._worker.stop)
+        await self._training.do(self._worker.stop)
 
     async def save(self, path: Path) -> dict[str, FileDigest]:
-        return await _in(self._saving, self._worker.save, path)
+        return await self._saving.do(self._worker.save, path)
 
     async def fetch_ahead(self, keys: Sequence[TrajectoryKey]) -> None:
-        self._worker.keep(await _in(self._fetching, self._fetch.ahead, keys))
+        self._worker.keep(await self._fetching.do(self._fetch.ahead, keys))
 
     async def ping(self) -> float:
         return self._worker.ping()
 
     async def close_weights(self) -> None:
-        await _in(self._ending, self._worker.close_weights)
-
-
-async def _in(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *args, **kwargs))
+        await self._ending.do(self._worker.close_weights)
 
 
 class TrainerPool:
-    """Owns the rank actors; built by `start`. One call at a time; `ping`, `fetch_ahead`, `interrupt_weights` and `save`
-    may run beside any other. Where snapshots are sent, so may `open_weights` and `send_weights`, except beside
-    `snapshot_weights`.
+    """Owns the rank actors; built by `start`, and belongs to that event loop. One call at a time; `ping`,
+    `fetch_ahead`, `interrupt_weights` and `save` may run beside any other. Where snapshots are sent, so may
+    `open_weights` and `send_weights`, except beside `snapshot_weights`.
 
     The error of a failed call names the rank to blame in `.process`: the rank that died, else a rank that does not
     answer a ping (its process is stopped, or its machine is lost). When all ranks answer, the error is the one that a

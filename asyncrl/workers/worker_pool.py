@@ -173,7 +173,7 @@ class WorkerPool:
             taken.append(await self._jobs.get())
             ahead = self._together(_AHEAD_S)
             wait_s = self._sent_at + _GATHER_S - time.monotonic()
-            if ahead > 1 and wait_s > 0 and self._jobs.qsize() < ahead:
+            if ahead > 1 and wait_s > 0 and self._jobs.empty():
                 await asyncio.sleep(wait_s)
             self._sent_at = time.monotonic()
             waiting = self._jobs.qsize()
@@ -213,6 +213,7 @@ class WorkerPool:
                 raise EOFError("it sent what is no answer")
         except TimeoutError:
             self.killed += 1
+            self._call_s = max(self._call_s, spec.timeout_s)  # more of them may hang: each worker gets one
             await self._end(process)
             found = f"no result within {spec.timeout_s:g} s; the process that computed it was killed"
             outcome = DeadlineExceeded(explain(job.asked, found, spec.advice)).of(Process(spec.name))

@@ -341,6 +341,28 @@ async def test_two_workers_divide_the_calls(make, module, frames):
     assert 2 <= max(frames) <= 5
 
 
+async def test_calls_that_hang_where_all_were_quick_are_divided_from_the_second_on(make, module, frames):
+    pool = await make(f"{module}:troubled", num_workers=2, timeout_s=0.5)
+    await asyncio.gather(*(pool.score("plain", ROW) for _ in range(32)))
+    frames.clear()
+    found = await asyncio.gather(*(pool.score("sleep 60", ROW) for _ in range(5)), return_exceptions=True)
+    assert {type(o) for o in found} == {DeadlineExceeded}
+    started = [n for n in frames if n > 1]
+    assert frames[0] == 5
+    assert started == [5], "or the last one begins after all others"
+
+
+async def test_calls_that_wait_are_not_spaced_while_workers_are_idle(make, module, frames):
+    pool = await make(f"{module}:troubled", num_workers=4)
+    await asyncio.gather(*(pool.score("sleep 0.003", ROW) for _ in range(40)))
+    await asyncio.sleep(0.1)
+    frames.clear()
+    calls = [asyncio.create_task(pool.score("sleep 0.003", ROW)) for _ in range(4)]
+    await asyncio.sleep(0.009)
+    assert sum(frames) == 4
+    await asyncio.gather(*calls)
+
+
 async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames):
     pool = await make(f"{module}:length", num_workers=2)
     await asyncio.gather(*(pool.score("plain", ROW) for _ in range(32)))

@@ -37,6 +37,7 @@ from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.trainer_pool import TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
+from asyncrl.trainer.worker_thread import WorkerThread
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import make_manifest, plan_buckets
 from asyncrl.weights.transports.process_group import host_store
@@ -174,9 +175,18 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
 
         return threading.get_ident(), torch.get_num_threads(), torch.distributed.get_world_size()
 
+    def in_training(actor):
+        """Called in the event loop, which cannot wait for a future of its own."""
+        import asyncio
+        import queue
+
+        found = queue.SimpleQueue()
+        actor._training._work.put((asyncio.get_running_loop().create_future(), lambda: found.put(threads())))
+        return found.get(timeout=5)
+
     for actor in pool._actors:
         ask = actor.handle.__ray_call__
-        seen = {ray.get(ask.remote(lambda a: a._training.submit(threads).result()), timeout=10) for _ in range(3)}
+        seen = {ray.get(ask.remote(in_training), timeout=10) for _ in range(3)}
         assert len(seen) == 1  # one thread for all calls: torch's thread count is a property of the thread
         assert next(iter(seen))[1:] == (2, 2)  # threads, ranks
 
@@ -231,7 +241,7 @@ class Stuck:
 class StuckActor(TrainerActor):
     def __init__(self):
         self._worker = Stuck()
-        self._ending = ThreadPoolExecutor(1)
+        self._ending = WorkerThread("end a send")
 
 
 async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):

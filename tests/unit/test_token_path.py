@@ -94,7 +94,10 @@ async def test_while_tokens_gather_only_ended_requests_are_handed_out_and_at_onc
             taken += found
             ended = {c.request_id for c in chunks[: place + 1] if c.finish_reason or c.error}
             assert chunk.request_id in {c.request_id for c in found} <= ended
-    taken += await outbox.take(0.001, gather_s=30.0)
+    found = await outbox.take(0.001, gather_s=30.0)
+    ended = {c.request_id for c in chunks if c.finish_reason or c.error}
+    assert {c.request_id for c in found} <= ended, "the end of a wait is no reason to hand out what still gathers"
+    taken += found + await outbox.take(0.001)
     for request in {chunk.request_id for chunk in chunks}:
         assert tokens_of(taken, request) == tokens_of(chunks, request)
 
