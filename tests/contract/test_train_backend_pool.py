@@ -176,13 +176,9 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
         return threading.get_ident(), torch.get_num_threads(), torch.distributed.get_world_size()
 
     def in_training(actor):
-        """Called in the event loop, which cannot wait for a future of its own."""
         import asyncio
-        import queue
 
-        found = queue.SimpleQueue()
-        actor._training._work.put((asyncio.get_running_loop().create_future(), lambda: found.put(threads())))
-        return found.get(timeout=5)
+        return asyncio.run(actor._training.do(threads))  # Ray calls this outside of the actor's event loop
 
     for actor in pool._actors:
         ask = actor.handle.__ray_call__
