@@ -306,6 +306,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
     allowed |= {"remote/line.py"}  # whether Ray encrypts, which it takes from nowhere else
     allowed |= {"cluster/fork_server.py", "cluster/fork_worker.py", "driver/preload.py"}  # those of other processes
     allowed |= {"kernels/cpu_products.py"}  # what oneDNN takes from nowhere else
+    allowed |= {"trainer/trainer_pool.py"}  # whether Ray warns of a wait in a thread, which it takes from nowhere else
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}
     allowed |= {"inference/vllm/fork_server.py"}  # a process that vLLM starts has that of its maker
