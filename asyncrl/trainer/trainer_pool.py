@@ -22,7 +22,6 @@ from asyncrl.remote.line import HasLine
 from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.trainer.worker_thread import WorkerThread
 from asyncrl.types import (
     Digest,
     EncodedWeights,
@@ -78,14 +77,15 @@ class TrainerActor(HasLine):
 
     def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
         from asyncrl.trainer.trainer_worker import TrainerWorker
+        from asyncrl.weights.transports.blocking import BlockingCalls
 
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # `fetch` blocks a thread, not the event loop
         self._fetch = fetch
         self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
         self._training, self._fetching, self._saving, self._ending = (
-            WorkerThread(name) for name in ("train", "fetch ahead", "save", "end a send")
+            BlockingCalls(name) for name in ("train", "fetch ahead", "save", "end a send")
         )
-        self._sending = WorkerThread("send") if spec.sends_snapshots else self._training
+        self._sending = BlockingCalls("send") if spec.sends_snapshots else self._training
 
     async def open_rendezvous(self) -> tuple[str, int]:
         return await self._training.do(self._worker.address, ray.util.get_node_ip_address())

@@ -130,7 +130,8 @@ class Trajectory:
         if unknown := self.extra.keys() - TOKEN_ARRAYS.keys():
             raise ValueError(f"extra has {sorted(unknown)}; a trajectory may have {sorted(TOKEN_ARRAYS)}")
         try:
-            return Trajectory(
+            return replace(
+                self,
                 prompt_ids=np.asarray(self.prompt_ids, np.int32),
                 response_ids=np.asarray(self.response_ids, np.int32),
                 logprobs=np.asarray(self.logprobs, np.float32),
@@ -138,10 +139,6 @@ class Trajectory:
                 segments=tuple(self.segments),
                 reward=float(self.reward),
                 reward_parts=tuple((str(name), float(value)) for name, value in self.reward_parts),
-                finish_reason=self.finish_reason,
-                turns=self.turns,
-                started_s=self.started_s,
-                finished_s=self.finished_s,
                 extra={name: np.asarray(array, TOKEN_ARRAYS[name].dtype) for name, array in self.extra.items()},
                 branches=tuple(branch.normalized() for branch in self.branches),
             )

@@ -109,8 +109,9 @@ class WorkerPool:
         """The answer to a request. Calls are begun in order as workers get free.
 
         With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
-        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), one of those before it in its process
-        may take its `timeout_s` besides. When a caller is cancelled its call still runs, at most until its deadline.
+        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), those before it in its process may
+        take longer than such calls did, each at most its `timeout_s`; the first that misses it leaves the others to all
+        workers. When a caller is cancelled its call still runs, at most until its deadline.
 
         Args:
             asked: names the call in messages.
@@ -182,7 +183,7 @@ class WorkerPool:
 
     def _together(self, seconds: float) -> int:
         """Calls that may be sent at once and take so long together, by what the last ones took; at least one."""
-        return max(1, min(self._spec.ahead, int(seconds / max(self._call_s, seconds / self._spec.ahead))))
+        return max(1, min(self._spec.ahead, int(seconds / max(self._call_s, 1e-9))))
 
     async def _serve(self, taken: deque[_Job], process: WorkerProcess) -> bool:
         """Settles the calls; False when one of them ended the process: those after it are still to be served."""

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError
-from asyncrl.inference.replica import Replica
+from asyncrl.inference.replica import Outbox, Replica
 from asyncrl.inference.sleep import EngineSleep
-from asyncrl.types import GenerationRequest, Manifest, SamplingParams
+from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TokenChunk
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_token
 from asyncrl_testing.local import NO_SOURCE, publish
 
@@ -153,6 +153,17 @@ async def test_a_reset_of_a_dead_engine_says_so():
     replica._engine.crash("no memory")
     with pytest.raises(ProcessDied, match="no memory"):
         await replica.reset(5)
+
+
+async def test_tokens_that_gather_as_the_engine_dies_come_before_the_news():
+    replica = await start()
+    replica._outboxes["client"] = outbox = Outbox()
+    outbox.add(TokenChunk("r", np.ones(1, np.int32), np.zeros(1, np.float32), 1))
+    assert await replica.collect("client", 0.0, 30.0) == []
+    replica._engine.crash("no memory")
+    assert [len(chunk.token_ids) for chunk in await replica.collect("client", 0.0, 30.0)] == [1]
+    with pytest.raises(ProcessDied, match="no memory"):
+        await replica.collect("client", 0.0, 30.0)
 
 
 async def test_a_forgotten_client_ends_alone_and_is_refused():

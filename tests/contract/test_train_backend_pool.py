@@ -37,9 +37,9 @@ from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.trainer_pool import TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
-from asyncrl.trainer.worker_thread import WorkerThread
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import make_manifest, plan_buckets
+from asyncrl.weights.transports.blocking import BlockingCalls
 from asyncrl.weights.transports.process_group import host_store
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
 
@@ -237,7 +237,7 @@ class Stuck:
 class StuckActor(TrainerActor):
     def __init__(self):
         self._worker = Stuck()
-        self._ending = WorkerThread("end a send")
+        self._ending = BlockingCalls("end a send")
 
 
 async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):

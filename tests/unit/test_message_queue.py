@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import LedgerError, RunFailed
+from asyncrl.queue.masking import StoredGroup, summarize
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait
 from tests.make import group
@@ -316,6 +317,41 @@ async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_
     assert [g.ordinal for g in lease.groups] == [2, 3]
     assert lease.groups[0] == foreseen[0]
     assert await queue.foresee(1, 5) == (), "that step is in training: an old question ends at once"
+
+
+async def test_a_lease_that_was_foreseen_is_not_described_again_and_nothing_of_it_is_kept(spec, monkeypatch):
+    described = []
+
+    def counted(stored, leased, **options):
+        described.append((leased.ordinal, leased.attempt))
+        return summarize(stored, leased, **options)
+
+    monkeypatch.setattr("asyncrl.queue.message_queue.summarize", counted)
+    queue = MessageQueue(replace(spec, max_lag=2))
+    await fill(queue, 6)
+    await queue.lease(0, 0)
+    foreseen = await queue.foresee(1, 0)
+    described.clear()
+    lease = (await queue.commit(0, leases_next=True)).lease
+    assert lease.groups == foreseen
+    assert not described, "the trainer waits meanwhile"
+    assert queue._described, "an old lease may be asked for again"
+    await queue.commit(1)
+    assert not queue._described, "groups that are trained are not held"
+    await queue.lease(2, 0)
+    assert described == [(4, 0), (5, 0)], "of another step"
+
+
+async def test_a_group_that_changed_since_it_was_foreseen_is_described_anew(spec):
+    queue = MessageQueue(replace(spec, max_lag=2))
+    await fill(queue, 4)
+    await queue.lease(0, 0)
+    (before, _) = await queue.foresee(1, 0)
+    stored = queue._stored[2]
+    again = StoredGroup(group(2, stored.group.attempt, versions=(0,), rewards=(0.5, 0.25)), stored.put_version)
+    queue._stored[2] = again  # as a restart puts it back
+    lease = (await queue.commit(0, leases_next=True)).lease
+    assert lease.groups[0].rewards == (0.5, 0.25) != before.rewards
 
 
 async def test_a_commit_leaves_it_to_the_lease_to_end_the_run(spec):

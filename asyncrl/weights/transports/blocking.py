@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.weights.transports.control_channel import Deadline
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLL_S = 0.02
@@ -20,7 +23,8 @@ _POLL_S = 0.02
 class BlockingCalls:
     """One daemon thread that makes the submitted calls, one after the other.
 
-    After `close` the thread ends when its current call returns, if it ever does; nothing waits for it.
+    After `close` the thread ends when its current call returns, if it ever does; nothing waits for it. A call whose
+    future was cancelled before it began is not made.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,19 +36,35 @@ class BlockingCalls:
         self._calls.put((call, future))
         return future
 
+    async def do(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the call returns or raises, for an event loop that goes on meanwhile. Whoever awaits it has the
+        deadline."""
+        return await asyncio.wrap_future(self.submit(partial(call, *args, **kwargs)))
+
     def close(self) -> None:
         self._calls.put(None)
 
     def _main(self) -> None:
         while (item := self._calls.get()) is not None:  # ended by `close`
             call, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 result = call()
             except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the call gets it
-                future.set_exception(error)
+                future.set_exception(_of_a_call(error))
             else:
                 future.set_result(result)
             del item, call, future  # no reference to a finished transfer's tensors while idle
+
+
+def _of_a_call(error: BaseException) -> Exception:
+    """The error that a waiter may raise: on some an event loop ends, or waits without end."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    raised = RuntimeError(f"a call in a thread raised {error!r}")
+    raised.__cause__ = error
+    return raised
 
 
 def wait_for(future: futures.Future[T], deadline: Deadline, what: str, watch: Callable[[], None]) -> T:

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from asyncrl.trainer.worker_thread import WorkerThread
+from asyncrl.weights.transports.blocking import BlockingCalls
 
 pytestmark = pytest.mark.concurrency
 
 
 async def test_one_after_the_other_in_one_thread_while_the_loop_goes_on():
-    thread, order = WorkerThread("test"), []
+    thread, order = BlockingCalls("test"), []
 
     def work(number):
         time.sleep(0.02)
@@ -36,7 +36,7 @@ async def test_whatever_is_raised_reaches_the_caller_and_the_thread_goes_on(erro
     def fail():
         raise error
 
-    thread = WorkerThread("test")
+    thread = BlockingCalls("test")
     with pytest.raises(type(error) if isinstance(error, ValueError) else RuntimeError) as raised:
         await asyncio.wait_for(thread.do(fail), 5)
     assert error in (raised.value, raised.value.__cause__)
@@ -44,11 +44,13 @@ async def test_whatever_is_raised_reaches_the_caller_and_the_thread_goes_on(erro
 
 
 async def test_a_caller_that_gives_up_leaves_the_work_and_the_others_alone():
-    thread, go, seen = WorkerThread("test"), threading.Event(), []
+    thread, go, seen = BlockingCalls("test"), threading.Event(), []
     first = asyncio.create_task(thread.do(lambda: (go.wait(5), seen.append(1))))
+    unbegun = asyncio.create_task(thread.do(lambda: seen.append(0)))
     second = asyncio.create_task(thread.do(lambda: seen.append(2) or 7))
     await asyncio.sleep(0.01)
     first.cancel()
+    unbegun.cancel()
     await asyncio.sleep(0)
     go.set()
     assert await asyncio.wait_for(second, 5) == 7
@@ -57,9 +59,9 @@ async def test_a_caller_that_gives_up_leaves_the_work_and_the_others_alone():
 
 def test_work_that_does_not_end_keeps_no_process_alive():
     code = (
-        "import asyncio, time; from asyncrl.trainer.worker_thread import WorkerThread\n"
+        "import asyncio, time; from asyncrl.weights.transports.blocking import BlockingCalls\n"
         "async def main():\n"
-        "    task = asyncio.ensure_future(WorkerThread('hangs').do(time.sleep, 600))\n"
+        "    task = asyncio.ensure_future(BlockingCalls('hangs').do(time.sleep, 600))\n"
         "    await asyncio.sleep(0.1); task.cancel()\n"
         "asyncio.run(main())"
     )
