@@ -38,7 +38,7 @@ BUDGET = {
     "root": 190,
     "sandbox": 690,
     "serving": 2890,
-    "trainer": 5630,
+    "trainer": 5635,
     "types": 1220,
     "weights": 3235,
     "workers": 520,
