@@ -82,7 +82,7 @@ def train(backend, seed=1, **rules):
 def untrained(lease, ordinals):
     """The same lease without a trained token in the groups of `ordinals`."""
     groups = tuple(
-        replace(g, lengths=tuple(replace(n, trained=0) for n in g.lengths)) if g.ordinal in ordinals else g
+        replace(g, lengths=tuple(n._replace(trained=0) for n in g.lengths)) if g.ordinal in ordinals else g
         for g in lease.manifest.groups
     )
     trajectories = {key: t.untrained() if key[0] in ordinals else t for key, t in lease.trajectories.items()}
