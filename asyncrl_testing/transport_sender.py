@@ -106,6 +106,7 @@ class SenderProcess:
 
     def start(self) -> None:
         """In place of a process that died."""
+        self._busy = False
         context = process_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -122,10 +123,14 @@ class SenderProcess:
         return answer.source
 
     def begin(self, command: Open | Send | None) -> None:
+        if self._busy:  # a test that failed left it so
+            self.outcome()
         self._pipe.send(command)
+        self._busy = True
 
     def outcome(self) -> Sent:
         assert self._pipe.poll(TIMEOUT_S + PROMPT_S), "the sender did not answer"
+        self._busy = False
         return self._pipe.recv()
 
     def close(self) -> None:

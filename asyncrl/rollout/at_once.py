@@ -14,7 +14,8 @@ async def all_at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -6,18 +6,15 @@ import numpy as np
 
 from asyncrl.data.stop_strings import StopFinder
 from asyncrl.types import FinishReason, Generation, SamplingParams, Segment, TokenChunk
+from asyncrl.types.trajectories import packed
 
 Span = tuple[str, float, float, dict[str, int]]
 """What took place, from when to when (seconds since the epoch), and its figures."""
 
 
-FIRST_CAPACITY = 64
-"""Tokens that a draft has room for at first; the room doubles."""
-
-
 class Draft:
     """Every token of one response that has arrived so far, over all attempts; readable at any moment. Holds 8 bytes per
-    token, at most 16 with the room to grow.
+    token, and an eighth more to grow.
 
     Args:
         prior: the tokens that the response already has, perhaps from another process.
@@ -36,7 +33,7 @@ class Draft:
     ) -> None:
         self.attempts = attempts
         self._finder = finder
-        self._ids, self._logprobs = _room(FIRST_CAPACITY)
+        self._ids, self._logprobs = bytearray(), bytearray()
         self._ends: list[tuple[int, int, int]] = []
         """(number of tokens up to its end, version, replica) of each run of tokens from one source."""
         self._extra: dict[str, list[np.ndarray]] = {}
@@ -56,19 +53,14 @@ class Draft:
             count = self._finder.feed(chunk.token_ids.tolist())
         if not count:
             return
-        begun, end = self.num_tokens, self.num_tokens + count
-        if end > len(self._ids):
-            ids, logprobs = self._ids[:begun], self._logprobs[:begun]
-            self._ids, self._logprobs = _room(max(end, 2 * len(self._ids)))
-            self._ids[:begun], self._logprobs[:begun] = ids, logprobs
-        self._ids[begun:end] = chunk.token_ids[:count]
-        self._logprobs[begun:end] = chunk.logprobs[:count]
+        self._ids += packed(chunk.token_ids[:count], np.int32)
+        self._logprobs += packed(chunk.logprobs[:count], np.float32)
         for name, array in chunk.extra.items():
             self._extra.setdefault(name, []).append(array[:count])
         if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):
             self._ends.pop()
-        self._ends.append((end, chunk.version, replica_id))
-        self.num_tokens = end
+        self.num_tokens += count
+        self._ends.append((self.num_tokens, chunk.version, replica_id))
 
     @property
     def looks_for_stop(self) -> bool:
@@ -83,12 +75,12 @@ class Draft:
     @property
     def token_ids(self) -> np.ndarray:
         """[T] int32, a copy."""
-        return self._ids[: self.num_tokens].copy()
+        return np.frombuffer(self._ids, np.int32).copy()
 
     @property
     def logprobs(self) -> np.ndarray:
         """[T] float32, a copy."""
-        return self._logprobs[: self.num_tokens].copy()
+        return np.frombuffer(self._logprobs, np.float32).copy()
 
     @property
     def extra(self) -> dict[str, np.ndarray]:
@@ -112,7 +104,7 @@ class Draft:
             return "stop"
         if reason not in (None, "abort"):
             return reason
-        if self.num_tokens and int(self._ids[self.num_tokens - 1]) in sampling.stop_token_ids:
+        if self.num_tokens and int(np.frombuffer(self._ids[-4:], np.int32)[0]) in sampling.stop_token_ids:
             return "stop"
         return "length" if self.num_tokens >= sampling.max_tokens else None
 
@@ -120,8 +112,3 @@ class Draft:
         """A copy of the response so far to `prompt_ids` ([P] int32). `reason`: abort while the draft continues."""
         made = self.token_ids, self.logprobs, self.segments
         return Generation(prompt_ids, *made, reason, interruptions, self._cached_tokens or 0, self.extra)
-
-
-def _room(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of token ids and of log-probabilities, [num_tokens] each."""
-    return np.empty(num_tokens, np.int32), np.empty(num_tokens, np.float32)

@@ -7,7 +7,6 @@ segments of the response say which version sampled which tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.remote.bell import Bell
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import ANYWHERE, Affinity, Router
@@ -123,7 +123,7 @@ class _Pending:
     clocks: tuple[ActiveClock, ...]
     sent_at: float = field(default_factory=time.monotonic)
     sampled: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: Bell = field(default_factory=Bell)
     reason: FinishReason | None = None
     failure: Exception | None = None
     enough: bool = False
@@ -372,14 +372,14 @@ class GenerationClient:
     async def close(self) -> None:
         for pending in self._pending.values():
             pending.failure = GenerationError("the generation client was closed")
-            pending.done.set()
+            pending.done.ring()
         tasks = [*self._collectors, *self._hand_overs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():  # what came meanwhile
             pending.failure = GenerationError("the generation client was closed")
-            pending.done.set()
+            pending.done.ring()
         self._ended.cancel()
 
     async def _attempt(self, request: GenerationRequest, affinity: Affinity, expected: _Expected) -> _Pending:
@@ -423,7 +423,7 @@ class GenerationClient:
     async def _until_done(self, pending: _Pending) -> None:
         """Raises TimeoutError: the response is late, or its replica has streamed nothing for as long."""
         clock = pending.clocks[0]
-        while not pending.done.is_set():
+        while not pending.done.rung:
             look_s, late = clock.look_s(), clock.left_s <= 0
             if not pending.sampled:
                 heard_at = max(pending.sent_at, pending.link.heard_at)
@@ -432,9 +432,7 @@ class GenerationClient:
                 look_s, late = max(0.0, min(look_s, quiet_s, queued_s)), late or min(quiet_s, queued_s) <= 0
             if late:
                 raise TimeoutError
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(look_s):
-                    await pending.done.wait()
+            await pending.done.wait(look_s)
 
     def _count(self, link: _Link) -> None:
         if link.leaves and not link.in_flight:
@@ -481,7 +479,7 @@ class GenerationClient:
                 return  # losing it ended these attempts too
             if link.leaves:
                 for pending in filter(None, (self._pending.get(request.request_id) for request in batch)):
-                    pending.done.set()  # it never had them
+                    pending.done.ring()  # it never had them
                 return
             await link.channel.submit(batch)
             link.busy.set()
@@ -544,12 +542,12 @@ class GenerationClient:
                 self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
         if chunk.finish_reason is not None:
             pending.reason = chunk.finish_reason
-            pending.done.set()
+            pending.done.ring()
 
     def _fail(self, request_id: str, failure: Exception) -> None:
         if (pending := self._pending.get(request_id)) is not None:
             pending.failure = failure
-            pending.done.set()
+            pending.done.ring()
 
     def _lose(self, link: _Link, reason: str, *, died: bool = False) -> None:
         """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
@@ -571,7 +569,7 @@ class GenerationClient:
         link.busy.set()  # its collector ends
         for pending in self._pending.values():
             if pending.link is link:
-                pending.done.set()
+                pending.done.ring()
 
     def _unlink(self, link: _Link) -> None:
         """No new request goes to it."""

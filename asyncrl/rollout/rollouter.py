@@ -417,7 +417,7 @@ class Rollouter:
         return self._train.rows[self._stream.row_index(ticket.ordinal)]
 
     async def _generate(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
-        """All trajectories of the group at once. Raises what the first failed one raises."""
+        """All trajectories of the group at once, each validated. Raises what the first failed one raises."""
         ticket, done = running.ticket, running.done
         prompt_ids = self._renderer.prompt_ids(row)
 
@@ -432,14 +432,15 @@ class Rollouter:
             if (teacher := self._pools.get("teacher")) is not None:
                 top_k = self._recipe.algorithm.distillation.top_k
                 with self._working():
-                    trajectory = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}", top_k=top_k)
+                    taught = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}", top_k=top_k)
+                    trajectory = taught.validate()
             done[i] = trajectory
             return trajectory
 
         trajectories = await all_at_once(one(i) for i in range(len(done)))
         with self._working():
             trajectories = await self._with_group_rewards(trajectories, row)
-        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories)).validate()
+        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories))
         longest, limit = max(map(len_of, group.sequences)), self._recipe.max_tokens_per_microbatch
         if longest > limit:
             raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
@@ -488,7 +489,7 @@ class Rollouter:
         for name, weight, results in given:
             for i, result in enumerate(results):
                 reward, parts = added(found[i].reward, found[i].reward_parts, name, weight, result)
-                found[i] = replace(found[i], reward=reward, reward_parts=parts)
+                found[i] = replace(found[i], reward=reward, reward_parts=parts).validate()
         return found
 
     async def _trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
@@ -520,7 +521,8 @@ class Rollouter:
             yield
         finally:
             self._open -= 1
-            self._observe()
+            if len(self.client.busy) < self._states["serving"] + self._states["held"]:  # else none waits for anything
+                self._observe()
 
     def _observe(self) -> Mapping[ReplicaCause, float]:
         """Books the time of the replicas up to now; returns their seconds by cause."""

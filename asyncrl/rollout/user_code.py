@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.remote.bell import Bell
 from asyncrl.rollout.active_clock import ActiveClock
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ class UserCode:
         task = asyncio.create_task(_outcome(work), name=code)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        late = False
+        ended, late = Bell(), False
+        task.add_done_callback(lambda _: ended.ring())
         try:
             while not task.done() and not late:
-                await asyncio.wait([task], timeout=clock.look_s())
+                await ended.wait(clock.look_s())
                 late = not task.done() and clock.left_s <= 0
         finally:
             if not task.done():

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from asyncrl.types.trajectories import FinishReason, PackedExtra, Segment, packed, packed_extra, unpacked_extra
 
 PauseMode = Literal["abort", "keep", "drain"]
+
+_NO_EXTRA: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,7 @@ def _unpack_request(request_id: str, prompt_ids: bytes, rest: tuple[Any, ...]) -
     return GenerationRequest(request_id, np.frombuffer(prompt_ids, np.int32), *rest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Newly sampled tokens of one request, all by one policy version.
 
     `token_ids` [n] int32, `logprobs` [n] float32 (after temperature, top-k, top-p). `finish_reason` is None while
@@ -107,19 +109,19 @@ class TokenChunk:
     error: str | None = None
     cached_tokens: int = 0
     bad_request: bool = False
-    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    extra: Mapping[str, np.ndarray] = _NO_EXTRA
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = packed(self.token_ids, np.int32), packed(self.logprobs, np.float32)
         rest = (self.version, self.finish_reason, self.error, self.cached_tokens, self.bad_request)
-        return _unpack_chunk, (self.request_id, *arrays, rest, packed_extra(self.extra))
+        return _unpack_chunk, (self.request_id, *arrays, rest, packed_extra(self.extra) if self.extra else ())
 
 
 def _unpack_chunk(
     request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...], extra: PackedExtra
 ) -> TokenChunk:
     arrays = np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32)
-    return TokenChunk(request_id, *arrays, *rest, extra=unpacked_extra(extra))
+    return TokenChunk(request_id, *arrays, *rest, unpacked_extra(extra) if extra else _NO_EXTRA)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,12 +8,16 @@ position. The default of a frozen dataclass looks its fields up one by one and c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+
+_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_))
+"""Of prompt ids, response ids, log-probabilities and loss mask."""
 
 SegmentKind = Literal["policy", "environment"]
 
@@ -123,10 +127,12 @@ class Trajectory:
         return _unpack_trajectory, (arrays, (*rest, *times), packed_extra(self.extra), self.branches)
 
     def normalized(self) -> Trajectory:
-        """A copy with arrays of the right dtype and plain numbers, whatever an environment or reward gave.
+        """With arrays of the right dtype and plain numbers, whatever an environment or reward gave: itself, or a copy.
 
         Raises ValueError: something is not an array, or not a number, or `extra` has an unknown name.
         """
+        if self._is_normal:
+            return self
         if unknown := self.extra.keys() - TOKEN_ARRAYS.keys():
             raise ValueError(f"extra has {sorted(unknown)}; a trajectory may have {sorted(TOKEN_ARRAYS)}")
         try:
@@ -145,6 +151,20 @@ class Trajectory:
         except (TypeError, AttributeError) as e:
             raise ValueError(f"malformed trajectory: {e}") from e
 
+    @property
+    def _is_normal(self) -> bool:
+        """True of what most environments return; False says nothing."""
+        arrays = self.prompt_ids, self.response_ids, self.logprobs, self.loss_mask
+        return (
+            tuple(getattr(array, "dtype", None) for array in arrays) == _DTYPES
+            and type(self.segments) is tuple
+            and type(self.reward) is float
+            and type(self.reward_parts) is tuple
+            and all(type(name) is str and type(value) is float for name, value in self.reward_parts)
+            and not self.extra
+            and not self.branches
+        )
+
     def validate(self) -> Trajectory:
         """Returns self after checking the length relations. Raises ValueError naming the relation that fails."""
         n = len(self.response_ids)
@@ -162,7 +182,7 @@ class Trajectory:
             at = segment.stop
         if at != n:
             raise ValueError(f"segments end at {at}, the response has {n} tokens")
-        if not np.isfinite(self.reward):
+        if not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}")
         for branch in self.branches:
             if branch.validate().branches or branch.reward or branch.reward_parts:

@@ -19,6 +19,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
 from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.workers import worker_pool
 from asyncrl.workers.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
@@ -350,15 +351,16 @@ async def test_calls_that_hang_where_all_were_quick_are_divided_from_the_second_
     assert sent == [5], "or the last one begins after all others"
 
 
-async def test_calls_that_wait_are_not_spaced_while_workers_are_idle(make, module, frames):
+async def test_calls_that_wait_are_not_spaced_while_workers_are_idle(make, module, frames, monkeypatch):
     pool = await make(f"{module}:troubled", num_workers=4)
     await asyncio.gather(*(pool.score("sleep 0.003", ROW) for _ in range(40)))
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(worker_pool, "_GATHER_S", 1.0)
+    pool._call_s = 0.003  # however slow this machine is
     frames.clear()
-    calls = [asyncio.create_task(pool.score("sleep 0.003", ROW)) for _ in range(4)]
-    await asyncio.sleep(0.009)
+    began = time.monotonic()
+    await asyncio.gather(*(pool.score("sleep 0.003", ROW) for _ in range(4)))
     assert sum(frames) == 4
-    await asyncio.gather(*calls)
+    assert time.monotonic() - began < 2.5, "only the last one waits for more to come; spaced, they take three times that"
 
 
 async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames):

@@ -255,6 +255,8 @@ class TorchEngine:
         """Loads the model and runs the loop until it is stopped or breaks."""
         try:
             if self._device.type == "cpu":
+                import os
+                os.nice(int(os.environ.get("XNICE", "2")))
                 torch.set_num_threads(self._settings.num_threads)
                 use_onednn(num_shapes=256)  # numbers of requests that decode together, and lengths of prompts
             runner, decode = self._load()
