@@ -1,10 +1,14 @@
 """Every engine that runs on any machine, and the fake, against the conformance suite of engines."""
 
+import os
+import sys
+
 import pytest
 import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
+from asyncrl.serving.run_server import NICENESS
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 
@@ -65,3 +69,8 @@ class TestTorchEngine(EngineConformance):
         await shared_torch_engine.resume()
         await shared_torch_engine.abort(None)
         await shared_torch_engine.commit(0)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has the priority of its process")
+    async def test_the_decode_thread_alone_leaves_others_the_cores_first(self, engine):
+        own, decode = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, engine._thread.native_id))
+        assert own < decode < own + NICENESS, "the server of a run stays below"

@@ -74,7 +74,7 @@ def spec_of(path, world_size, backend, layout=None, algorithm=None, router_repla
 
 
 def plans_of(lease, ranks, rank):
-    rules = PackingRules(num_plans=ranks.num_plans, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=2)
+    rules = PackingRules(num_plans=ranks.num_plans, max_tokens_per_microbatch=48, num_minibatches=2)
     return plan_step(lease.manifest, lease.advantages, rules)[ranks.plan_of(rank)]
 
 
@@ -338,7 +338,7 @@ def test_optimizer_state_on_the_host_changes_nothing(outcome, dtype):
         on_device, on_host = (rank["dp2"]["offload"][f"{dtype}-{offload}"] for offload in (False, True))
         assert on_host["steps"] == on_device["steps"]
         assert all(map(all, on_host["moved"]))
-        assert len(on_host["moved"]) == 8, "two steps of two epochs of two minibatches"
+        assert len(on_host["moved"]) == 4, "two steps of two minibatches"
         assert on_host["returned"]
         assert not any(map(any, on_device["moved"]))
         assert on_device["weights"] or rank is not outcome[1][0], "the first rank sends"
