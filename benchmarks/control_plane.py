@@ -39,6 +39,7 @@ from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.line import HasLine
+from asyncrl.remote.untraced import untraced
 from asyncrl.remote.waits import replica
 from asyncrl.rollout.actor_channels import QueueChannel
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
@@ -193,9 +194,9 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         dynamic_sampling=False,
         events_path=directory / "events.jsonl",
     )
-    queue = QueueControl(ray.remote(MessageQueue).options(**actor).remote(spec))
+    queue = QueueControl(ray.remote(untraced(MessageQueue)).options(**actor).remote(spec))
     rollouters = [
-        ray.remote(Rollouter).options(**actor).remote(RolloutSpec(recipe, train, {}), channel, name)
+        ray.remote(untraced(Rollouter)).options(**actor).remote(RolloutSpec(recipe, train, {}), channel, name)
         for name in (f"rollouter-{i}" for i in range(num_rollouters))
         for channel in [QueueChannel(queue.handle, name)]
     ]

@@ -35,6 +35,7 @@ from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.untraced import untraced
 from asyncrl.rollout.actor_channels import QueueChannel, RolloutControl
 from asyncrl.rollout.fleet import RolloutFleet
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
@@ -243,7 +244,7 @@ class Actors:
             pacing=recipe.pacing,
             hide=self._spec.hide,
         )
-        return QueueControl(ray.remote(MessageQueue).options(**self._on_driver).remote(spec))
+        return QueueControl(ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec))
 
     def _new_rollouters(self) -> RolloutFleet:
         run, recipe = self._spec, self._recipe
@@ -253,7 +254,7 @@ class Actors:
         queue = self.queue
 
         def spawn(client_id: str) -> RolloutControl:
-            actor = ray.remote(Rollouter).options(**self._on_driver)
+            actor = ray.remote(untraced(Rollouter)).options(**self._on_driver)
             return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), client_id), client_id)
 
         return RolloutFleet(

@@ -360,9 +360,7 @@ async def test_calls_that_wait_are_not_spaced_while_workers_are_idle(make, modul
     began = time.monotonic()
     await asyncio.gather(*(pool.score("sleep 0.003", ROW) for _ in range(4)))
     assert sum(frames) == 4
-    assert time.monotonic() - began < 2.5, (
-        "only the last one waits for more to come; spaced, they take three times that"
-    )
+    assert time.monotonic() - began < 2.5, "only the last one waits for more; spaced, they take three times that"
 
 
 async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames):

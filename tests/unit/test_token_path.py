@@ -20,7 +20,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.replica import Outbox
 from asyncrl.remote.garbage import PauselessCollector
-from asyncrl.rollout.draft import FIRST_CAPACITY, Draft
+from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.generation import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
 
@@ -158,9 +158,8 @@ def test_a_token_in_flight_takes_at_most_sixteen_bytes():
     draft = Draft()
     for count in range(1, 5000):
         draft.add(TokenChunk("r", np.array([count], np.int32), np.zeros(1, np.float32), 0), 0)
-        if count >= FIRST_CAPACITY:
-            held = draft._ids.nbytes + draft._logprobs.nbytes + sys.getsizeof(draft._ends)
-            assert held <= 16 * count + 400
+        held = sum(map(sys.getsizeof, (draft._ids, draft._logprobs, draft._ends)))
+        assert held <= 16 * count + 400
 
 
 @given(st.integers(0, 5000), st.floats(0.001, 1.0))

@@ -42,8 +42,8 @@ from asyncrl.weights.experts import unfused
 logger = logging.getLogger(__name__)
 
 DECODE_NICENESS = 2
-"""By this the decode thread has a lower priority than trainer ranks, the queue and rollouters, which may share its cores:
-who waits for these waits for a core. The server of a run stays below it (`serving.run_server.NICENESS`)."""
+"""By this the decode thread has a lower priority than trainer ranks, the queue and rollouters, which may share its
+cores: a step waits for these. The server of a run stays below it (`serving.run_server.NICENESS`)."""
 _JOIN_TIMEOUT_S = 30.0
 _PARTS = frozenset({"weights", "kv_cache"})
 """What sleeps, and wakes together or one after the other."""
