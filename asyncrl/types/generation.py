@@ -121,7 +121,7 @@ def _unpack_chunk(
     request_id: str, token_ids: bytes, logprobs: bytes, rest: tuple[Any, ...], extra: PackedExtra
 ) -> TokenChunk:
     arrays = np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32)
-    return TokenChunk(request_id, *arrays, *rest, unpacked_extra(extra) if extra else _NO_EXTRA)
+    return TokenChunk(request_id, *arrays, *rest, extra=unpacked_extra(extra) if extra else _NO_EXTRA)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

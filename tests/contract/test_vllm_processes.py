@@ -101,7 +101,7 @@ def preempting(path, admission):
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("admission", ["off", "expected", "full"])
+@pytest.mark.parametrize("admission", ["off", pytest.param("expected", marks=pytest.mark.slow), "full"])
 async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
     """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
     in than their limits would."""

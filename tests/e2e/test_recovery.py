@@ -237,6 +237,7 @@ def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
         assert last["queue/expired"] > 0 or any(r["staleness/masked_tokens_fraction"] > 0 for r in run.metrics)
 
 
+@pytest.mark.slow
 def test_a_rolling_publish_keeps_the_fleet_generating(start):
     # training waits for generation, and a publish of many small buckets takes as long as some tokens do
     busy = "batch.group_size=16", "rollout.torch.num_slots=1", "weights.bucket_bytes=4096"
