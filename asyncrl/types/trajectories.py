@@ -156,11 +156,12 @@ class Trajectory:
         """True of what most environments return; False says nothing."""
         arrays = self.prompt_ids, self.response_ids, self.logprobs, self.loss_mask
         return (
-            tuple(getattr(array, "dtype", None) for array in arrays) == _DTYPES
+            all(type(array) is np.ndarray for array in arrays)
+            and tuple(array.dtype for array in arrays) == _DTYPES
             and type(self.segments) is tuple
             and type(self.reward) is float
             and type(self.reward_parts) is tuple
-            and all(type(name) is str and type(value) is float for name, value in self.reward_parts)
+            and all(type(p) is tuple and tuple(map(type, p)) == (str, float) for p in self.reward_parts)
             and not self.extra
             and not self.branches
         )
