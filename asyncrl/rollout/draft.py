@@ -46,6 +46,7 @@ class Draft:
             self.add(TokenChunk("", ids, logprobs, s.version, extra=extra), s.replica_id)
 
     def add(self, chunk: TokenChunk, replica_id: int) -> None:
+        """Raises ValueError: a token came without its log-probability."""
         if chunk.finish_reason is not None and self._cached_tokens is None:
             self._cached_tokens = chunk.cached_tokens
         count = 0 if self.stopped else len(chunk.token_ids)
@@ -55,6 +56,8 @@ class Draft:
             return
         self._ids += packed(chunk.token_ids[:count], np.int32)
         self._logprobs += packed(chunk.logprobs[:count], np.float32)
+        if len(self._logprobs) != len(self._ids):
+            raise ValueError(f"{len(chunk.token_ids)} tokens came with {len(chunk.logprobs)} log-probabilities")
         for name, array in chunk.extra.items():
             self._extra.setdefault(name, []).append(array[:count])
         if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,15 @@ class Hangs(SingleTurn):
         return await super().run(task, session)
 
 
+class Thinks(SingleTurn):
+    """Works for a while after its response."""
+
+    async def run(self, task, session):
+        made = await super().run(task, session)
+        await asyncio.sleep(0.2)
+        return made
+
+
 class Queue:
     """Hands out what the test gives; `refuse` names tickets whose put is refused, as those of ended groups are."""
 
@@ -109,7 +119,7 @@ class Queue:
         if ticket in self.refuse:
             self.refused.set()
             raise LedgerError("it is not running")
-        self.put_groups[ticket] = group
+        self.put_groups[ticket] = group.validate()
         self.changed.set()
 
     async def nack(self, ticket, reason):
@@ -400,3 +410,15 @@ async def test_the_requests_of_every_nth_group_are_recorded_in_time(tmp_path, to
         assert times == sorted(times)
         assert [made["replica"] for name, _, _, made in inner if name == "request"] == [0, 0]
         assert sum(made["tokens"] for name, _, _, made in inner if name == "request") > 0
+
+
+async def test_a_replica_without_a_request_waits_for_environments_only_while_one_works(tmp_path, tokenizer):
+    rig, queue = Rig(tmp_path, tokenizer, environment="Thinks"), Queue()
+    async with rig.start(queue) as rollouter:
+        began = time.monotonic()
+        queue.give(Ticket(3, 0, 0))
+        await queue.ends(1)
+        took_s = time.monotonic() - began
+        await asyncio.sleep(0.5)
+        found = (await rollouter.stats()).replica_s
+    assert 0.15 < found["environment"] < took_s + 0.25, "half a second more if its end is seen later"

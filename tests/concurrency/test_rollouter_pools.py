@@ -26,6 +26,10 @@ def by_length(responses, row):
     return [float(i) for i, _ in enumerate(responses)]
 
 
+def without_end(responses, row):
+    return [1e308 for _ in responses]
+
+
 def one_too_few(responses, row):
     return [1.0]
 
@@ -176,6 +180,15 @@ async def test_a_group_reward_of_the_wrong_length_fails_the_attempt(tmp_path, to
     async with rig.start(queue, version=4):
         await queue.ends(1)
     assert "1 rewards for 2 responses" in queue.nacks[0][1]
+
+
+async def test_a_group_reward_that_adds_up_to_no_number_fails_the_attempt_and_others_go_on(tmp_path, tokenizer):
+    keys = f"reward.group.function={__name__}:without_end", "reward.group.weight=100"
+    rig, queue = Rig(tmp_path, tokenizer, *keys), Queue()
+    queue.give(Ticket(3, 0, 0), Ticket(4, 0, 0))
+    async with rig.start(queue):
+        await queue.ends(2)
+    assert ["reward is inf" in reason for _, reason in queue.nacks] == [True, True]
 
 
 async def test_pairs_are_compared(tmp_path, tokenizer):

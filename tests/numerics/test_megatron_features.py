@@ -73,8 +73,10 @@ def spec_of(path, world_size, backend, layout=None, algorithm=None, router_repla
     )  # fmt: skip
 
 
-def plans_of(lease, ranks, rank):
-    rules = PackingRules(num_plans=ranks.num_plans, max_tokens_per_microbatch=48, num_minibatches=2)
+def plans_of(lease, ranks, rank, num_epochs=1):
+    rules = PackingRules(
+        num_plans=ranks.num_plans, max_tokens_per_microbatch=48, num_minibatches=2, num_epochs=num_epochs
+    )
     return plan_step(lease.manifest, lease.advantages, rules)[ranks.plan_of(rank)]
 
 
@@ -83,8 +85,8 @@ def train(backend, plans, number, leases=LEASES):
 
 
 def features(make, ranks, rank, models):
-    """`make(path, algorithm)`: a backend."""
-    plans = [plans_of(lease, ranks, rank) for lease in LEASES]
+    """`make(path, algorithm)`: a backend. The first step has two epochs."""
+    plans = [plans_of(lease, ranks, rank, num_epochs) for lease, num_epochs in zip(LEASES, (2, 1, 1), strict=True)]
     ppo = make(models["dense"], PPO)
     found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}
     found["ppo"] = [train(ppo, plans, number) for number in range(2)]
@@ -338,7 +340,7 @@ def test_optimizer_state_on_the_host_changes_nothing(outcome, dtype):
         on_device, on_host = (rank["dp2"]["offload"][f"{dtype}-{offload}"] for offload in (False, True))
         assert on_host["steps"] == on_device["steps"]
         assert all(map(all, on_host["moved"]))
-        assert len(on_host["moved"]) == 4, "two steps of two minibatches"
+        assert len(on_host["moved"]) == 6, "two minibatches in each of three epochs"
         assert on_host["returned"]
         assert not any(map(any, on_device["moved"]))
         assert on_device["weights"] or rank is not outcome[1][0], "the first rank sends"
