@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
+from asyncrl.inference.shared.priority import DECODE_NICENESS
 from asyncrl.serving.run_server import NICENESS
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
@@ -72,8 +73,6 @@ class TestTorchEngine(EngineConformance):
 
     @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has the priority of its process")
     async def test_the_decode_thread_alone_leaves_others_the_cores_first(self, engine):
-        from asyncrl.inference.torch_engine.engine import DECODE_NICENESS
-
         own, decode = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, engine._thread.native_id))
         assert decode == min(19, own + DECODE_NICENESS)
         assert 0 < DECODE_NICENESS < NICENESS, "the server of a run stays below"

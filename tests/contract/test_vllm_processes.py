@@ -21,6 +21,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
+from asyncrl.inference.shared.priority import DECODE_NICENESS
 from asyncrl.inference.vllm import VllmEngine
 from asyncrl.types import IpcSource
 from asyncrl.weights.packing import spec_of
@@ -151,7 +152,7 @@ async def own(path, workers):
 
 
 def tell_of_imports(sending, name):
-    sending.send((name in sys.modules, os.environ.get("OF_THE_MAKER")))
+    sending.send((name in sys.modules, os.environ.get("OF_THE_MAKER"), os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 FORK = """
@@ -169,19 +170,21 @@ with forked():
     fork = context.Process(target=tell_of_imports, args=(sending, "vllm.v1.worker.cpu_worker"))
     fork.start()
 assert receiving.poll(60.0)
-print(*receiving.recv())
+print(*receiving.recv(), os.getpriority(os.PRIO_PROCESS, 0))
 fork.join(10.0)
 sys.exit(fork.exitcode)
 """
 
 
 @pytest.mark.timeout(120)
-def test_a_fork_of_the_server_has_imported_vllm_and_has_the_environment_of_its_maker():
+def test_a_fork_of_the_server_has_imported_vllm_has_the_environment_of_its_maker_and_a_lower_priority():
     """In a process of its own: this one may have a fork server already, which imports other things."""
     require_vllm()
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=110, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "True yes"
+    has_imported, environment, niceness, own = done.stdout.split()[-4:]
+    assert (has_imported, environment) == ("True", "yes")
+    assert int(niceness) == min(19, int(own) + DECODE_NICENESS)
 
 
 @pytest.mark.timeout(180)

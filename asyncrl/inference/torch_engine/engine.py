@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import queue
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -19,6 +17,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import PauseMode
+from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import (
@@ -41,9 +40,6 @@ from asyncrl.weights.experts import unfused
 
 logger = logging.getLogger(__name__)
 
-DECODE_NICENESS = 2
-"""By this the decode thread has a lower priority than trainer ranks, the queue and rollouters, which may share its
-cores: a step waits for these. The server of a run stays below it (`serving.run_server.NICENESS`)."""
 _JOIN_TIMEOUT_S = 30.0
 _PARTS = frozenset({"weights", "kv_cache"})
 """What sleeps, and wakes together or one after the other."""
@@ -260,7 +256,7 @@ class TorchEngine:
         """Loads the model and runs the loop until it is stopped or breaks."""
         try:
             if self._device.type == "cpu":
-                _yield_to_others()
+                yield_to_others()
                 torch.set_num_threads(self._settings.num_threads)
                 use_onednn(num_shapes=256)  # numbers of requests that decode together, and lengths of prompts
             runner, decode = self._load()
@@ -336,9 +332,3 @@ class TorchEngine:
         for answer in (self._started, *self._answers.values()):
             if answer is not None and not answer.done():
                 answer.set_exception(failure())
-
-
-def _yield_to_others() -> None:
-    """Lowers the priority of this thread; elsewhere than on Linux it would be that of the process."""
-    if sys.platform == "linux":
-        os.nice(DECODE_NICENESS)

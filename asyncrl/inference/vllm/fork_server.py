@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 from asyncrl.inference.shared.orphan_guard import when_ended
+from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.sandbox.confine import die_with_parent
 
 _PRELOAD = "asyncrl.inference.vllm.preload"
@@ -69,8 +70,9 @@ def forked() -> Iterator[None]:
 
 
 class _Process(ForkServerProcess):
-    """Ends with the process that made it and with the server. Has its maker's environment, for what is read from now
-    on: what the imports have read, or the loader (LD_PRELOAD), was that of the server's start."""
+    """Ends with the process that made it and with the server. Its priority is lower than that of its maker. Has its
+    maker's environment, for what is read from now on: what the imports have read, or the loader (LD_PRELOAD), was that
+    of the server's start."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,6 +83,7 @@ class _Process(ForkServerProcess):
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: v for n, v in self._environment.items() if os.environ.get(n) != v})
+        yield_to_others()
         die_with_parent()
         when_ended(self._maker, lambda: os.kill(os.getpid(), signal.SIGKILL))
         super().run()
