@@ -102,9 +102,7 @@ class ScriptedEngine(FakeEngine):
         cached = BLOCK_TOKENS * sum(block in self._cache for block in blocks)
         self._cache.update(blocks)
         async for chunk in super().generate(request):
-            if chunk.finish_reason is not None:
-                object.__setattr__(chunk, "cached_tokens", cached)
-            yield chunk
+            yield chunk if chunk.finish_reason is None else chunk._replace(cached_tokens=cached)
 
     def _sample(self, stream):
         request = stream.request

@@ -54,10 +54,10 @@ class Draft:
             count = self._finder.feed(chunk.token_ids.tolist())
         if not count:
             return
+        if len(chunk.logprobs) != len(chunk.token_ids):
+            raise ValueError(f"{len(chunk.token_ids)} tokens came with {len(chunk.logprobs)} log-probabilities")
         self._ids += packed(chunk.token_ids[:count], np.int32)
         self._logprobs += packed(chunk.logprobs[:count], np.float32)
-        if len(self._logprobs) != len(self._ids):
-            raise ValueError(f"{len(chunk.token_ids)} tokens came with {len(chunk.logprobs)} log-probabilities")
         for name, array in chunk.extra.items():
             self._extra.setdefault(name, []).append(array[:count])
         if self._ends and self._ends[-1][1:] == (chunk.version, replica_id):

@@ -21,7 +21,7 @@ PLAIN = {
 
 
 class Marked(np.ndarray):
-    """As unpickled or memory-mapped arrays are."""
+    """As memory-mapped arrays are."""
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,10 @@ def test_cached_tokens_are_those_of_the_first_attempt_that_ended():
     draft.add(chunk(reason="abort", cached=16), 0)
     draft.add(chunk(2, reason="length", cached=32), 1)
     assert draft.generation(PRIOR.prompt_ids, "length", 1).cached_tokens == 16
+
+
+def test_a_token_without_its_log_probability_is_an_error_and_not_added():
+    draft = Draft(PRIOR)
+    with pytest.raises(ValueError, match="2 tokens came with 1 log-probabilities"):
+        draft.add(chunk(14, 15)._replace(logprobs=np.zeros(1, np.float32)), 2)
+    assert draft.generation(PRIOR.prompt_ids).logprobs.tolist() == PRIOR.logprobs.tolist()
