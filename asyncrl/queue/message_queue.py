@@ -347,10 +347,10 @@ class MessageQueue(HasLine):
 
     def _select(self, step: int) -> Selection:
         self._budgets.check()
-        expired = self._ledger.counts.expired
+        expired, began = self._ledger.counts.expired, self._clock()  # what the choice takes is no wait for groups
         selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
         if selection.chosen:
-            self._pacing.leased(selection.chosen, self._clock())
+            self._pacing.leased(selection.chosen, began)
         if selection.chosen or self._ledger.counts.expired > expired:
             self._notify()  # more groups may be wanted now; a slot may be free, and a ticket cancelled
         return selection

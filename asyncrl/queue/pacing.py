@@ -9,9 +9,9 @@ probably be ready when the step that trains it asks for it, and no earlier:
 B: groups per step. T: time from a lease to the next question for one, which is what the trainer needs; not counted is
 what it waits; the median of the last steps. t: time until the next such question; minus what it has waited so far while
 one waits. H: how long before that question the groups of a step begin. A step needed D, the time of its slowest group
-from admission to ready, and more by as much as it asked earlier than expected; one that waited needed at least the lead
-that it had and its wait, since groups that were filtered or failed, and others in their place, do not show in D. H is
-the smallest lead with which the last steps would have waited 0.3 % of their time:
+from admission to ready, and more by as much as it asked earlier than expected; one that waited needed at least the time
+from the admission of its first group to its lease, since groups that were filtered or failed, and others in their place,
+do not show in D. H is the smallest lead with which the last steps would have waited 0.3 % of their time:
 
     sum_i max(0, needed_i - H)  <=  0.003 sum_i T_i
 
@@ -106,7 +106,7 @@ class JustInTime:
         self._size = groups_per_step
         self._begun_at: dict[int, float] = {}
         self._took_s: dict[int, float] = {}
-        """Of the groups that are ready."""
+        """Of the groups that are ready; no others are in it."""
         self._crowd: set[int] = set()
         """Groups of the start, generated all at once: what they take is forgotten once others are known."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -122,8 +122,7 @@ class JustInTime:
             self._crowd.add(ordinal)
 
     def ready(self, ordinal: int, now: float) -> None:
-        began = self._begun_at.pop(ordinal, None)
-        if began is not None:
+        if (began := self._begun_at.get(ordinal)) is not None:
             self._took_s[ordinal] = now - began
 
     def gone(self, ordinal: int) -> None:
@@ -136,6 +135,7 @@ class JustInTime:
 
     def leased(self, ordinals: Sequence[int], now: float) -> None:
         took = [self._took_s.pop(ordinal) for ordinal in ordinals if ordinal in self._took_s]
+        began = [self._begun_at.pop(ordinal) for ordinal in ordinals if ordinal in self._begun_at]
         if took and self._asked_at is not None and self._leased_at is not None:
             if self._crowd and self._crowd.isdisjoint(ordinals):
                 self._needed_s.clear()
@@ -143,7 +143,7 @@ class JustInTime:
                 self._crowd.clear()
             trained, waited = self._asked_at - self._leased_at, now - self._asked_at
             early = (self._step_s or trained) - trained
-            held_back = self._lead_s + waited if waited > WAIT_SHARE * trained else 0.0
+            held_back = now - min(began) if waited > WAIT_SHARE * trained else 0.0
             self._needed_s.append(max(max(took) + early, held_back))
             self._trained_s.append(trained)
             self._step_s = max(1e-6, median(list(self._trained_s)[-NEWEST_STEPS:]))

@@ -228,10 +228,59 @@ async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec)
     waiting = asyncio.create_task(queue.admit(100, 1.0))
     await asyncio.sleep(0.02)
     assert not waiting.done()
-    now += 9.5
+    now += 9.6
     await queue.counts()
     queue._notify()
     assert len((await waiting).tickets) == 2
+
+
+def run_step(pacing: JustInTime, ordinals: range, *, begun: float, ready: float, asked: float) -> None:
+    for ordinal in ordinals:
+        pacing.begun(ordinal, begun)
+    pacing.asked(asked)
+    for ordinal in ordinals:
+        pacing.ready(ordinal, ready)
+    pacing.leased(ordinals, max(asked, ready))
+
+
+def test_a_step_that_waits_needs_what_its_groups_had_and_no_more():
+    """Not the lead that was meant for it: that may be what groups took when all began at once."""
+    pacing = JustInTime(2)
+    for ordinal in range(6):
+        pacing.begun(ordinal, 0.0)
+    for step in range(3):
+        pacing.asked(6.0 * step)
+        for ordinal in (2 * step, 2 * step + 1):
+            pacing.ready(ordinal, 9.0 + 6.0 * step)
+        pacing.leased((2 * step, 2 * step + 1), 9.0 + 6.0 * step)
+    assert pacing._lead_s > 10
+    run_step(pacing, range(6, 8), begun=23.0, ready=24.5, asked=24.0)
+    assert pacing._lead_s == pytest.approx(1.5, abs=0.1)
+
+
+async def test_the_choice_of_groups_is_no_wait_for_them(spec):  # noqa: F811
+    now = 0.0
+    queue = MessageQueue(replace(spec, groups_per_step=2, max_lag=4, pacing="just_in_time"), clock=lambda: now)
+    choose = queue._ledger.lease
+
+    def slowly(step, oldest):
+        nonlocal now
+        now += 2.0
+        return choose(step, oldest)
+
+    queue._ledger.lease = slowly
+    for step in range(8):
+        for ticket in (await queue.admit(100, 0)).tickets:
+            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        lease = asyncio.create_task(queue.lease(step, 50))
+        await asyncio.sleep(0)
+        for ticket in () if lease.done() else (await queue.admit(100, 0)).tickets:
+            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        assert isinstance(await asyncio.wait_for(lease, 30), LeaseManifest)
+        now += 10.0
+        await queue.commit(step)
+        await queue.published(step + 1)
+    assert queue._pacing._lead_s <= 3, "ten seconds are left, and a tenth of one is enough"
 
 
 class Later(Eager):

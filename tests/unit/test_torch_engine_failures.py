@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
 
 
 def make_engine(path, *, real=True, **settings):
-    config = TorchEngineConfig(num_slots=4, max_model_len=128, device="cpu", **settings)
+    config = TorchEngineConfig(**{"num_slots": 4, "max_model_len": 128, "device": "cpu"} | settings)
     return TorchEngine(ModelConfig(path=str(path)), config, load_real_weights=real)
 
 
@@ -139,6 +139,21 @@ async def test_chunks_have_the_configured_size(model_path):
 async def test_weights_are_not_received_while_sampling(engine):
     with pytest.raises(WeightTransferError, match="pause"):
         await within(engine.load_weights(Manifest(1, 1, (), ()), SOURCE, 1.0))
+
+
+async def test_a_resumed_response_does_not_wait_behind_those_that_have_no_token_yet(model_path):
+    engine, ended = make_engine(model_path, num_slots=1), []
+    await within(engine.start())
+    await within(engine.pause("abort"))
+    clients = [Client(engine, make_request(max_tokens=4, first_position=first)) for first in (0, 0, 9, 3)]
+    for i, client in enumerate(clients):
+        client.task.add_done_callback(lambda _, i=i: ended.append(i))
+    await asyncio.sleep(0.1)
+    await within(engine.resume())
+    for client in clients:
+        await client.done()
+    assert ended == [2, 3, 0, 1]
+    await within(engine.stop())
 
 
 async def test_resume_ends_a_drain_that_it_overtakes(engine):

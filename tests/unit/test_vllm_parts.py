@@ -228,6 +228,18 @@ def test_admission_keeps_order_limit_and_gate():
     assert admission.busy_s == 3.0
 
 
+def test_resumed_streams_are_before_the_others_and_keep_their_order():
+    sent = []
+    admission = EngineQueue(1, sent.append, lambda: 0.0, is_resumed=lambda stream: stream.request.first_position > 0)
+    a, b, c, d = [VllmStream(make_request(first_position=first)) for first in (0, 0, 9, 3)]
+    for stream in (a, b, c, d):
+        admission.enter(stream)
+    assert list(admission.waiting) == [c, d, a, b]
+    admission.set_open(True)
+    admission.requeue(c)
+    assert (sent, list(admission.waiting)) == ([c, c], [d, a, b])
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,14 +14,29 @@ from typing import Generic, TypeVar
 Stream = TypeVar("Stream")
 
 
+def enqueue(waiting: deque[Stream], new: Stream, is_resumed: Callable[[Stream], bool]) -> int:
+    """Puts `new` at the end, or, if it is resumed, behind the resumed ones at the front; returns its place.
+
+    A publish interrupts responses just before the groups of a further step begin. Behind all of these, the one that
+    had nearly ended would be the last of its group by far, and its whole step would wait, or be older.
+    """
+    place = len(waiting)
+    if is_resumed(new):
+        place = next((place for place, other in enumerate(waiting) if not is_resumed(other)), place)
+    waiting.insert(place, new)
+    return place
+
+
 class EngineQueue(Generic[Stream]):
-    """A queue before `limit` places, and a gate that begins closed. No stream overtakes another.
+    """A queue before `limit` places, and a gate that begins closed. Resumed streams are before the others; otherwise
+    none overtakes another.
 
     Args:
         start: called for each stream that gets a place, in the order of arrival.
         clock: seconds, monotonic.
         fits: whether there is room for a stream beside the running ones; True where none run. Asked for the first in
             the queue, at each change and by `ask_again`.
+        is_resumed: whether a stream goes on with a response that had a place before.
     """
 
     def __init__(
@@ -30,11 +45,13 @@ class EngineQueue(Generic[Stream]):
         start: Callable[[Stream], None],
         clock: Callable[[], float],
         fits: Callable[[Stream, Sequence[Stream]], bool] = lambda stream, running: True,
+        is_resumed: Callable[[Stream], bool] = lambda stream: False,
     ) -> None:
         self._limit = limit
         self._start = start
         self._clock = clock
         self._fits = fits
+        self._is_resumed = is_resumed
         self._open = False
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -47,8 +64,7 @@ class EngineQueue(Generic[Stream]):
         return self._busy_s + (0.0 if self._busy_since is None else self._clock() - self._busy_since)
 
     def enter(self, stream: Stream) -> None:
-        self.waiting.append(stream)
-        if len(self.waiting) == 1:  # otherwise the first one waits as before
+        if enqueue(self.waiting, stream, self._is_resumed) == 0:  # otherwise the first one waits as before
             self._admit()
 
     def leave(self, stream: Stream) -> None:

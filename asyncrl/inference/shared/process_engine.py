@@ -65,7 +65,11 @@ class ProcessEngine(ABC, Generic[S]):
         self._real_weights = load_real_weights
         self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
         self._queue: EngineQueue[S] = EngineQueue(
-            max_running, self._send, time.monotonic, lambda asked, running: self._kv.fits(asked, running, self._salt)
+            max_running,
+            self._send,
+            time.monotonic,
+            fits=lambda asked, running: self._kv.fits(asked, running, self._salt),
+            is_resumed=lambda stream: stream.request.first_position > 0,
         )
         self._streams: dict[str, S] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.shared.engine_queue import enqueue
 from asyncrl.inference.torch_engine.messages import (
     Abort,
     Command,
@@ -145,7 +146,8 @@ class DecodeLoop:
     def _serve(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                (self._waiting if request.sampling.score_from is None else self._scoring).append(request)
+                scores = request.sampling.score_from is not None
+                enqueue(self._scoring if scores else self._waiting, request, lambda r: r.first_position > 0)
             case Abort(request_ids, ticket):
                 self._abort(request_ids)
                 if ticket is not None:
