@@ -26,6 +26,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
+from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.checks import require
 from asyncrl.config.environments import JUDGES
@@ -38,6 +39,7 @@ from asyncrl.data.model_files import check_model
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
 from asyncrl.driver.preflight import check_packages, check_recipe
+from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.registry import make_importable
@@ -139,7 +141,9 @@ def _evaluate_found(
         highlight=False,
         soft_wrap=True,
     )
-    result = run(recipe, name, held_out, log=log, hidden=hide.names)
+    with ForkServer() as forks:
+        start_preloading(forks, recipe, trains=False)  # it imports while Ray starts
+        result = run(recipe, name, held_out, forks, log=log, hidden=hide.names)
     version = None if found is None else found.global_steps
     temperature, dropped = recipe.eval.temperature, held_out.num_dropped
     report = Report(arguments.checkpoint, arguments.dataset, version, temperature, dropped, result)
@@ -296,12 +300,20 @@ def _plain(model: str, engine: str) -> dict[str, Any]:
     }
 
 
-def run(recipe: Recipe, name: str, prompts: RenderedPrompts, *, log: Path, hidden: Collection[str] = ()) -> EvalResult:
+def run(
+    recipe: Recipe,
+    name: str,
+    prompts: RenderedPrompts,
+    forks: ForkServer,
+    *,
+    log: Path,
+    hidden: Collection[str] = (),
+) -> EvalResult:
     """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises an
     error."""
     from asyncrl.cluster.ray_session import ray_cluster
 
-    with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env) as cluster:
+    with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env, forks) as cluster:
         return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
@@ -40,6 +41,7 @@ from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.preflight import check_packages
+from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.inference.engines import ENGINES, STANDALONE, require_runs
 from asyncrl.types import ReplicaTable
@@ -94,9 +96,16 @@ class Service:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_intermixed_args(argv)
+    with ForkServer() as forks:
+        return _main(arguments, forks)
+
+
+def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
     console = Console(stderr=False)
     try:
-        service = prepare(_config(arguments), _recipe(arguments))
+        config, recipe = _config(arguments), _recipe(arguments)
+        start_preloading(forks, recipe, trains=False)  # it imports while this process reads the input and starts Ray
+        service = prepare(config, recipe)
     except ConfigError as e:
         text = f"asyncrl-serve: this model cannot be served\n{e}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
@@ -111,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     if not service.is_local and service.config.api_key is None:
         logger.warning("%s is open to every machine that can reach it: set --api-key", service.address)
     try:
-        number = run(service)
+        number = run(service, forks)
     except KeyboardInterrupt:
         number = signal.SIGINT
     except Exception as e:
@@ -156,11 +165,11 @@ def _log_file() -> Path:
     return Path(path)
 
 
-def run(service: Service) -> int:
+def run(service: Service, forks: ForkServer) -> int:
     """Serves until a signal, whose number it returns. Shuts everything down before it raises an error."""
     from asyncrl.cluster.ray_session import ray_cluster
 
-    with ray_cluster(None, service.log_file) as cluster:
+    with ray_cluster(None, service.log_file, forks=forks) as cluster:
         return asyncio.run(_run(service, cluster.engine_environment(service.rollout.engine)))
 
 

@@ -1,4 +1,4 @@
-"""What the fork server of a run imports, and where there is one."""
+"""What the fork server of a run, of an evaluation or of a fleet imports, and where there is one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import os
 from asyncrl.cluster.address import joined_address
 from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.cluster.janitor import RUN_VARIABLE
+from asyncrl.config.load import environment_defaults
 from asyncrl.config.recipe import Recipe
 from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 
-def start_preloading(forks: ForkServer, recipe: Recipe) -> None:
-    """Starts the server where the run starts Ray."""
+def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) -> None:
+    """Starts the server where Ray is started here. `trains`: False where there are replicas alone."""
     if joined_address(recipe.ray.address) is not None:
         return
     engine = ENGINES[recipe.rollout.engine]
     modules = ["torch", "transformers", "transformers.models.auto.modeling_auto"]
-    modules += [BACKENDS[recipe.trainer.backend].backend.partition(":")[0], "asyncrl.trainer.trainer_worker"]
-    modules += [*engine.preload, "asyncrl.rollout.rollouter", "asyncrl.queue.message_queue"]
+    if trains:
+        modules += [BACKENDS[recipe.trainer.backend].backend.partition(":")[0], "asyncrl.trainer.trainer_worker"]
+    modules += engine.preload
+    if trains:
+        modules += ["asyncrl.rollout.rollouter", "asyncrl.queue.message_queue"]
     local = {n: os.environ.get(n, value) for n, value in engine.local_environment.items() if SCRATCH not in value}
-    variables = {**recipe.ray.env, **TrainerSpec.of(recipe).environment, **engine.environment, **local}
-    forks.start({**os.environ, **variables, RUN_VARIABLE: forks.run_id}, modules, recipe.model.path)
+    variables = {**recipe.ray.env, **(TrainerSpec.of(recipe).environment if trains else {})}
+    variables |= {**engine.environment, **local, RUN_VARIABLE: forks.run_id}
+    forks.start({**os.environ, **environment_defaults(), **variables}, modules, recipe.model.path)

@@ -10,8 +10,8 @@ B: groups per step. T: time from a lease to the next question for one, which is 
 what it waits; the median of the last steps. t: time until the next such question; minus what it has waited so far while
 one waits. H: how long before that question the groups of a step begin. A step needed D, the time of its slowest group
 from admission to ready, and more by as much as it asked earlier than expected; one that waited needed at least the time
-from the admission of its first group to its lease, since groups that were filtered or failed, and others in their place,
-do not show in D. H is the smallest lead with which the last steps would have waited 0.3 % of their time:
+from the admission of its first group to its lease, since groups that were filtered or failed, and others in their
+place, do not show in D. H is the smallest lead with which the last steps would have waited 0.3 % of their time:
 
     sum_i max(0, needed_i - H)  <=  0.003 sum_i T_i
 

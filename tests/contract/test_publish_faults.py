@@ -31,6 +31,7 @@ from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, ReplicaTable, SamplingParams
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from tests.forks import fork_server
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -46,9 +47,11 @@ REJOIN_TIMEOUT_S = 30.0
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env=threads)
-    yield
-    ray.shutdown()
+    with fork_server() as forks:
+        with forks():
+            ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env=threads)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

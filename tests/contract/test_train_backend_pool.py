@@ -42,6 +42,7 @@ from asyncrl.weights.plan import make_manifest, plan_buckets
 from asyncrl.weights.transports.blocking import BlockingCalls
 from asyncrl.weights.transports.process_group import host_store
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
+from tests.forks import fork_server
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -126,9 +127,13 @@ def lease():
 
 @pytest.fixture(scope="module")
 def queue(lease):
-    ray.init("local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False)  # a GPU by name alone
-    yield ray.remote(num_cpus=0, max_concurrency=4)(Queue).remote(lease.groups)
-    ray.shutdown()
+    with fork_server() as forks:
+        with forks():
+            ray.init(
+                "local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False
+            )  # a GPU by name alone
+        yield ray.remote(num_cpus=0, max_concurrency=4)(Queue).remote(lease.groups)
+        ray.shutdown()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from asyncrl.audit import audit_run
+from tests.forks import fork_server
 from tests.unit.audit_model import edited, mutations, sealed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +44,12 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *known]))
-        started = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
-    yield started.address
-    started.shutdown()
+        with fork_server() as forks:
+            with forks():
+                started = Cluster(initialize_head=True, head_node_args={"include_dashboard": False})
+            patch.undo()
+            yield started.address
+            started.shutdown()
 
 
 def below(process: psutil.Process) -> list[psutil.Process]:

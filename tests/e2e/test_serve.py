@@ -92,6 +92,10 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     assert (found["model"], found["engine"], found["pid"]) == (MODEL, "torch", server.process.pid)
     assert all(r["alive"] and r["version"] == 0 and r["node"] for r in found["replicas"])
     pids = {str(r["id"]): r["pid"] for r in found["replicas"]}
+    (forks,) = [
+        p for p in server.descendants() if p.ppid() == server.process.pid and "fork_server" in " ".join(p.cmdline())
+    ]
+    assert {psutil.Process(pid).ppid() for pid in pids.values()} == {forks.pid}, "replicas have its imports"
     client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="secret", max_retries=0, timeout=60)
 
     question = {"role": "user", "content": "12+7="}
