@@ -13,6 +13,9 @@ from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
+OF_RAY = ("jsonschema", "requests", "msgpack", "uvloop", "google.protobuf")
+"""What Ray imports: half of the time of its own import, which is each process's own."""
+
 
 def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) -> None:
     """Starts the server where Ray is started here. `trains`: False where there are replicas alone."""
@@ -25,6 +28,7 @@ def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) 
     modules += engine.preload
     if trains:
         modules += ["asyncrl.rollout.rollouter", "asyncrl.queue.message_queue"]
+    modules += OF_RAY
     local = {n: os.environ.get(n, value) for n, value in engine.local_environment.items() if SCRATCH not in value}
     variables = {**recipe.ray.env, **(TrainerSpec.of(recipe).environment if trains else {})}
     variables |= {**engine.environment, **local, RUN_VARIABLE: forks.run_id}

@@ -21,8 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
             "asyncrl.commands.train recipes/quickstart.yaml data.train=org/none",
             "the dataset org/none:train from the hub",
         ),
-        ("asyncrl.commands.serve org/none", "the tokenizer of the model org/none"),
-        ("asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl", "the tokenizer of the model org/none"),
+        pytest.param(
+            *("asyncrl.commands.serve org/none", "the tokenizer of the model org/none"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl",
+            "the tokenizer of the model org/none",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_command_retries_a_hub_that_is_not_there(tmp_path: Path, inputs, command: str, asked: str) -> None:

@@ -146,7 +146,7 @@ def nonsense(value: Any, key: str = "") -> list[str]:
     return [f"{key}={value!r}"] if bad else []
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=3))
 @example(changes=[("eval.temperature", math.inf)])
 @example(changes=[("trainer.device", "1e308")])

@@ -32,7 +32,9 @@ class Where:
 @pytest.fixture(scope="module")
 def cluster():
     """A head without GPUs, and nodes with 8, 4 and 4."""
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    soon = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # until a lost node is missed
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": soon}
+    started = Cluster(initialize_head=True, head_node_args=head)
     for gpus in (4, 8, 4):
         started.add_node(num_cpus=1, num_gpus=gpus, object_store_memory=80 * 2**20)
     ray.init(address=started.address, log_to_driver=False)

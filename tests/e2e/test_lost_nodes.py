@@ -7,7 +7,9 @@ from tests.e2e.conftest import ALERT, SMALL, assert_audited
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-START_S = 60
+START_S = 40
+SOON = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+"""Ray misses a node that was killed after 3 s, by default after 15."""
 LIMITS = (f"ray.start_timeout_s={START_S}", "recovery.max_replica_restarts=20", "weights.transport=collective")
 
 
@@ -16,7 +18,8 @@ def nodes():
     """A head that is for the driver alone (it has no CPU to reserve), and two nodes for replicas and ranks."""
     from ray.cluster_utils import Cluster
 
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": SOON}
+    started = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         started.add_node(num_cpus=1)
     yield started
