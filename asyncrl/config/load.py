@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -87,12 +88,12 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
     named = [name for layer, _ in layers if (name := OmegaConf.select(layer, "algorithm.preset", default=None))]
     if named:
         layers = [(layer, f"the preset {named[-1]}") for layer in _preset(str(named[-1]))] + layers
-    merged = _nothing_set()
+    merged = deepcopy(_nothing_set())
     unset: set[str] = set()
     for layer, origin in layers:
         unset = {key for key in unset if OmegaConf.select(layer, key, throw_on_resolution_failure=False) is None}
         unset |= OmegaConf.missing_keys(layer)
-        merged = _merge(merged, layer, origin)
+        _put_over(merged, layer, origin)
     if unset := unset | OmegaConf.missing_keys(merged):
         key = min(unset)
         raise ConfigError(
@@ -106,7 +107,7 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
 
 @cache
 def _nothing_set() -> DictConfig:
-    """The defaults of every key, which takes most of the time of a load to build. `OmegaConf.merge` copies it."""
+    """The defaults of every key, to be copied: building them takes longer."""
     return OmegaConf.structured(Recipe)
 
 
@@ -255,9 +256,10 @@ def _restore_words(layer: DictConfig) -> None:
             OmegaConf.update(layer, key, word)
 
 
-def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
+def _put_over(merged: DictConfig, layer: DictConfig, origin: str) -> None:
+    """Changes `merged` and takes nodes of `layer`: copies of all of it would take most of the time of a load."""
     try:
-        merged = OmegaConf.merge(base, layer)
+        OmegaConf.unsafe_merge(merged, layer)
     except ConfigKeyError as e:
         key = str(e.full_key)
         depth = key.count(".") + 1
@@ -269,8 +271,6 @@ def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
         choices = _choices(str(e.full_key))
         do = f"choose from {choices}" if choices else "give it a value of that type"
         raise ConfigError(explain(f"{e.full_key or 'a section'} in {origin}", _first_line(e), do)) from e
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _choices(key: str) -> list[Any]:
