@@ -18,10 +18,10 @@ from asyncrl.config.trainer import LoraConfig, MegatronConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import open_training_state, require_written_by, write_training_state
 from asyncrl.trainer.training_state import MOMENTS, WEIGHT
-from asyncrl_testing.backend_suite import weights_of
+from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.contract.test_export import write_tokenizer
-from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, LEASES, build_model, close, group, spec_of  # noqa: F401
+from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, build_model, close, group, spec_of  # noqa: F401
 
 pytestmark = [
     pytest.mark.numerics,
@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
+LEASES = [random_lease(40 + step, step=step) for step in range(4)]
 PPO = {"advantage": "gae", "critic": CriticConfig(lr=1e-3)}
 RUNS = {
     "qwen3": (PPO, MegatronConfig(tensor_parallel=2), ("model", "critic")),
