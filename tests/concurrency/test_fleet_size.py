@@ -313,7 +313,7 @@ async def apply(rig, act, what):
             process.replica.must_leave = True
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(ACTS)
 @example([("resize", 6), ("wait", 40), ("terminate", 5), ("resize", 2), ("kill", 0), ("wait", 1), ("resize", 6)])
 @example([("lose", 0), ("wait", 60), ("lose", 1), ("wait", 60), ("resize", 4)])

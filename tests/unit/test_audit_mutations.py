@@ -27,7 +27,7 @@ from tests.unit.audit_model import LIMITS, Event, Run, broken_promise, edited, m
 pytestmark = pytest.mark.unit
 
 RUNS = 40
-PLACES = 12
+PLACES = 8
 """Of each kind of mutation."""
 
 LIVES = ("start", "resume", "restored", "training_failed", "training_restarted", "fault", "end")

@@ -22,7 +22,7 @@ from tests.unit.test_message_queue import spec  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.unit
 
-RUNS = 120
+RUNS = 60
 TICKS = 1000
 """Tokens that a group has per second of work."""
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from asyncrl.checkpoint.digests import seal
@@ -114,7 +115,9 @@ def test_what_the_command_line_names_or_allows_is_let_through(run, tmp_path, mon
 
 
 @pytest.mark.parametrize("recipe", [{"model": 3}, {"model": {"path": 3}}, {"data": 3}, {"x": {}}])
-def test_a_recipe_of_another_shape_is_refused(run, capsys, recipe):
+def test_a_recipe_of_another_shape_is_refused(run, capsys, monkeypatch, recipe):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # else a path that is no directory is looked for there
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     directory, _ = run
     written(directory, recipe)
     assert evaluate([str(directory), "rows.jsonl", "--trust-run"]) == 2
