@@ -200,7 +200,10 @@ def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     psutil.Process(second).suspend()
     run.wait_for_event("replica_serving", count=4)
     assert run.metrics[-1]["step"] > reached, "training went on meanwhile"
-    assert not {first, second} & set(run.actor_pids("Replica"))
+    deadline = time.monotonic() + 30
+    while {first, second} & set(run.actor_pids("Replica")):  # Ray kills what does not end by itself in 5 s
+        assert time.monotonic() < deadline, "the processes that were replaced are still there"
+        time.sleep(0.1)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.log
     assert_audited(run, max_lag=2)
