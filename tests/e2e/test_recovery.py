@@ -145,6 +145,7 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
         "run.max_steps=2000",
         "rollout.environment=tests.e2e.faulty:HangsForEver",
         "recovery.stall_timeout_s=8",
+        joined=False,  # the mark of a run is in the environment of its own fork server
     )
     assert run.wait(120) == Stalled.exit_code, run.log
     reports = [p.read_text() for p in (run.directory / "faults").glob("*/report.txt")]
