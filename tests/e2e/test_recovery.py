@@ -21,7 +21,8 @@ NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
 
 def test_what_is_lost_is_replaced_one_after_the_other(start):
     """Rollouter, trainer rank and message queue, each killed and stopped, in one run."""
-    run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=10")
+    slow = "rollout.environment=tests.e2e.faulty:Straggles"  # the rollouter has running groups at any moment
+    run = start(*SMALL, "run.max_steps=2000", "recovery.max_restarts=10", slow)
     run.wait_for_step(2)
     assert not run.has_a_cluster, "it has joined the one of ray.address"
     for number, how in enumerate(("killed", "stopped"), 1):
