@@ -117,7 +117,7 @@ class Simulation:
         """
         self._scenario, self._costs = scenario, costs
         self._workload = workload or DrawnWorkload(scenario, costs)
-        self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step)
+        self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step, scenario.max_lag)
         policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)
         self._ledger = Ledger(policy, max_attempts=scenario.max_attempts, on_event=self._changed)
         self._filtered = EndWindow(scenario.filtered_window)

@@ -87,7 +87,7 @@ class MessageQueue(HasLine):
             max_groups=spec.max_groups,
             on_event=self._record,
         )
-        self._pacing = build_pacing(spec.pacing, spec.groups_per_step)
+        self._pacing = build_pacing(spec.pacing, spec.groups_per_step, spec.max_lag)
         self._stored: dict[int, StoredGroup] = {}
         self._leased: dict[int, TrajectoryGroup] = {}
         """The groups of the lease as the step trains them."""
@@ -311,7 +311,7 @@ class MessageQueue(HasLine):
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
         self._leased, self._foreseen, self._described = {}, {}, {}
-        self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step)
+        self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step, self._spec.max_lag)
         self._overdue_since = None
         self._budgets.failed.load_text(saved.failed_window)
         self._budgets.filtered.load_text(saved.filtered_window)

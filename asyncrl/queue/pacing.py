@@ -4,16 +4,25 @@ A group that is ready long before its step ages in the queue for nothing. Where 
 then full, and every token has the largest lag that is allowed. Just in time, a group is admitted so early that it will
 probably be ready when the step that trains it asks for it, and no earlier:
 
-    wanted(now) = B (1 + floor((H - t) / T))        groups that are running or ready; 0 where H < t
+    wanted(now) = R + B (1 + floor((H - t) / T))        groups that are running or ready; R where H < t
 
 B: groups per step. T: time from a lease to the next question for one, which is what the trainer needs; not counted is
 what it waits; the median of the last steps. t: time until the next such question; minus what it has waited so far while
-one waits. H: how long before that question the groups of a step begin. A step needed D, the time of its slowest group
-from admission to ready, and more by as much as it asked earlier than expected; one that waited needed at least the time
-from the admission of its first group to its lease, since groups that were filtered or failed, and others in their
-place, do not show in D. H is the smallest lead with which the last steps would have waited 0.3 % of their time:
+one waits. H: how long before that question the groups of a step begin. R: a reserve. Of the groups that begin together
+a few may take far longer than the others. A step takes any B groups that are ready, and R groups more than it needs let
+it leave as many behind, which the next one trains.
+
+The groups of a block, B in the order of their admissions, took D_1 <= .. <= D_B from admission to ready. Without a
+reserve the step that trains them needs the lead D_B. With one it needs the B-th smallest of D_1 .. D_B and of D' - T of
+the R slowest of the block before, which began a step earlier; and at least D_B - (max_lag - 1) T, with which none of
+them is overdue. Where that is near T or over it, a reserve helps nothing. A step that asks earlier than expected needs
+as much more. One that waited needed at least the time from the admission of its groups, in the median, to its lease:
+groups that were filtered or failed, and others in their place, do not show in D. H is the smallest lead with which the
+steps of the last blocks would have waited 0.3 % of their time, or half as much with a reserve:
 
     sum_i max(0, needed_i - H)  <=  0.003 sum_i T_i
+
+Of all R that is taken which makes R / B + H / T smallest, the steps by which groups grow older.
 
 Where generation is the slower side T is short against D, and the formula asks for as many groups as the limit allows. A
 step that waits is not refused its groups (t = 0), and after each T more of waiting those of a further step are wanted:
@@ -25,6 +34,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Literal, Protocol
@@ -39,6 +49,12 @@ NEWEST_STEPS = 8
 """Steps that tell how long the next one will take: their median."""
 WAIT_SHARE = 0.003
 """Of the trainer's time, what waits for groups may take."""
+RESERVE_WAIT_SHARE = WAIT_SHARE / 2
+"""The same with a reserve, of which less is known."""
+RESERVE_BLOCKS = 6
+"""Blocks that must be known before there is a reserve."""
+RESERVE_LATE = 0.8
+"""A group that would be overdue, but for a lead of so many steps, is one that no reserve helps with."""
 ROUNDING_S = 1e-6
 LEAST_KEPT_SHARE = 0.1
 """Of the groups that are generated, the share that is taken to be not filtered, at least."""
@@ -99,65 +115,137 @@ class Eager:
         return None
 
 
+@dataclass(slots=True)
+class _Group:
+    """`ended`: ready, or gone."""
+
+    began: float
+    block: int
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Block:
+    """`left`: groups that have not ended, or are not even admitted. `took_s`: of those that were ready."""
+
+    left: int
+    took_s: list[float] = field(default_factory=list)
+
+
 class JustInTime:
     """Owns the times of the groups that are not trained yet, and of the last steps."""
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, max_lag: int) -> None:
         self._size = groups_per_step
-        self._begun_at: dict[int, float] = {}
-        self._took_s: dict[int, float] = {}
-        """Of the groups that are ready; no others are in it."""
-        self._crowd: set[int] = set()
-        """Groups of the start, generated all at once: what they take is forgotten once others are known."""
+        self._max_lag = max_lag
+        self._groups: dict[int, _Group] = {}
+        self._num_begun = 0
+        self._blocks: dict[int, _Block] = {}
+        self._complete: list[list[float]] = []
+        """Times of the blocks that have ended since the last lease, each in ascending order."""
+        self._before: list[float] = []
+        """Those of the last block before them."""
+        self._crowd = 0
+        """So many blocks of the start are generated all at once: what they take is forgotten once others are known."""
+        self._forgotten = False
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._needed_s: deque[float] = deque(maxlen=HISTORY_STEPS)
-        """With which lead each of the last steps would have waited for nothing."""
+        reserves = _reserves(groups_per_step)
+        self._needed_s: dict[int, deque[float]] = {reserve: deque(maxlen=HISTORY_STEPS) for reserve in reserves}
+        """By reserve: with which lead the steps of the last blocks would have waited for nothing."""
         self._leased_at: float | None = None
         self._asked_at: float | None = None
         self._step_s = self._lead_s = 0.0
+        self._reserve = 0
 
     def begun(self, ordinal: int, now: float) -> None:
-        self._begun_at[ordinal] = now
-        if not self._needed_s:
-            self._crowd.add(ordinal)
+        number = self._num_begun // self._size
+        self._num_begun += 1
+        self._groups[ordinal] = _Group(now, number)
+        self._blocks.setdefault(number, _Block(self._size))
+        if not self._trained_s:
+            self._crowd = number + 1
 
     def ready(self, ordinal: int, now: float) -> None:
-        if (began := self._begun_at.get(ordinal)) is not None:
-            self._took_s[ordinal] = now - began
+        if (group := self._groups.get(ordinal)) is not None:
+            self._end(group, [now - group.began])
 
     def gone(self, ordinal: int) -> None:
-        self._begun_at.pop(ordinal, None)
-        self._took_s.pop(ordinal, None)
+        if (group := self._groups.pop(ordinal, None)) is not None:
+            self._end(group, [])
+
+    def _end(self, group: _Group, took_s: list[float]) -> None:
+        if group.ended:
+            return
+        group.ended, block = True, self._blocks[group.block]
+        block.left -= 1
+        block.took_s += took_s
+        if block.left == 0:
+            del self._blocks[group.block]
+            if block.took_s and not (self._forgotten and group.block < self._crowd):
+                self._complete.append(sorted(block.took_s))
 
     def asked(self, now: float) -> None:
         if self._asked_at is None:
             self._asked_at = now
 
     def leased(self, ordinals: Sequence[int], now: float) -> None:
-        took = [self._took_s.pop(ordinal) for ordinal in ordinals if ordinal in self._took_s]
-        began = [self._begun_at.pop(ordinal) for ordinal in ordinals if ordinal in self._begun_at]
-        if took and self._asked_at is not None and self._leased_at is not None:
-            if self._crowd and self._crowd.isdisjoint(ordinals):
-                self._needed_s.clear()
-                self._trained_s.clear()
-                self._crowd.clear()
+        groups = [group for ordinal in ordinals if (group := self._groups.pop(ordinal, None)) is not None]
+        if groups and self._asked_at is not None and self._leased_at is not None:
+            if not self._forgotten and all(group.block >= self._crowd for group in groups):
+                self._forget_crowd()
             trained, waited = self._asked_at - self._leased_at, now - self._asked_at
             early = (self._step_s or trained) - trained
-            held_back = now - min(began) if waited > WAIT_SHARE * trained else 0.0
-            self._needed_s.append(max(max(took) + early, held_back))
             self._trained_s.append(trained)
             self._step_s = max(1e-6, median(list(self._trained_s)[-NEWEST_STEPS:]))
-            self._lead_s = least_lead(self._needed_s, WAIT_SHARE * sum(self._trained_s))
+            had = now - median(group.began for group in groups) if waited > WAIT_SHARE * trained else None
+            self._learn(early, had)
+            self._choose()
         self._leased_at, self._asked_at = now, None
 
+    def _forget_crowd(self) -> None:
+        self._forgotten = True
+        self._trained_s.clear()
+        self._complete.clear()
+        for needed_s in self._needed_s.values():
+            needed_s.clear()
+
+    def _learn(self, early: float, had: float | None) -> None:
+        """`had`: of a step that has waited, the time that its groups had, its wait included."""
+        for took_s in self._complete or [[]] * (had is not None):
+            for reserve, needed_s in self._needed_s.items():
+                needed = self._needed(took_s, reserve) + early if took_s else 0.0
+                needed_s.append(max(needed, had) if had is not None and reserve <= self._reserve else needed)
+            self._before = took_s or self._before
+        self._complete.clear()
+
+    def _needed(self, took_s: Sequence[float], reserve: int) -> float:
+        """The lead of a step with such a block, if it asks when it is expected to."""
+        longest = took_s[-1]
+        late = longest - (self._max_lag - 1) * self._step_s
+        if reserve == 0 or late > RESERVE_LATE * self._step_s:
+            return longest
+        left = max(1, round(reserve * len(took_s) / self._size))  # some of the others may have been filtered
+        both = sorted([*took_s, *(took - self._step_s for took in self._before[-left:])])
+        return max(both[len(took_s) - 1], late)
+
+    def _choose(self) -> None:
+        least, trained_s = math.inf, sum(self._trained_s)
+        for reserve, needed_s in self._needed_s.items():
+            if not needed_s or (reserve and len(needed_s) < RESERVE_BLOCKS):
+                break
+            share = RESERVE_WAIT_SHARE if reserve else WAIT_SHARE
+            lead = least_lead(needed_s, share * trained_s * len(needed_s) / len(self._trained_s))
+            if (older := reserve / self._size + lead / self._step_s) < least:
+                least, self._reserve, self._lead_s = older, reserve, lead
+
     def wanted(self, now: float) -> float:
-        if not self._needed_s:
+        if not self._needed_s[0]:
             return math.inf
         early = self._lead_s - self._until_asked(now) + ROUNDING_S
-        return 0.0 if early < 0 else self._size * (1 + math.floor(early / self._step_s))
+        return self._reserve + (0 if early < 0 else self._size * (1 + math.floor(early / self._step_s)))
 
     def next_change(self, now: float) -> float | None:
-        if not self._needed_s:
+        if not self._needed_s[0]:
             return None
         early = self._lead_s - self._until_asked(now)
         after = -early if early < 0 else self._step_s * (1 + math.floor(early / self._step_s)) - early
@@ -184,8 +272,13 @@ def least_lead(needs: Sequence[float], allowed: float) -> float:
     return 0.0
 
 
-def build_pacing(name: PacingName, groups_per_step: int) -> Pacing:
-    return Eager() if name == "eager" else JustInTime(groups_per_step)
+def _reserves(groups_per_step: int) -> list[int]:
+    """Those that are tried: up to half of a step."""
+    return [0, *(1 << power for power in range(groups_per_step.bit_length()) if 2 << power <= groups_per_step)]
+
+
+def build_pacing(name: PacingName, groups_per_step: int, max_lag: int) -> Pacing:
+    return Eager() if name == "eager" else JustInTime(groups_per_step, max_lag)
 
 
 def shortfall(pacing: Pacing, now: float, counts: LedgerCounts, filtered_share: float) -> float:
