@@ -55,6 +55,8 @@ RESERVE_BLOCKS = 6
 """Blocks that must be known before there is a reserve."""
 RESERVE_LATE = 0.8
 """A group that would be overdue, but for a lead of so many steps, is one that no reserve helps with."""
+FORGOTTEN = 2
+"""First those groups that begin before anything is known, then those that began beside them."""
 ROUNDING_S = 1e-6
 LEAST_KEPT_SHARE = 0.1
 """Of the groups that are generated, the share that is taken to be not filtered, at least."""
@@ -147,7 +149,8 @@ class JustInTime:
         """Those of the last block before them."""
         self._crowd = 0
         """So many blocks of the start are generated all at once: what they take is forgotten once others are known."""
-        self._forgotten = False
+        self._forgotten = 0
+        """How often that has happened, of `FORGOTTEN`."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         reserves = _reserves(groups_per_step)
         self._needed_s: dict[int, deque[float]] = {reserve: deque(maxlen=HISTORY_STEPS) for reserve in reserves}
@@ -181,7 +184,7 @@ class JustInTime:
         block.took_s += took_s
         if block.left == 0:
             del self._blocks[group.block]
-            if block.took_s and not (self._forgotten and group.block < self._crowd):
+            if block.took_s and not (self._forgotten == FORGOTTEN and group.block < self._crowd):
                 self._complete.append(sorted(block.took_s))
 
     def asked(self, now: float) -> None:
@@ -191,7 +194,7 @@ class JustInTime:
     def leased(self, ordinals: Sequence[int], now: float) -> None:
         groups = [group for ordinal in ordinals if (group := self._groups.pop(ordinal, None)) is not None]
         if groups and self._asked_at is not None and self._leased_at is not None:
-            if not self._forgotten and all(group.block >= self._crowd for group in groups):
+            if self._forgotten < FORGOTTEN and all(group.block >= self._crowd for group in groups):
                 self._forget_crowd()
             trained, waited = self._asked_at - self._leased_at, now - self._asked_at
             early = (self._step_s or trained) - trained
@@ -203,7 +206,9 @@ class JustInTime:
         self._leased_at, self._asked_at = now, None
 
     def _forget_crowd(self) -> None:
-        self._forgotten = True
+        self._forgotten += 1
+        if self._forgotten < FORGOTTEN:
+            self._crowd = -(-self._num_begun // self._size)
         self._trained_s.clear()
         self._complete.clear()
         for needed_s in self._needed_s.values():
