@@ -204,7 +204,7 @@ async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec)
         for ticket in tickets:
             await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
 
-    for step in range(6):
+    for step in range(16):
         lease = asyncio.create_task(queue.lease(step, 50))
         await asyncio.sleep(0)
         tickets = (await queue.admit(100, 0)).tickets
