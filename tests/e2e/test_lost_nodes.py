@@ -7,7 +7,7 @@ from tests.e2e.conftest import ALERT, SMALL, assert_audited
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-START_S = 40
+START_S = 60
 SOON = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """Ray misses a node that was killed after 3 s, by default after 15."""
 LIMITS = (f"ray.start_timeout_s={START_S}", "recovery.max_replica_restarts=20", "weights.transport=collective")

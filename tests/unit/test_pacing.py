@@ -236,15 +236,6 @@ async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec)
     assert len((await waiting).tickets) == 2
 
 
-def run_step(pacing: JustInTime, ordinals: range, *, begun: float, ready: float, asked: float) -> None:
-    for ordinal in ordinals:
-        pacing.begun(ordinal, begun)
-    pacing.asked(asked)
-    for ordinal in ordinals:
-        pacing.ready(ordinal, ready)
-    pacing.leased(ordinals, max(asked, ready))
-
-
 def test_a_step_that_waits_needs_what_its_groups_had_and_no_more():
     """Not the lead that was meant for it: that may be what groups took when all began at once."""
     pacing = JustInTime(2, 2)
@@ -256,7 +247,12 @@ def test_a_step_that_waits_needs_what_its_groups_had_and_no_more():
             pacing.ready(ordinal, 9.0 + 6.0 * step)
         pacing.leased((2 * step, 2 * step + 1), 9.0 + 6.0 * step)
     assert pacing._lead_s > 10
-    run_step(pacing, range(6, 8), begun=23.0, ready=24.5, asked=24.0)
+    for ordinal in (6, 7):
+        pacing.begun(ordinal, 23.0)
+    pacing.asked(24.0)
+    for ordinal in (6, 7):
+        pacing.ready(ordinal, 24.5)
+    pacing.leased((6, 7), 24.5)
     assert pacing._lead_s == pytest.approx(1.5, abs=0.1)
 
 

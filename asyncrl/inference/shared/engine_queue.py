@@ -32,7 +32,7 @@ class EngineQueue(Generic[Stream]):
     none overtakes another.
 
     Args:
-        start: called for each stream that gets a place, in the order of arrival.
+        start: called for each stream that gets a place, in the order of the queue.
         clock: seconds, monotonic.
         fits: whether there is room for a stream beside the running ones; True where none run. Asked for the first in
             the queue, at each change and by `ask_again`.
