@@ -256,6 +256,26 @@ def test_a_step_that_waits_needs_what_its_groups_had_and_no_more():
     assert pacing._lead_s == pytest.approx(1.5, abs=0.1)
 
 
+def test_what_groups_took_beside_the_first_ones_is_forgotten_too():
+    """Six groups begin at once, six more while those are generated, and the others when nothing else is."""
+    pacing, now = JustInTime(2, 2), 0.0
+    for ordinal in range(6):
+        pacing.begun(ordinal, 0.0)
+    for step in range(12):
+        ordinals = (2 * step, 2 * step + 1)
+        if step >= 6:
+            for ordinal in ordinals:
+                pacing.begun(ordinal, now + 0.5)
+        for ordinal in ordinals:
+            pacing.ready(ordinal, now + 0.9)
+        now += 1.0
+        pacing.asked(now)
+        pacing.leased(ordinals, now)
+        for ordinal in range(6, 12) if step == 1 else ():
+            pacing.begun(ordinal, now)
+    assert pacing._lead_s == pytest.approx(0.4, abs=0.05)
+
+
 async def test_the_choice_of_groups_is_no_wait_for_them(spec):  # noqa: F811
     now = 0.0
     queue = MessageQueue(replace(spec, groups_per_step=2, max_lag=4, pacing="just_in_time"), clock=lambda: now)
