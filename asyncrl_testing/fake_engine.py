@@ -78,6 +78,7 @@ class FakeEngine:
     def __init__(self, script: FakeScript | None = None) -> None:
         self.script = script or FakeScript()
         self.loaded: list[Manifest] = []
+        self._staged: Manifest | None = None
         self._version = self.script.start_version
         self._waiting: deque[_Stream] = deque()
         self._running: dict[str, _Stream] = {}
@@ -147,6 +148,20 @@ class FakeEngine:
         digest = await self.script.load_hook(manifest, source, timeout_s)
         self.loaded.append(manifest)
         return digest
+
+    async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """By the same hook as `load_weights`."""
+        self._require_alive()
+        digest = await self.script.load_hook(manifest, source, timeout_s)
+        self._staged = manifest
+        return digest
+
+    async def load_staged(self, timeout_s: float) -> None:
+        self._require_alive()
+        assert self._paused, "load_staged on an engine that samples"
+        assert self._staged is not None, "nothing was staged"
+        self.loaded.append(self._staged)
+        self._staged = None
 
     async def commit(self, version: int | None) -> None:
         self._require_alive()

@@ -93,7 +93,7 @@ class FakeReplica:
     @property
     def committed(self) -> list[int | None]:
         """Versions, in order."""
-        return [call[2] for call in self.calls if call[0] == "commit"]
+        return [call[2] for call in self.calls if call[0] in ("commit", "adopt")]
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.calls.append(("pause", mode))
@@ -111,6 +111,14 @@ class FakeReplica:
         if self.commit_error is not None:
             raise self.commit_error
         self.calls.append(("commit", publish_id, version, digest))
+
+    async def adopt(
+        self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
+    ) -> float:
+        if self.commit_error is not None:
+            raise self.commit_error
+        self.calls.append(("adopt", publish_id, version, digest, mode))
+        return 0.25
 
 
 class FakeFleet:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Digest, Manifest, PauseMode, TransferSource
@@ -49,8 +49,15 @@ class Publisher:
         """1, 2, 3 and so on over the life of the engine."""
         return next(self._versions)
 
-    async def publish(self, model: Any, version: int | None, mode: PauseMode) -> None:
-        """Serves the weights of `model`, a Hugging Face model, as `version`: pause, load, commit, resume."""
+    @property
+    def stages(self) -> bool:
+        return isinstance(self.engine, StagingEngine)
+
+    async def publish(self, model: Any, version: int | None, mode: PauseMode, *, staged: bool = False) -> None:
+        """Serves the weights of `model`, a Hugging Face model, as `version`: pause, load, commit, resume. `staged`: the
+        engine receives them first."""
+        if staged:
+            return await self._adopt(await self.stage(model, version), version, mode)
         await within(self.replica.pause(mode))
         manifest = self._manifest(model, version)
         sent, received = await self._both(manifest, model.named_parameters())
@@ -59,6 +66,20 @@ class Publisher:
                 raise outcome
         assert not isinstance(sent, BaseException)  # for the type checker
         await within(self.replica.commit(manifest.publish_id, version, sent))
+
+    async def stage(self, model: Any, version: int | None, *, broken: bool = False) -> tuple[int, Digest | None]:
+        """The number and the digest of a publish that the engine has received beside what it serves. `broken`: the
+        trainer fails halfway, and so does this."""
+        manifest = replace(self._manifest(model, version), is_staged=True)
+        sent, received = await self._both(manifest, _half(model) if broken else model.named_parameters())
+        if isinstance(received, BaseException):
+            raise received
+        assert sent == received
+        return manifest.publish_id, received
+
+    async def _adopt(self, staged: tuple[int, Digest | None], version: int | None, mode: PauseMode) -> None:
+        number, digest = staged
+        await within(self.replica.adopt(number, version, digest, mode, _TIMEOUT_S))
 
     async def publish_encoded(self, model: Any, version: int, *, delta: bool) -> None:
         """As `publish`: by differences to the weights of the last call, or by all weights, which the engine keeps."""
@@ -78,15 +99,9 @@ class Publisher:
 
     async def publish_broken(self, model: Any, version: int, mode: PauseMode) -> tuple[BaseException, BaseException]:
         """A publish whose trainer fails halfway; returns what the sender and the replica raised."""
-
-        def half() -> Iterable[tuple[str, Any]]:
-            parameters = list(model.named_parameters())
-            yield from parameters[: len(parameters) // 2]
-            raise ConnectionError("a rank of the trainer was lost")
-
         await within(self.replica.pause(mode))
         manifest = self._manifest(model, version)
-        sent, received = await self._both(manifest, half())
+        sent, received = await self._both(manifest, _half(model))
         assert isinstance(sent, BaseException), "the sender took no notice"
         assert isinstance(received, BaseException), "the replica accepted half of the weights"
         return sent, received
@@ -131,3 +146,10 @@ class Publisher:
         receiving = self.replica.receive_weights(manifest, source, _TIMEOUT_S)
         sent, received = await within(asyncio.gather(sending, receiving, return_exceptions=True), 2 * _TIMEOUT_S)
         return sent, received
+
+
+def _half(model: Any) -> Iterable[tuple[str, Any]]:
+    """What comes from a trainer that fails halfway."""
+    parameters = list(model.named_parameters())
+    yield from parameters[: len(parameters) // 2]
+    raise ConnectionError("a rank of the trainer was lost")

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import DeadlineExceeded, WeightTransferError
-from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource
@@ -61,20 +62,31 @@ async def publish(
     mode: PauseMode = "keep",
     timeout_s: float = 30.0,
     verify: bool = True,
+    staged: bool = False,
 ) -> tuple[Digest | None, Digest | None]:
     """One publish as the checkpoint engine does it; returns the sender's and the engine's digest."""
     sender, source = link
     weights = list(weights)
     tensors = [spec_of(name, tensor) for name, tensor in weights]
     manifest = make_manifest(next(publish_ids), version, tensors, BUCKET_BYTES, verify=verify)
-    await within(engine.pause(mode))
+    manifest = replace(manifest, is_staged=staged)
+    receive = engine.load_weights
+    if staged:
+        assert isinstance(engine, StagingEngine)
+        receive = engine.stage_weights
+    else:
+        await within(engine.pause(mode))
     sending = asyncio.create_task(asyncio.to_thread(sender.send, manifest, weights, timeout_s))
-    receiving = asyncio.create_task(engine.load_weights(manifest, source, timeout_s))
+    receiving = asyncio.create_task(receive(manifest, source, timeout_s))
     sent, received = await within(asyncio.gather(sending, receiving, return_exceptions=True), 2 * timeout_s)
     if isinstance(received, BaseException):
         assert isinstance(sent, WeightTransferError)
         raise received
     assert not isinstance(sent, BaseException), sent
+    if staged:
+        assert isinstance(engine, StagingEngine)
+        await within(engine.pause(mode))
+        await within(engine.load_staged(timeout_s))
     await within(engine.commit(version))
     await within(engine.resume())
     return sent, received
@@ -240,6 +252,26 @@ class ServedWeightsConformance:
             await publish(engine, link, make_wrong(list(model.named_parameters())), 50)
         await publish(engine, link, model.named_parameters(), 51)
         await assert_serves(engine, model, 51)
+
+    async def test_staged_weights_that_do_not_fit_are_refused_before_they_stop_anybody(
+        self, engine: InferenceEngine, link: Link
+    ) -> None:
+        """But for a tensor that did not come, which is found when they are loaded."""
+        if not isinstance(engine, StagingEngine):
+            pytest.skip("this engine loads weights as they come")
+        served, model = random_qwen3(seed=45), random_qwen3(seed=46)
+        await publish(engine, link, served.named_parameters(), 53)
+        for fault in ("extra", "larger", "transposed"):
+            make_wrong, names_it = WRONG[fault]
+            with pytest.raises(WeightTransferError, match=names_it):
+                await publish(engine, link, make_wrong(list(model.named_parameters())), 54, staged=True)
+            await assert_serves(engine, served, 53)
+        with pytest.raises(WeightTransferError, match=WRONG["missing"][1]):
+            await publish(engine, link, WRONG["missing"][0](list(model.named_parameters())), 54, staged=True)
+        with pytest.raises(WeightTransferError, match="stage a publish first"):
+            await engine.load_staged(5.0)
+        await publish(engine, link, model.named_parameters(), 55, staged=True)
+        await assert_serves(engine, model, 55)
 
     async def test_a_sender_that_does_not_come_costs_its_deadline_and_no_more(
         self, engine: InferenceEngine, link: Link

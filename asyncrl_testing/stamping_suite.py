@@ -74,14 +74,15 @@ class BoundarySuite:
     async def test_publishes_in_a_row_cut_every_response_exactly(
         self, publisher: Publisher, marked: list[Any], mode: PauseMode, temperature: float
     ) -> None:
-        """Twelve responses at different places, six publishes; requests that were aborted resume by themselves."""
+        """Twelve responses at different places, six publishes, every other one staged where the engine can; requests
+        that were aborted resume by themselves."""
         first = last = await self._publish_next(publisher, marked, mode)
         client = publisher.client()
         sampling = SamplingParams(temperature=temperature, max_tokens=260)
         running = [asyncio.create_task(client.generate(p, sampling, seed=i)) for i, p in enumerate(_prompts(6))]
-        for _ in range(6):
+        for number in range(6):
             await publisher.sampled(60)
-            last = await self._publish_next(publisher, marked, mode)
+            last = await self._publish_next(publisher, marked, mode, staged=publisher.stages and number % 2 == 1)
             late = _prompts(12)[len(running)]
             running.append(asyncio.create_task(client.generate(late, sampling, seed=len(running))))
         generations = await within(asyncio.gather(*running), 120.0)
@@ -190,9 +191,35 @@ class BoundarySuite:
         for generation in generations:
             self._check(generation, 400)
 
-    async def _publish_next(self, publisher: Publisher, marked: list[Any], mode: PauseMode) -> int:
+    async def test_what_is_staged_disturbs_nobody_until_it_is_adopted(
+        self, publisher: Publisher, marked: list[Any]
+    ) -> None:
+        """Nor does a transfer that fails, nor one that comes whole and is overtaken by the next."""
+        if not publisher.stages:
+            pytest.skip("this engine loads weights as they come")
+        old = await self._publish_next(publisher, marked, "keep")
+        client = Client(publisher.engine, make_request(max_tokens=400))
+        await client.first_tokens()
+        first, second = publisher.next_version(), publisher.next_version()
+        with pytest.raises(WeightTransferError):
+            await publisher.stage(marked[first % NUM_MARKS], first, broken=True)
+        await publisher.stage(marked[first % NUM_MARKS], first)
+        early = await Client(publisher.engine, make_request(max_tokens=20)).done()
+        await client.done()
+        for served in (client, early):
+            assert served.versions == [old] * len(served.ids)
+            assert [self.mark_of(t) for t in served.ids] == [old % NUM_MARKS] * len(served.ids)
+            assert served.finish_reasons == ["length"]
+        await publisher.publish(marked[second % NUM_MARKS], second, "keep", staged=True)
+        after = await Client(publisher.engine, make_request(max_tokens=20)).done()
+        assert after.versions == [second] * 20
+        assert [self.mark_of(t) for t in after.ids] == [second % NUM_MARKS] * 20
+
+    async def _publish_next(
+        self, publisher: Publisher, marked: list[Any], mode: PauseMode, *, staged: bool = False
+    ) -> int:
         version = publisher.next_version()
-        await publisher.publish(marked[version % NUM_MARKS], version, mode)
+        await publisher.publish(marked[version % NUM_MARKS], version, mode, staged=staged)
         return version
 
     def _check(self, generation: Generation, length: int) -> None:

@@ -6,7 +6,8 @@ One engine receives, buckets of 4 MiB, no digest, float32: from the pause to the
 is a thread of this process and its tensors are there already, so the trainer's own walk is not in the figures. Adapters
 go by `ipc`. Sizes: `tiny` has the shapes of runs/tiny-qwen3, `0.5B` those of Qwen2.5-0.5B (494M parameters); weights
 are random. Adapters have rank 16, on all linear layers (the default of a recipe) or on the attention's. "first" is the
-publish after other weights, which merges and loads the whole model; "next" the median of those that follow. Writes
+publish after other weights, which merges and loads the whole model; "next" the median of those that follow. Of
+weights that are staged the pause begins when they have come. Writes
 benchmarks/results/publish.md, or the file that --out names, with --write.
 """
 
@@ -20,18 +21,20 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
-from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.engines import ENGINES, build_engine
-from asyncrl.types import Encoding
+from asyncrl.types import Encoding, Manifest
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
@@ -93,20 +96,30 @@ class Publishes:
         self._sender = build_sender(transport, BUCKET_BYTES, 1, directory=directory)
         self._source = self._thread.submit(self._sender.open).result()
 
-    async def timed(self, tensors: Tensors, encoding: Encoding) -> float:
-        """Seconds from the pause to the resume."""
+    async def timed(self, tensors: Tensors, encoding: Encoding, *, staged: bool = False) -> float:
+        """Seconds from the pause to the resume. `staged`: the weights come before the pause."""
         number = next(NUMBERS)
         specs = [spec_of(*item) for item in tensors.items()]
         manifest = make_manifest(number, number, specs, BUCKET_BYTES, verify=False, encoding=encoding)
+        manifest = replace(manifest, is_staged=staged)
+        if staged:
+            assert isinstance(self._engine, StagingEngine), "chosen by main"
+            await self._sent(manifest, tensors, self._engine.stage_weights)
         started = time.perf_counter()
         await self._engine.pause("abort")
-        send = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._sender.send, manifest, iter(tensors.items()), TIMEOUT_S
-        )
-        await asyncio.gather(send, self._engine.load_weights(manifest, self._source, TIMEOUT_S))
+        if staged:
+            await self._engine.load_staged(TIMEOUT_S)
+        else:
+            await self._sent(manifest, tensors, self._engine.load_weights)
         await self._engine.commit(number)
         await self._engine.resume()
         return time.perf_counter() - started
+
+    async def _sent(self, manifest: Manifest, tensors: Tensors, receive: Callable[..., Awaitable[Any]]) -> None:
+        send = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._sender.send, manifest, iter(tensors.items()), TIMEOUT_S
+        )
+        await asyncio.gather(send, receive(manifest, self._source, TIMEOUT_S))
 
     def close(self) -> None:
         self._thread.submit(self._sender.close).result()
@@ -129,10 +142,13 @@ async def measure(engine_name: str, size: str, rounds: int) -> list[str]:
         base = 0.0
         for transport in TRANSPORTS:
             publishes = Publishes(engine, transport, str(Path(directory) / "published"))
-            median = statistics.median([await publishes.timed(full, "full") for _ in range(rounds + 1)][1:])
+            for staged in (False, True) if isinstance(engine, StagingEngine) else (False,):
+                took = [await publishes.timed(full, "full", staged=staged) for _ in range(rounds + 1)]
+                median = statistics.median(took[1:])
+                base = base or median  # by the first transport
+                label = f"all weights, {transport}{', staged' * staged}"
+                rows.append(row(engine_name, size, label, full, None, median, base))
             publishes.close()
-            base = base or median  # by the first transport
-            rows.append(row(engine_name, size, f"all weights, {transport}", full, None, median, base))
         publishes = Publishes(engine, TRANSPORTS[0], "")
         try:
             await publishes.timed(full, "full")

@@ -75,7 +75,7 @@ def require_wakes(
         keeps_requests: requests wait for their next tokens while the trainer has the devices.
     """
     asked = "placement=colocated"
-    for key, is_set in (("overlap", weights.overlap), ("rolling", weights.rolling)):
+    for key, is_set in (("overlap", weights.overlap), ("stage", weights.stage), ("rolling", weights.rolling)):
         require(
             not is_set,
             asked=f"{asked} with weights.{key}=true",

@@ -339,6 +339,12 @@ class Recipe:
         if self.weights.transport != "vllm_nccl":
             return
         require(
+            not self.weights.stage,
+            asked="weights.transport=vllm_nccl with weights.stage=true",
+            found="vLLM's own backend loads what it receives",
+            do="set weights.stage=false, or weights.transport to ipc or collective",
+        )
+        require(
             self.trainer.lora.rank == 0,
             asked=f"weights.transport=vllm_nccl with trainer.lora.rank={self.trainer.lora.rank}",
             found="vLLM's own backend loads what it receives: nothing merges adapters",
@@ -484,10 +490,13 @@ class Recipe:
         is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
         return is_wanted and not self.empties_queue
 
-    def placed(self, *, on_gpus: bool) -> Recipe:
-        """With what depends on where the trainer's ranks compute."""
-        overlap = self.overlaps_publish and not on_gpus if self.weights.overlap is None else self.weights.overlap
-        return replace(self, weights=replace(self.weights, overlap=overlap))
+    def placed(self, *, on_gpus: bool, stages: bool) -> Recipe:
+        """With what depends on where the trainer's ranks compute, and on whether the engine can stage weights."""
+        weights = self.weights
+        overlap = self.overlaps_publish and not on_gpus if weights.overlap is None else weights.overlap
+        stage = stages and not on_gpus if weights.stage is None else weights.stage
+        stage = stage and self.mode == "fully_async"  # nothing generates during a publish of the others
+        return replace(self, weights=replace(weights, overlap=overlap, stage=stage))
 
     @property
     def rolls_publish(self) -> bool:

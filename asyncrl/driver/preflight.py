@@ -43,6 +43,7 @@ from asyncrl.inference.engines import (
     require_routers,
     require_runs,
     require_sleep,
+    require_staging,
     require_transport,
 )
 from asyncrl.inference.external_places import ExternalLimits
@@ -171,6 +172,8 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         if recipe.is_colocated and on_cpu:
             require_sleep(recipe.rollout.engine)
         require_transport(recipe.rollout.engine, recipe.weights.transport)
+        if recipe.weights.stage:
+            require_staging(recipe.rollout.engine)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
         check_memory_fits(recipe, facts, gpu_bytes(recipe))

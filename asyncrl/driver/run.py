@@ -59,6 +59,7 @@ from asyncrl.errors import (
     explain,
     unwritable,
 )
+from asyncrl.inference.engines import ENGINES
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.failure_report import write_report
 from asyncrl.observability.metrics_log import MetricsLog
@@ -88,7 +89,8 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
         reserved(spec.recipe) as places,
     ):
-        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=places.placement.rank_gpus > 0))
+        on_gpus, stages = places.placement.rank_gpus > 0, ENGINES[spec.recipe.rollout.engine].stages
+        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=on_gpus, stages=stages))
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
         try:

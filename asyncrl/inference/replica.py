@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from asyncrl.errors import (
     explain,
 )
 from asyncrl.inference.cpu_time import CpuTime
-from asyncrl.inference.engine import InferenceEngine
+from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
 from asyncrl.remote.line import HasLine
@@ -291,34 +291,47 @@ class Replica(HasLine):
         await self._sleep.begin()
 
     async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """Receives and applies a publish; the gate stays closed until `commit`. Returns this side's digest.
+        """Receives and applies a publish; the gate stays closed until `commit`. One that is staged is only received:
+        `adopt` applies it. Returns this side's digest.
 
         Raises WeightTransferError when the gate is open: weights never change under a running generation.
         """
-        if self._gate.is_set():
+        if self._gate.is_set() and not manifest.is_staged:
             raise WeightTransferError(f"replica {self._id} was sent weights without a pause")
         self._received, resets = None, self._resets
-        self._receiving += 1
-        self._received_all.clear()
-        try:
-            digest = await self._engine.load_weights(manifest, source, timeout_s)
-        finally:
-            self._receiving -= 1
-            if not self._receiving:
-                self._received_all.set()
+        with self._transferring():
+            if manifest.is_staged:
+                digest = await self._staging_engine.stage_weights(manifest, source, timeout_s)
+            else:
+                digest = await self._engine.load_weights(manifest, source, timeout_s)
         self._require_no_reset(resets)
         self._received = (manifest.publish_id, digest)
         return digest
+
+    async def adopt(
+        self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
+    ) -> float:
+        """Interrupts generation as `mode` says, applies the weights of `publish_id`, which were staged, and commits
+        them. Returns the seconds that this took.
+
+        Raises as `pause`, `receive_weights` and `commit`. The gate is closed then, unless these weights did not come.
+        """
+        self._require_received(publish_id, digest)
+        began, resets = time.monotonic(), self._resets
+        await self.pause(mode)
+        self._require_no_reset(resets)
+        with self._transferring():
+            await self._staging_engine.load_staged(timeout_s)
+        self._require_no_reset(resets)
+        await self.commit(publish_id, version, digest)
+        return time.monotonic() - began
 
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None) -> None:
         """Serves the weights of `publish_id` as `version` and opens the gate.
 
         Raises WeightTransferError: these weights were not received completely, or their digest is another one.
         """
-        if self._received is None or self._received[0] != publish_id:
-            raise WeightTransferError(f"replica {self._id}: commit of publish {publish_id}, received {self._received}")
-        if digest is not None and self._received[1] != digest:
-            raise WeightTransferError(f"replica {self._id}: the digest of publish {publish_id} differs")
+        self._require_received(publish_id, digest)
         resets = self._resets
         await self._sleep.end()
         await self._engine.commit(version)
@@ -417,6 +430,32 @@ class Replica(HasLine):
         if _owner(client_id) in self._forgotten:
             found = "this client counts as dead and was replaced"
             raise GenerationError(explain(f"replica {self._id} to work for {client_id}", found, "end this process"))
+
+    @property
+    def _staging_engine(self) -> StagingEngine:
+        """Raises WeightTransferError: the engine applies weights only as they come."""
+        if not isinstance(self._engine, StagingEngine):
+            found, do = f"{type(self._engine).__name__} loads weights as they come", "set weights.stage=false"
+            raise WeightTransferError(explain(f"replica {self._id} to stage weights", found, do))
+        return self._engine
+
+    @contextlib.contextmanager
+    def _transferring(self) -> Iterator[None]:
+        """The engine receives or loads weights: `reset` waits for its end."""
+        self._receiving += 1
+        self._received_all.clear()
+        try:
+            yield
+        finally:
+            self._receiving -= 1
+            if not self._receiving:
+                self._received_all.set()
+
+    def _require_received(self, publish_id: int, digest: Digest | None) -> None:
+        if self._received is None or self._received[0] != publish_id:
+            raise WeightTransferError(f"replica {self._id}: commit of publish {publish_id}, received {self._received}")
+        if digest is not None and self._received[1] != digest:
+            raise WeightTransferError(f"replica {self._id}: the digest of publish {publish_id} differs")
 
     def _require_no_reset(self, resets: int) -> None:
         if resets != self._resets:

@@ -181,6 +181,11 @@ class ReplicaControl:
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None:
         await self._call(timeout_s, Replica.commit, publish_id, version, digest)
 
+    async def adopt(
+        self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
+    ) -> float:
+        return await self._call(timeout_s + GRACE_S, Replica.adopt, publish_id, version, digest, mode, timeout_s)
+
     async def stats(self, timeout_s: float) -> ReplicaStats:
         return await self._call(timeout_s, Replica.stats)
 

@@ -9,6 +9,9 @@ retries. The fleet replaces it, or waits for it when it is only late. The publis
 the lost one joins a later publish. When the replacement of a replica gets wrong weights too, the fault is not the
 replica's: the run stops with the tensor's name.
 
+A publish that is staged transfers the weights while the replicas generate. Then each replica that has them pauses,
+loads and commits in one call: what went wrong on the way has stopped nobody.
+
 A rolling publish reaches the replicas in waves of `rolling_replicas`. Newcomers serve no requests, so they are in the
 first wave. The replicas of a wave get no new requests, while the others generate. Each wave is a transfer of its own:
 the trainer sends its weights once per wave. The version is published when all waves are done.
@@ -121,6 +124,7 @@ class CheckpointEngine:
         self._encoding: Encoding = encoding
         self._receivers_per_replica = receivers_per_replica
         self._rolling = rolling
+        self._staged = bool(config.stage)
         self._blame_s = blame_s
         self._lock = asyncio.Lock()
         self._publishes = 0
@@ -210,21 +214,30 @@ class CheckpointEngine:
         return {i: r for i, r in pending.items() if i in chosen}
 
     async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Pauses these replicas, sends to them and commits; returns those that serve the version."""
+        """Pauses these replicas, sends to them and commits, or sends first; returns those that serve the version."""
         if self._encoding == "delta" and publish.encoded is None:
             publish.encoded = await self._encode(publish)
-        if self._rolling:
-            await self._fleet.hold(replicas)
-        num_members = len(self._fleet.members)
-        paused = await self._pause(publish, replicas)
-        if not paused:
-            return {}
-        publish.paused |= paused
-        began = time.monotonic()
-        done = await self._attempt(publish, paused)
+        num_members = max(1, len(self._fleet.members))
+        if self._staged:
+            manifest, sent, good = await self._send(publish, replicas)
+            done, paused_s = await self._adopt(publish, good, manifest, sent)
+            num_paused = len(good)
+        else:
+            if self._rolling:
+                await self._fleet.hold(replicas)
+            paused = await self._pause(publish, replicas)
+            if not paused:
+                return {}
+            publish.paused |= paused
+            began = time.monotonic()
+            manifest, sent, good = await self._send(publish, paused)
+            done = await self._commit(publish, good, manifest, sent)
+            num_paused, paused_s = len(paused), time.monotonic() - began
+            publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
         # A wave pauses only a part of the fleet, and counts as that part.
-        publish.pause_s += (time.monotonic() - began) * min(1.0, len(paused) / max(1, num_members))
-        publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
+        publish.pause_s += paused_s * min(1.0, num_paused / num_members)
+        if publish.encoded is not None:
+            self._has |= {i: (r, publish.encoded.digest) for i, r in done.items()}
         if self._rolling and done:
             await self._fleet.committed(done, publish.version)
         return done
@@ -260,13 +273,19 @@ class CheckpointEngine:
         outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, limit_s))
         return await self._without_failed(publish, replicas, outcomes)
 
-    async def _attempt(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """One transfer, and its commit on the replicas that received it; returns these replicas."""
+    async def _send(self, publish: _Publish, replicas: Replicas) -> tuple[Manifest, Any, Replicas]:
+        """One transfer; returns what it sent, the sender's digest or exception, and the replicas that received it."""
         publish.attempts += 1
         await self._form_group(replicas, publish)
         planned = self._manifest(publish, replicas)
         self._transfers += 1
-        manifest = replace(planned, publish_id=self._transfers, version=publish.version, verify=publish.verify)
+        manifest = replace(
+            planned,
+            publish_id=self._transfers,
+            version=publish.version,
+            verify=publish.verify,
+            is_staged=self._staged,
+        )
         publish.sent_bytes += manifest.nbytes
         for replica_id in replicas:
             self._has.pop(replica_id, None)  # until it has committed
@@ -275,15 +294,30 @@ class CheckpointEngine:
         publish.transfer_s += time.monotonic() - started
         if isinstance(sent, BaseException):
             self._group = {}  # one of several senders failed, and the others were closed
-        good = await self._judge(publish, sent, received, replicas, is_delta=manifest.encoding == "delta")
-        limit_s = min(publish.left(), self._config.transfer_timeout_s)
-        outcomes = await _on_each(
-            good, lambda r: r.commit(manifest.publish_id, publish.version, _digest(sent), limit_s)
-        )
-        done = await self._without_failed(publish, good, outcomes)
-        if publish.encoded is not None:
-            self._has |= {i: (r, publish.encoded.digest) for i, r in done.items()}
-        return done
+        return manifest, sent, await self._judge(publish, sent, received, replicas, manifest)
+
+    async def _commit(self, publish: _Publish, replicas: Replicas, manifest: Manifest, sent: Any) -> Replicas:
+        """Returns those of these replicas, which have received what was `sent`, that serve it."""
+        number, limit_s = manifest.publish_id, min(publish.left(), self._config.transfer_timeout_s)
+        outcomes = await _on_each(replicas, lambda r: r.commit(number, publish.version, _digest(sent), limit_s))
+        return await self._without_failed(publish, replicas, outcomes)
+
+    async def _adopt(
+        self, publish: _Publish, replicas: Replicas, manifest: Manifest, sent: Any
+    ) -> tuple[Replicas, float]:
+        """As `_commit`, of weights that were staged; returns also the seconds for which the slowest one stood still."""
+        if self._rolling and replicas:
+            await self._fleet.hold(replicas)
+        left_s = publish.left()
+        limit_s = left_s if self._pause_mode == "drain" else min(left_s, self._config.transfer_timeout_s)
+        number, version, mode = manifest.publish_id, publish.version, self._pause_mode
+        outcomes = await _on_each(replicas, lambda r: r.adopt(number, version, _digest(sent), mode, limit_s))
+        wrong = {i: str(o) for i, o in outcomes.items() if isinstance(o, WeightTransferError)}
+        for replica_id, why in wrong.items():
+            self._blame(publish, replica_id, replicas[replica_id], why, manifest)
+        others = {i: r for i, r in replicas.items() if i not in wrong}
+        done = await self._without_failed(publish, others, {i: outcomes[i] for i in others})
+        return done, max((outcomes[i] for i in done), default=0.0)
 
     def _manifest(self, publish: _Publish, replicas: Replicas) -> Manifest:
         """Of the next transfer to these replicas, all of which get the same."""
@@ -345,7 +379,7 @@ class CheckpointEngine:
         return sent, dict(zip(receiving.values(), received, strict=True))
 
     async def _judge(
-        self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas, *, is_delta: bool
+        self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas, manifest: Manifest
     ) -> Replicas:
         """Returns the replicas that have the weights that were sent. Raises the trainer's own failure."""
         if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
@@ -358,10 +392,7 @@ class CheckpointEngine:
             alive = {i: r for i, r in alive.items() if self._fleet.members.get(i) is r}
         wrong = {i: why for i in alive if (why := self._fault(sent, received[i])) is not None}
         for replica_id, why in wrong.items():
-            if is_delta:
-                logger.warning("publish of version %s, all weights to replica %d: %s", publish.version, replica_id, why)
-            else:
-                self._strike(publish, replica_id, replicas[replica_id], why)
+            self._blame(publish, replica_id, replicas[replica_id], why, manifest)
         if isinstance(sent, BaseException):
             logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
             if not wrong and len(alive) == len(before):
@@ -383,6 +414,14 @@ class CheckpointEngine:
         pairs = zip(self._template.tensors, sent or (), received or (), strict=False)
         names = [spec.name for spec, ours, theirs in pairs if ours != theirs]
         return f"it has other bytes in {', '.join(names[:3]) or 'an unknown tensor'}"
+
+    def _blame(self, publish: _Publish, replica_id: int, control: ReplicaHandle, why: str, manifest: Manifest) -> None:
+        """This replica has other weights than were sent. The next transfer to it is full; that was no fault of
+        differences."""
+        if manifest.encoding == "delta":
+            logger.warning("publish of version %s, all weights to replica %d: %s", publish.version, replica_id, why)
+        else:
+            self._strike(publish, replica_id, control, why)
 
     def _strike(self, publish: _Publish, replica_id: int, control: ReplicaHandle, why: str) -> None:
         """Counts one wrong transfer. The replica gets a retry, then it is replaced; its replacement's fault ends the

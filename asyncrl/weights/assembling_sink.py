@@ -33,7 +33,7 @@ class AssemblingSink:
         self._place(spec, offset, data.numel(), data.device).copy_(data)
         self._advance(spec, data.numel())
 
-    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """As `DirectSink.destination`."""
         if offset < 0 or offset + nbytes > spec.nbytes:
             raise self._out_of_order(spec, offset, nbytes)

@@ -39,6 +39,20 @@ async def start(version=1, engine=FakeEngine, **script):
     return replica
 
 
+async def started_before_loading():
+    """A replica that serves version 1, and the hook of its next transfer."""
+    loading = Loading()
+    loading.may_end.set()
+    replica = await start(load_hook=loading)
+    loading.begun.clear()
+    loading.may_end.clear()
+    return replica, loading
+
+
+def staged(publish_id, version):
+    return Manifest(publish_id, version, (), (), is_staged=True)
+
+
 def request(name, max_tokens=LONG, prompt=7):
     return GenerationRequest(name, np.array([prompt], np.int32), SamplingParams(max_tokens=max_tokens))
 
@@ -121,6 +135,88 @@ async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_
         await replica.commit(5, 5, (5,))
     await publish(replica, 6, 6)
     assert (await answer(replica, "client", "new"))[0].version == 6
+    await replica.stop()
+
+
+async def test_weights_are_staged_while_the_replica_serves_and_adopted_in_one_call():
+    replica, loading = await started_before_loading()
+    receiving = asyncio.create_task(replica.receive_weights(staged(2, 2), NO_SOURCE, 5))
+    await loading.begun.wait()
+    assert {c.version for c in await answer(replica, "client", "meanwhile")} == {1}
+    loading.may_end.set()
+    assert await receiving == (2,)
+    assert {c.version for c in await answer(replica, "client", "before")} == {1}
+    await replica.submit("client", [request("long")])
+    await generating(replica, 1)
+    paused_s = await replica.adopt(2, 2, (2,), "abort", 5)
+    assert 0 < paused_s < 5
+    assert (await replica.stats()).paused_s >= paused_s / 2
+    assert {c.version for c in await answer(replica, "client", "after") if c.request_id == "after"} == {2}
+    await replica.stop()
+
+
+@pytest.mark.parametrize(("number", "digest"), [(3, (2,)), (2, (9,))])
+async def test_a_call_to_adopt_other_weights_than_were_staged_stops_nobody(number, digest):
+    replica, loading = await started_before_loading()
+    loading.may_end.set()
+    await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
+    with pytest.raises(WeightTransferError, match=r"received|digest"):
+        await replica.adopt(number, 2, digest, "abort", 5)
+    assert {c.version for c in await answer(replica, "client", "after")} == {1}
+    await replica.stop()
+
+
+async def test_a_reset_waits_for_what_is_being_staged_and_it_is_never_adopted():
+    replica, loading = await started_before_loading()
+    receiving = asyncio.create_task(replica.receive_weights(staged(2, 2), NO_SOURCE, 5))
+    await loading.begun.wait()
+    resetting = asyncio.create_task(replica.reset(5))
+    await asyncio.sleep(0.01)
+    assert not resetting.done()
+    loading.may_end.set()
+    with pytest.raises(WeightTransferError, match="reset"):
+        await receiving
+    await resetting
+    with pytest.raises(WeightTransferError, match="received None"):
+        await replica.adopt(2, 2, (2,), "abort", 5)
+    await replica.stop()
+
+
+async def test_an_adoption_that_a_reset_overtakes_does_not_open_the_gate():
+    class Slow(FakeEngine):
+        async def load_staged(self, timeout_s):
+            loading.set()
+            await may_end.wait()
+            await super().load_staged(timeout_s)
+
+    loading, may_end = asyncio.Event(), asyncio.Event()
+    replica = await start(engine=Slow)
+    await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
+    adopting = asyncio.create_task(replica.adopt(2, 2, None, "abort", 5))
+    await loading.wait()
+    resetting = asyncio.create_task(replica.reset(5))
+    await asyncio.sleep(0.01)
+    may_end.set()
+    with pytest.raises(WeightTransferError, match="reset"):
+        await adopting
+    await resetting
+    assert not replica._gate.is_set()
+    await replica.stop()
+
+
+async def test_an_engine_that_cannot_stage_says_so():
+    class Simple:
+        def __init__(self, script):
+            self._inner = FakeEngine(script)
+
+        def __getattr__(self, name):
+            if name in ("stage_weights", "load_staged"):
+                raise AttributeError(name)
+            return getattr(self._inner, name)
+
+    replica = await start(engine=Simple)
+    with pytest.raises(WeightTransferError, match=r"weights\.stage=false"):
+        await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
     await replica.stop()
 
 

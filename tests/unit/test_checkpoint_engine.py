@@ -582,3 +582,92 @@ async def test_the_deadline_of_a_rolling_publish_is_for_all_waves():
     await served(made)
     with pytest.raises(DeadlineExceeded, match=r"(?s)within 0\.1 s.*after [1-9] transfer"):
         await made.publish(1)
+
+
+# -- staged ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_staged_publish_sends_first_and_then_each_replica_adopts_by_itself():
+    replicas = FakeReplica(), FakeReplica()
+    made, trainer, fleet = engine(*replicas, stage=True)
+    report = await made.publish(7)
+    for i, replica in enumerate(replicas):
+        assert replica.calls == [("receive", 1, i), ("adopt", 1, 7, (1, 2), "abort")]
+    assert [m.is_staged for m in trainer.sent] == [True]
+    assert (report.version, report.verified, report.replicas, report.pause_s) == (7, True, 2, 0.25)
+    assert fleet.newcomers == {}
+
+
+async def test_wrong_bytes_that_were_staged_stop_nobody_and_are_sent_again():
+    good, bad = FakeReplica(), FakeReplica(WRONG)
+    made, _, fleet = engine(good, bad, stage=True, max_retries=1)
+    report = await made.publish(3)
+    assert good.calls == [("receive", 1, 0), ("adopt", 1, 3, (1, 2), "abort")]
+    assert bad.calls == [("receive", 1, 1), ("receive", 2, 0), ("adopt", 2, 3, (1, 2), "abort")]
+    assert (report.attempts, report.replicas, fleet.failures) == (2, 2, [])
+
+
+class Refuses(FakeReplica):
+    """Cannot load what it has staged, so many times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    async def adopt(self, *args):
+        self.times -= 1
+        if self.times >= 0:
+            raise WeightTransferError("tensor norm.weight does not fit")
+        return await super().adopt(*args)
+
+
+async def test_staged_weights_that_cannot_be_loaded_are_sent_again():
+    once = Refuses(1)
+    made, _, fleet = engine(FakeReplica(), once, stage=True, max_retries=1)
+    report = await made.publish(3)
+    assert (report.attempts, report.replicas, once.committed, fleet.failures) == (2, 2, [3], [])
+
+
+async def test_when_the_replacement_cannot_load_them_either_the_run_stops_with_what_it_said():
+    made, _, fleet = engine(
+        FakeReplica(), Refuses(1), stage=True, max_retries=0, verify="always", respawn=lambda i: Refuses(1)
+    )
+    await made.publish(3)
+    with pytest.raises(WeightTransferError, match=r"(?s)version 4.*replica 1.*norm\.weight"):
+        await made.publish(4)
+    assert len(fleet.failures) == 1
+
+
+@pytest.mark.parametrize("error", [ProcessDied("gone"), DeadlineExceeded("late"), GenerationError("its engine died")])
+async def test_a_replica_that_does_not_adopt_is_handed_to_the_fleet_and_the_others_serve(error):
+    good, fresh = FakeReplica(), FakeReplica()
+    made, _, fleet = engine(good, FakeReplica(commit_error=error), stage=True, respawn=lambda i: fresh)
+    report = await made.publish(5)
+    assert (report.replicas, good.committed, fresh.committed) == (1, [5], [])
+    assert [failed for failed, _ in fleet.failures] == [1]
+    assert fleet.newcomers == {1: fresh}
+
+
+async def test_differences_that_cannot_be_loaded_are_followed_by_all_weights_without_a_strike():
+    replica = Refuses(0)
+    made, trainer, fleet = engine(replica, stage=True, encoding="delta", max_retries=0)
+    await made.publish(1)
+    replica.times = 1
+    report = await made.publish(2)
+    assert [m.encoding for m in trainer.sent] == ["full", "delta", "full"]
+    assert (report.attempts, replica.committed, fleet.failures) == (2, [1, 2], [])
+
+
+async def test_a_rolling_publish_that_is_staged_sends_no_request_elsewhere_before_the_weights_have_come():
+    class Watched(FakeReplica):
+        async def receive_weights(self, manifest, source, timeout_s):
+            seen.append([call[0] for call in fleet.routing])
+            return await super().receive_weights(manifest, source, timeout_s)
+
+    seen = []
+    made, _, fleet = engine(Watched(), Watched(), rolling=True, stage=True)
+    await served(made)
+    seen.clear()
+    await made.publish(1)
+    assert seen == [[], ["hold", "committed"]]
+    assert [call[0] for call in fleet.routing] == ["hold", "committed"] * 2

@@ -30,6 +30,7 @@ def colocated(*overrides, mode="sync"):
         (("mode=one_step_off", "staleness.publish_every_steps=2", *SHORT), r"publish_every_steps=2(?s:.*)drop their"),
         (("eval.leased_replicas=1",), r"eval\.leased_replicas=1(?s:.*)awake while the trainer"),
         (("weights.overlap=true",), r"weights\.overlap=true(?s:.*)all engines wake for it"),
+        (("weights.stage=true",), r"weights\.stage=true"),
         (("weights.rolling=true",), r"weights\.rolling=true"),
         (("weights.encoding=delta",), r"weights\.encoding=delta(?s:.*)drop the weights"),
         (("trainer.device=cuda", "weights.transport=collective"), r"transport=collective(?s:.*)NCCL connects no two"),

@@ -14,7 +14,7 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.errors import ConfigError
-from asyncrl.inference.engine import SleepingEngine
+from asyncrl.inference.engine import SleepingEngine, StagingEngine
 from asyncrl.inference.engines import (
     ENGINES,
     STANDALONE,
@@ -193,6 +193,16 @@ def test_a_transport_that_the_engine_does_not_receive_by_is_refused(model_of):
         check_recipe(recipe, use_hub=False)
 
 
+def test_weights_are_staged_by_an_engine_that_can_and_by_a_transport_that_lets_it(model_of):
+    asked, quickstart = "weights.stage=true", ROOT / "recipes" / "quickstart.yaml"
+    torch, sglang = (load_recipe(quickstart, [*overrides(model_of("llama"), e), asked]) for e in ("torch", "sglang"))
+    check_recipe(torch, use_hub=False)
+    with pytest.raises(ConfigError, match=r"weights\.stage=true with rollout\.engine=sglang(?s:.)*torch or vllm"):
+        check_recipe(sglang, use_hub=False)
+    with pytest.raises(ConfigError, match=r"vllm_nccl with weights\.stage=true(?s:.)*ipc or collective"):
+        load_recipe(quickstart, ["weights.transport=vllm_nccl", "rollout.engine=vllm", asked])
+
+
 def test_every_engine_of_a_recipe_has_one_description_and_one_section():
     hints = get_type_hints(RolloutConfig)
     assert set(get_args(hints["engine"])) == ENGINES.keys() <= {field.name for field in fields(RolloutConfig)}
@@ -206,6 +216,7 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
         assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
         engine = build_engine(rollout, ModelConfig(path="m"), load_real_weights=False)
         assert isinstance(engine, SleepingEngine) != spec.elsewhere
+        assert isinstance(engine, StagingEngine) == spec.stages
 
 
 def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_routers():

@@ -43,9 +43,12 @@ def test_modes_are_presets(mode, max_lag, interrupt):
     assert recipe.overlaps_publish == is_free
     assert load_recipe(QUICKSTART, [f"mode={mode}"]).overlaps_publish == is_free, "the default"
     assert not load_recipe(QUICKSTART, [f"mode={mode}", "weights.overlap=false"]).overlaps_publish
-    assert recipe.placed(on_gpus=True).overlaps_publish == is_free, "as it is asked"
+    assert recipe.placed(on_gpus=True, stages=True).overlaps_publish == is_free, "as it is asked"
     by_default = load_recipe(QUICKSTART, [f"mode={mode}"])
-    assert [by_default.placed(on_gpus=on_gpus).overlaps_publish for on_gpus in (False, True)] == [is_free, False]
+    placed = [by_default.placed(on_gpus=on_gpus, stages=True) for on_gpus in (False, True)]
+    assert [recipe.overlaps_publish for recipe in placed] == [is_free, False]
+    assert [recipe.weights.stage for recipe in placed] == [is_free, False]
+    assert not by_default.placed(on_gpus=False, stages=False).weights.stage, "an engine that cannot"
     long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
     if not is_free:  # no request waits at a gate
         load_recipe(QUICKSTART, long_publish)

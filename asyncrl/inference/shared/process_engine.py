@@ -236,22 +236,10 @@ class ProcessEngine(ABC, Generic[S]):
         self._set_gate()
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        self._require_alive()
-        if not self._paused:
-            raise WeightTransferError(
-                explain("load_weights", "the engine is sampling", "await pause(...) before a publish")
-            )
-        self._salt += 1  # also without a new version: no prompt may use the KV cache of other weights
-        assert self._ended is not None
-        receiving = asyncio.ensure_future(self._receive(manifest, source, timeout_s))
-        try:
-            await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return receiving.result()
-        finally:
-            receiving.cancel()
-        asked = f"load_weights of publish {manifest.publish_id}"
-        raise WeightTransferError(explain(asked, self._failure or "", "start a new engine"))
+        self._begin_load("load_weights")
+        return await self._publish(
+            f"load_weights of publish {manifest.publish_id}", self._receive(manifest, source, timeout_s)
+        )
 
     def health(self) -> EngineHealth:
         alive = self._started and self._failure is None
@@ -262,6 +250,27 @@ class ProcessEngine(ABC, Generic[S]):
     async def stop(self) -> None:
         self._end("the engine was stopped")
         await self._shut_down()
+
+    # -- for a subclass ------------------------------------------------------------------------------------------
+
+    def _begin_load(self, asked: str) -> None:
+        """The weights that follow are other ones. Raises WeightTransferError: the engine samples."""
+        self._require_alive()
+        if not self._paused:
+            raise WeightTransferError(explain(asked, "the engine is sampling", "await pause(...) before a publish"))
+        self._salt += 1  # also without a new version: no prompt may use the KV cache of other weights
+
+    async def _publish(self, asked: str, calls: Awaitable[T]) -> T:
+        """Awaits calls of a publish. Raises WeightTransferError: the engine died meanwhile."""
+        assert self._ended is not None, "the engine was started"
+        publishing = asyncio.ensure_future(calls)
+        try:
+            await asyncio.wait((publishing, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if publishing.done():
+                return publishing.result()
+        finally:
+            publishing.cancel()
+        raise WeightTransferError(explain(asked, self._failure or "", "start a new engine"))
 
     # -- requests ------------------------------------------------------------------------------------------------
 

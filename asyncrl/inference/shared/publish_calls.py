@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from asyncrl import errors
@@ -14,6 +14,9 @@ from asyncrl.types import Digest, Manifest, TransferSource
 
 _GRACE_S = 2.0
 """Time that an engine has beyond the deadline of its workers, so that their own error arrives."""
+
+
+_Calls = Callable[[Manifest, TransferSource, float], Awaitable[Sequence[Sequence[Any]]]]
 
 
 class PublishCalls(ABC):
@@ -34,6 +37,12 @@ class PublishCalls(ABC):
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `InferenceEngine.load_weights`. After a cancellation or a missed deadline the calls still run to their
         end: a publish that was left half done would block the next one."""
+        return await self._ended(self._update, manifest, source, timeout_s)
+
+    async def _ended(
+        self, calls: _Calls, manifest: Manifest, source: TransferSource, timeout_s: float
+    ) -> Digest | None:
+        """As `receive`, by these calls."""
         deadline = time.monotonic() + timeout_s
         asked = f"load the weights of publish {manifest.publish_id} within {timeout_s:g} s"
         if self._publish is not None and not self._publish.done():
@@ -41,7 +50,7 @@ class PublishCalls(ABC):
             if not self._publish.done():
                 found = f"{self._package} has not ended the publish before it"
                 raise DeadlineExceeded(explain(asked, found, "restart the replica"))
-        self._publish = asyncio.create_task(self._run(manifest, source, deadline), name="weight-update")
+        self._publish = asyncio.create_task(self._run(calls, manifest, source, deadline), name="weight-update")
         self._publish.add_done_callback(_look_at_the_error)
         await asyncio.wait((self._publish,), timeout=deadline - time.monotonic() + _GRACE_S)
         if not self._publish.done():
@@ -53,11 +62,11 @@ class PublishCalls(ABC):
         if self._publish is not None:
             self._publish.cancel()
 
-    async def _run(self, manifest: Manifest, source: TransferSource, deadline: float) -> Digest | None:
+    async def _run(self, calls: _Calls, manifest: Manifest, source: TransferSource, deadline: float) -> Digest | None:
         if source != self._joined:
             self._joined = None
         try:
-            outcomes = await self._update(manifest, source, max(0.0, deadline - time.monotonic()))
+            outcomes = await calls(manifest, source, max(0.0, deadline - time.monotonic()))
         except Exception as error:
             asked = f"update the weights of {self._package}, publish {manifest.publish_id}"
             raise WeightTransferError(

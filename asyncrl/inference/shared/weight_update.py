@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.inference.shared.staging import Staging
 from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
-from asyncrl.weights.transport import WeightReceiver
+from asyncrl.weights.transport import WeightReceiver, WeightSink
 from asyncrl.weights.transports import build_receiver
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class WeightLoader(Protocol):
 
 
 class WorkerUpdate:
-    """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`.
+    """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`. For one that
+    is staged `join`, `stage` and `staged` come first, and `receive` loads what has come.
 
     Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
     """
@@ -87,6 +89,9 @@ class WorkerUpdate:
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: Closable | None = None
+        self._staging = Staging(device)
+        self._staged: Future[tuple[Plan, Digest | None]] | None = None
+        """The last publish that was to be staged, until it is loaded."""
         self._failure: Exception | None = None
         self._digest: Digest | None = None
 
@@ -110,8 +115,24 @@ class WorkerUpdate:
         if self._source is not None:
             self._failure = None
 
+    def stage(self, manifest: Manifest, timeout_s: float) -> None:
+        """Begins to receive a publish, beside whatever the worker computes; `staged` tells the end."""
+        self.start()
+        self._staged = self._executor.submit(self._stage, manifest, timeout_s)
+
+    def staged(self) -> list[Any] | None:
+        """As `outcome`, of `stage`; None: it goes on."""
+        assert self._staged is not None, "staged before stage"
+        if not self._staged.done():
+            return None
+        failure = self._failure or self._staged.exception()
+        return _outcome(failure, None if failure else self._staged.result()[1])
+
     def receive(self, manifest: Manifest, timeout_s: float) -> None:
-        self._attempt(lambda: self._receive(manifest, timeout_s))
+        if manifest.is_staged:
+            self._attempt(lambda: self._load_staged(manifest))
+        else:
+            self._attempt(lambda: self._receive(manifest, timeout_s))
 
     def finish(self) -> None:
         self._attempt(self._finish)
@@ -128,9 +149,7 @@ class WorkerUpdate:
 
     def outcome(self) -> list[Any]:
         """Of the last update, as `publish_calls.agree` reads it."""
-        if self._failure is None:
-            return ["", "", None if self._digest is None else list(self._digest)]
-        return [type(self._failure).__name__, str(self._failure), None]
+        return _outcome(self._failure, self._digest)
 
     def close(self) -> None:
         self._source = None
@@ -145,6 +164,11 @@ class WorkerUpdate:
     def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
         """In the receiver's thread: moves one publish into `feed`."""
         sink = CheckedSink(self._loader.check, feed.offer, self._loader.take)
+        return self._decode(receiver, manifest, plan, sink, timeout_s)
+
+    def _decode(
+        self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+    ) -> Digest | None:
         return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -187,15 +211,40 @@ class WorkerUpdate:
     def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
         """In the receiver's thread."""
         try:
-            if self._receiver is None:
-                assert self._source is not None, "receive before join"
-                self._receiver = self._build_receiver(self._source)
-            return self._take(self._receiver, manifest, plan, feed, timeout_s)
+            return self._take(self._joined(), manifest, plan, feed, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
+
+    def _stage(self, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
+        """In the receiver's thread."""
+        plan = self._decoder.plan(manifest)
+        sink = self._staging.sink(self._loader.check)
+        return plan, self._decode(self._joined(), manifest, plan, sink, timeout_s)
+
+    def _load_staged(self, manifest: Manifest) -> None:
+        staged, self._staged = self._staged, None
+        if staged is None or not staged.done():
+            raise WeightTransferError(explain("load staged weights", "none came whole", "stage a publish first"))
+        plan, self._digest = staged.result()
+        names = None if plan.whole else plan.names
+        self._loader.start(names)
+        self._loader.load(iter(self._staging), names)
+        self._loaded = manifest
+
+    def _joined(self) -> Closable:
+        if self._receiver is None:
+            assert self._source is not None, "receive before join"
+            self._receiver = self._build_receiver(self._source)
+        return self._receiver
 
     def _close_receiver(self) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
+
+
+def _outcome(failure: BaseException | None, digest: Digest | None) -> list[Any]:
+    if failure is not None:
+        return [type(failure).__name__, str(failure), None]
+    return ["", "", None if digest is None else list(digest)]

@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.checks import require_cuda
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.errors import GenerationError, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
@@ -136,14 +136,23 @@ class TorchEngine:
         await self._ask(lambda ticket: Commit(version, ticket))
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        return await self._loadable("load_weights").receive(manifest, source, timeout_s)
+
+    async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """As `StagingEngine.stage_weights`."""
         self._require_alive()
-        if not self._paused or self._transfer is None:
-            raise WeightTransferError(
-                explain("load_weights", "the engine is sampling", "await pause(...) before a publish")
-            )
-        if "weights" in self._asleep:
-            raise WeightTransferError(explain("load_weights", "the weights sleep", "await wake_up(['weights']) first"))
-        return await self._transfer.receive(manifest, source, timeout_s)
+        assert self._transfer is not None, "the engine was started"
+        return await self._transfer.stage(manifest, source, timeout_s)
+
+    async def load_staged(self, timeout_s: float) -> None:
+        """As `StagingEngine.load_staged`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loadable("load_staged").load_staged()
+        except TimeoutError:
+            asked = f"load staged weights within {timeout_s:g} s"
+            do = "raise weights.transfer_timeout_s"
+            raise DeadlineExceeded(explain(asked, "the copy has not ended", do)) from None
 
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`. On a CPU level 1 gives the memory of the KV cache back and leaves the weights
@@ -201,6 +210,15 @@ class TorchEngine:
         if self._failure is not None:
             return f"{type(self._failure).__name__}: {self._failure}"
         return "stopped" if self._stopped else ""
+
+    def _loadable(self, asked: str) -> TorchTransfer:
+        """What loads weights into the model, which nothing reads. Raises WeightTransferError: something does."""
+        self._require_alive()
+        if not self._paused or self._transfer is None:
+            raise WeightTransferError(explain(asked, "the engine is sampling", "await pause(...) before a publish"))
+        if "weights" in self._asleep:
+            raise WeightTransferError(explain(asked, "the weights sleep", "await wake_up(['weights']) first"))
+        return self._transfer
 
     def _require_alive(self) -> None:
         if not self._alive or self._decode is None:

@@ -27,6 +27,10 @@ class ParameterSink:
         self._bytes_left: dict[str, int] = {}
         self._staging: dict[str, torch.Tensor] = {}
 
+    def check(self, spec: TensorSpec) -> None:
+        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        self._target(spec, 0, spec.nbytes)
+
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         """As `WeightSink.write`; the copy is complete on return."""
         length = data.numel()

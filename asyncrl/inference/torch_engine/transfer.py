@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.inference.shared.staging import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
-from asyncrl.weights.encodings.decoder import Decoder
+from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 
@@ -24,7 +27,7 @@ class TorchTransfer:
     stay in one thread.
 
     Consumes: one publish at a time.
-    Produces: the parameters, written in place, and this side's digest.
+    Produces: the parameters, written in place (of a staged publish once it is to be loaded), and this side's digest.
     Waits for: buckets, at most `weights.transfer_timeout_s` or what is left of `weights.publish_timeout_s`.
     Unblocked by: messages of the sender.
     Stops when: the engine stops.
@@ -38,14 +41,22 @@ class TorchTransfer:
         self._executor = ThreadPoolExecutor(1, "weight-transfer", initializer=self._set_up_thread)
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
+        self._staging = Staging(device)
+        self._staged: tuple[Manifest, Plan] | None = None
+        """The publish that is in `_staging` and was not loaded."""
         self._deadline_s = 0.0
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `InferenceEngine.load_weights`. After a cancellation the thread goes on until the call's deadline."""
-        self._deadline_s = timeout_s
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._receive, manifest, source, timeout_s
-        )
+        return await self._in_thread(self._receive, manifest, source, timeout_s)
+
+    async def stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """As `StagingEngine.stage_weights`; else as `receive`."""
+        return await self._in_thread(self._stage, manifest, source, timeout_s)
+
+    async def load_staged(self) -> None:
+        """As `StagingEngine.load_staged`."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._load_staged)
 
     def forget(self) -> None:
         """The model's weights are no longer those of the last publish. No publish may be in progress."""
@@ -61,18 +72,49 @@ class TorchTransfer:
             logger.error("a weight transfer did not end at its deadline and is left behind")
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    async def _in_thread(
+        self,
+        work: Callable[[Manifest, TransferSource, float], Digest | None],
+        manifest: Manifest,
+        source: TransferSource,
+        timeout_s: float,
+    ) -> Digest | None:
+        self._deadline_s = timeout_s
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, manifest, source, timeout_s)
+
     def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        if source != self._source:
+        receiver, plan, sink = self._join(source), self._decoder.plan(manifest), ParameterSink(self._targets)
+        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
+        self._finish(sink, manifest, plan)
+        return digest
+
+    def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        self._staged = None
+        receiver, plan = self._join(source), self._decoder.plan(manifest)
+        sink = self._staging.sink(ParameterSink(self._targets).check)
+        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
+        self._staged = manifest, plan
+        return digest
+
+    def _load_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise WeightTransferError(explain("load staged weights", "none came whole", "stage a publish first"))
+        sink = ParameterSink(self._targets)
+        for name, tensor in self._staging:
+            sink.write(spec_of(name, tensor), 0, byte_view(tensor))
+        self._finish(sink, *staged)
+
+    def _finish(self, sink: ParameterSink, manifest: Manifest, plan: Plan) -> None:
+        sink.finish(None if plan.whole else plan.names)
+        self._decoder.applied(manifest)
+
+    def _join(self, source: TransferSource) -> WeightReceiver:
+        if self._receiver is None or source != self._source:
             self._close_receiver()
             self._receiver = build_receiver(source, device=self._device)
             self._source = source
-        assert self._receiver is not None
-        plan = self._decoder.plan(manifest)
-        sink = ParameterSink(self._targets)
-        digest = self._decoder.receive(self._receiver, manifest, plan, sink, timeout_s)
-        sink.finish(None if plan.whole else plan.names)
-        self._decoder.applied(manifest)
-        return digest
+        return self._receiver
 
     def _close_receiver(self) -> None:
         receiver, self._receiver, self._source = self._receiver, None, None

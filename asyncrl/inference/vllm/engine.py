@@ -59,6 +59,20 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     # -- beyond the protocol -------------------------------------------------------------------------------------
 
+    async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """As `StagingEngine.stage_weights`."""
+        self._require_alive()
+        assert self._transfer is not None, "the engine was started"
+        return await self._publish(
+            f"stage_weights of publish {manifest.publish_id}", self._transfer.stage(manifest, source, timeout_s)
+        )
+
+    async def load_staged(self, timeout_s: float) -> None:
+        """As `StagingEngine.load_staged`."""
+        assert self._transfer is not None, "the engine was started"
+        self._begin_load("load_staged")
+        await self._publish("load_staged", self._transfer.load_staged(timeout_s))
+
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`."""
         self._require_sleep_mode(f"sleep(level={level})")
@@ -143,7 +157,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         await self._llm.abort([stream.internal_id for stream in streams], internal=True)
 
     async def _freeze_inside(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        # As `pause_generation`, which then sleeps for 20 ms so that last outputs arrive: `_settle` waits for them.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _unfreeze_inside(self) -> None:
         await self._llm.resume_generation()

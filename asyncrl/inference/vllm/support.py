@@ -21,7 +21,7 @@ NEEDED = {
         "worker_extension_cls", "weight_transfer_config", "logprobs_mode", "kv_cache_memory_bytes",
         "skip_tokenizer_init", "enable_sleep_mode",
     ),
-    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("mode", "clear_cache"),
+    "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
     "vllm.v1.engine.async_llm:AsyncLLM.add_request": ("request_id", "prompt", "params"),
     "vllm.v1.engine.async_llm:AsyncLLM.abort": ("request_id", "internal"),

@@ -22,6 +22,7 @@ from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.transport import WeightSink
 
 
 @dataclass
@@ -94,10 +95,15 @@ class _VllmUpdate(WorkerUpdate):
         return NativeReceiver(source, self._reload.expected, worker_rank, backend)
 
     def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
-        if not isinstance(receiver, NativeReceiver):
-            with unpinned_nccl_env():  # a group with the trainer may form: VLLM_BATCH_INVARIANT pins variables of NCCL
-                return super()._take(receiver, manifest, plan, feed, timeout_s)
-        return receiver.receive(manifest, feed, timeout_s)
+        if isinstance(receiver, NativeReceiver):
+            return receiver.receive(manifest, feed, timeout_s)
+        return super()._take(receiver, manifest, plan, feed, timeout_s)
+
+    def _decode(
+        self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+    ) -> Digest | None:
+        with unpinned_nccl_env():  # a group with the trainer may form: VLLM_BATCH_INVARIANT pins variables of NCCL
+            return super()._decode(receiver, manifest, plan, sink, timeout_s)
 
 
 class WorkerExtension:
@@ -108,6 +114,16 @@ class WorkerExtension:
     def asyncrl_outcome(self) -> list[Any]:
         """The outcome of the last weight update of this worker."""
         return self.weight_transfer_engine.update.outcome()
+
+    def asyncrl_stage(self, source: bytes, manifest: bytes, timeout_s: float) -> None:
+        """As `WorkerUpdate.join` and `WorkerUpdate.stage`. `source` as in `InitInfo`, `manifest` as in `UpdateInfo`."""
+        engine = self.weight_transfer_engine
+        engine.init_transfer_engine(InitInfo(source))
+        engine.update.stage(pickle.loads(manifest), timeout_s)  # from the process that started this one
+
+    def asyncrl_staged(self) -> list[Any] | None:
+        """As `WorkerUpdate.staged`."""
+        return self.weight_transfer_engine.update.staged()
 
     def asyncrl_forget(self) -> None:
         """As `WorkerUpdate.forget`."""
