@@ -40,11 +40,12 @@ def root(tmp_path_factory):
     model = random_qwen3(seed=1, hidden_size=64, num_hidden_layers=2, intermediate_size=96, vocab_size=50)
     model.save_pretrained(root / "model")
     write_tokenizer(root / "model")
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank_main.__module__])
     whole = {f"model.{name}": tensor for name, tensor in trained().items() if name != "lm_head.weight"}
     torch.save(whole | {"optimizer.model.norm.weight.exp_avg": torch.ones(64)}, root / "weights.pt")
     directory = root / "run/checkpoints/step_3/trainer"
-    ranks = [spawn.Process(target=rank_main, args=(rank, root, directory)) for rank in range(RANKS)]
+    ranks = [context.Process(target=rank_main, args=(rank, root, directory)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:

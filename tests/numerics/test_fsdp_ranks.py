@@ -204,7 +204,8 @@ def outcome(tmp_path_factory):
 
 
 def run_ranks(root):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     processes = [context.Process(target=rank_main, args=(rank, root), daemon=True) for rank in range(RANKS)]
     for process in processes:
         process.start()
