@@ -146,13 +146,14 @@ def specs_of(model):
     )
 
 
-async def publish(engine, model, version):
+async def publish(engine, model, version, staged=False):
     specs = specs_of(model)
-    manifest = Manifest(version, version, specs, plan_buckets(specs, 1 << 18))
+    manifest = Manifest(version, version, specs, plan_buckets(specs, 1 << 18), is_staged=staged)
+    receive = engine.stage_weights if staged else engine.load_weights
     with closing(build_sender("ipc", 1 << 18, 1)) as sender:
         source = await asyncio.to_thread(sender.open)
         received, sent = await asyncio.gather(
-            engine.load_weights(manifest, source, 30.0), asyncio.to_thread(send_weights, sender, manifest, model)
+            receive(manifest, source, 30.0), asyncio.to_thread(send_weights, sender, manifest, model)
         )
     assert received == sent is not None
 
@@ -172,6 +173,28 @@ async def test_published_weights_are_served(model_path):
         for client in clients:
             assert set(client.versions) == {version}
             assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
+    await within(engine.stop())
+
+
+async def test_staged_weights_exchange_their_memory_with_the_model(model_path):
+    """Also those of tied layers: nothing is copied, and nothing more is kept."""
+    config = ModelConfig(path=str(model_path))
+    engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=False)
+    await within(engine.start())
+    places = []
+    for version in range(5):
+        model = random_qwen3(seed=version)
+        await publish(engine, model, version, staged=True)
+        await within(engine.pause("keep"))
+        await within(engine.load_staged(30.0))
+        await within(engine.commit(version))
+        await within(engine.resume())
+        places.append({name: p.data_ptr() for name, p in engine._runner.model.named_parameters()})
+        (client,) = await run_all(engine, mixed_requests(1, temperature=0.0))
+        assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
+        assert set(client.versions) == {version}
+    assert places[1] == places[3] != places[2] == places[4]
+    assert not set(places[1].values()) & set(places[2].values())
     await within(engine.stop())
 
 

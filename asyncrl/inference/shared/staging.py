@@ -8,6 +8,7 @@ import torch
 
 from asyncrl.types import TensorSpec
 from asyncrl.weights.assembling_sink import AssemblingSink
+from asyncrl.weights.packing import byte_view
 from asyncrl.weights.pinned_memory import pinned_empty
 
 _CPU = torch.device("cpu")
@@ -30,6 +31,10 @@ class Staging:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of what has come whole, in the order of the publish; valid until the next `sink`."""
         return iter(self._whole.items())
+
+    def exchange(self, name: str, memory: torch.Tensor) -> None:
+        """The tensor of this name has gone to somebody who gives this one for the next; it is as large."""
+        self._memory[name] = byte_view(memory)
 
     def _take(self, spec: TensorSpec) -> torch.Tensor:
         memory = self._memory.get(spec.name)

@@ -36,7 +36,6 @@ from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
-from asyncrl.weights.experts import unfused
 
 logger = logging.getLogger(__name__)
 
@@ -312,9 +311,7 @@ class TorchEngine:
 
     def _on_loaded(self, runner: ModelRunner, decode: DecodeLoop) -> None:
         self._runner, self._decode = runner, decode
-        whole = runner.model.state_dict().items()
-        targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
-        self._transfer = TorchTransfer(targets, self._device, self._config)
+        self._transfer = TorchTransfer(runner.model, self._device, self._config)
         assert self._started is not None
         if not self._started.done():
             self._started.set_result(None)

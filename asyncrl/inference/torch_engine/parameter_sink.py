@@ -59,6 +59,10 @@ class ParameterSink:
             torch.cuda.current_stream(target.device).synchronize()
         self._bytes_left[spec.name] = left
 
+    def exchanged(self, name: str) -> None:
+        """The target has all of its bytes: it is memory into which they had come."""
+        self._bytes_left[name] = 0
+
     def finish(self, names: Collection[str] | None = None) -> None:
         """Raises WeightTransferError naming a tensor that is missing or incomplete. `names`: the required tensors;
         None: all of the model."""

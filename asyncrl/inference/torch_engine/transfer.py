@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,6 +15,7 @@ from asyncrl.inference.shared.staging import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.experts import unfused
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
@@ -23,18 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTransfer:
-    """Applies publishes to `targets`, one after the other. Owns the receiver and the thread that uses it: sockets must
-    stay in one thread.
+    """Applies publishes to the model that is served, one after the other. Owns the receiver and the thread that uses
+    it: sockets must stay in one thread.
 
     Consumes: one publish at a time.
-    Produces: the parameters, written in place (of a staged publish once it is to be loaded), and this side's digest.
+    Produces: the parameters, written in place, or of a staged publish exchanged when it is loaded; this side's digest.
     Waits for: buckets, at most `weights.transfer_timeout_s` or what is left of `weights.publish_timeout_s`.
     Unblocked by: messages of the sender.
     Stops when: the engine stops.
     """
 
-    def __init__(self, targets: Mapping[str, torch.Tensor], device: torch.device, model: ModelConfig) -> None:
-        self._targets = targets
+    def __init__(self, served: torch.nn.Module, device: torch.device, model: ModelConfig) -> None:
+        whole = served.state_dict().items()
+        self._targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
+        self._parameters = dict(served.named_parameters(remove_duplicate=False))
+        self._names_of: dict[int, list[str]] = {}
+        """Of each parameter, by its id: tied ones have several."""
+        for name, parameter in self._parameters.items():
+            self._names_of.setdefault(id(parameter), []).append(name)
         self._device = device
         dtype: torch.dtype = getattr(torch, model.inference_dtype)
         self._decoder = Decoder(model.path, model.revision, dtype)
@@ -102,8 +109,20 @@ class TorchTransfer:
             raise WeightTransferError(explain("load staged weights", "none came whole", "stage a publish first"))
         sink = ParameterSink(self._targets)
         for name, tensor in self._staging:
-            sink.write(spec_of(name, tensor), 0, byte_view(tensor))
+            parameter = self._parameters.get(name)
+            if parameter is not None and (parameter.device, parameter.dtype) == (tensor.device, tensor.dtype):
+                self._exchange(name, parameter, tensor)
+                sink.exchanged(name)
+            else:
+                sink.write(spec_of(name, tensor), 0, byte_view(tensor))
         self._finish(sink, *staged)
+
+    def _exchange(self, name: str, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """The model computes with the staged tensor, in whose place the next one will come where the last one was."""
+        former, parameter.data = parameter.data, tensor
+        self._staging.exchange(name, former)
+        for each in self._names_of[id(parameter)]:
+            self._targets[each] = tensor
 
     def _finish(self, sink: ParameterSink, manifest: Manifest, plan: Plan) -> None:
         sink.finish(None if plan.whole else plan.names)
