@@ -9,7 +9,9 @@ import pytest_asyncio
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.shared.process_engine import ProcessEngine
+from asyncrl.types import Manifest
 from asyncrl_testing.engine_client import within
+from asyncrl_testing.local import NO_SOURCE
 
 pytestmark = [pytest.mark.concurrency, pytest.mark.asyncio]
 
@@ -81,10 +83,10 @@ async def given_up(engine, call):
 async def test_a_pause_that_was_given_up_lets_no_weights_in(engine):
     await given_up(engine, engine.pause("keep"))
     with pytest.raises(WeightTransferError, match="sampling"):
-        await engine.load_weights(None, None, 1.0)
+        await engine.load_weights(Manifest(1, 1, (), ()), NO_SOURCE, 1.0)
     await within(engine.pause("keep"))
     assert not engine.samples
-    await engine.load_weights(None, None, 1.0)
+    await engine.load_weights(Manifest(1, 1, (), ()), NO_SOURCE, 1.0)
     assert engine.loaded == 1
 
 
@@ -93,7 +95,7 @@ async def test_after_a_resume_that_was_given_up_a_pause_freezes_again(engine):
     await given_up(engine, engine.resume())
     engine.samples = True  # it arrived all the same
     with pytest.raises(WeightTransferError, match="sampling"):
-        await engine.load_weights(None, None, 1.0)
+        await engine.load_weights(Manifest(1, 1, (), ()), NO_SOURCE, 1.0)
     await within(engine.pause("keep"))
     assert not engine.samples
 
