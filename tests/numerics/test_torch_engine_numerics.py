@@ -177,24 +177,31 @@ async def test_published_weights_are_served(model_path):
 
 
 async def test_staged_weights_exchange_their_memory_with_the_model(model_path):
-    """Also those of tied layers: nothing is copied, and nothing more is kept."""
+    """Also those of tied layers: nothing is copied, and nothing more is kept. A publish that is not staged finds it."""
     config = ModelConfig(path=str(model_path))
     engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=False)
     await within(engine.start())
     places = []
     for version in range(5):
         model = random_qwen3(seed=version)
-        await publish(engine, model, version, staged=True)
+        staged = version != 3
+        if staged:
+            await publish(engine, model, version, staged=True)
         await within(engine.pause("keep"))
-        await within(engine.load_staged(30.0))
+        if staged:
+            await within(engine.load_staged(30.0))
+            with pytest.raises(WeightTransferError, match="stage a publish first"):
+                await engine.load_staged(30.0)
+        else:
+            await publish(engine, model, version)
         await within(engine.commit(version))
         await within(engine.resume())
         places.append({name: p.data_ptr() for name, p in engine._runner.model.named_parameters()})
         (client,) = await run_all(engine, mixed_requests(1, temperature=0.0))
         assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
         assert set(client.versions) == {version}
-    assert places[1] == places[3] != places[2] == places[4]
-    assert not set(places[1].values()) & set(places[2].values())
+    assert places[0] == places[2] == places[3] != places[1] == places[4]
+    assert not set(places[0].values()) & set(places[1].values())
     await within(engine.stop())
 
 
