@@ -312,13 +312,14 @@ class Replica(HasLine):
         self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
     ) -> float:
         """Interrupts generation as `mode` says, applies the weights of `publish_id`, which were staged, and commits
-        them. Returns the seconds that this took.
+        them. Returns the seconds from the pause to the commit.
 
         Raises as `pause`, `receive_weights` and `commit`. The gate is closed then, unless these weights did not come.
         """
         self._require_received(publish_id, digest)
-        began, resets = time.monotonic(), self._resets
+        resets = self._resets
         await self.pause(mode)
+        began = time.monotonic()
         self._require_no_reset(resets)
         with self._transferring():
             await self._staging_engine.load_staged(timeout_s)

@@ -1,8 +1,8 @@
 """The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction per replica.
 
 A publish pauses the replicas, transfers the weights and commits them, all within `publish_timeout_s`; each transfer has
-`transfer_timeout_s`. A replica whose weights were not committed keeps its gate closed: a half-applied publish never
-serves.
+`transfer_timeout_s`. A replica that was paused and has not committed keeps its gate closed: a half-applied publish
+never serves.
 
 The engine hands a replica to the fleet when it died, did not answer, or still has wrong bytes after `max_retries`
 retries. The fleet replaces it, or waits for it when it is only late. The publish continues with the other replicas, and

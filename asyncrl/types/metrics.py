@@ -139,7 +139,7 @@ class Metric(StrEnum):
     GUARD_SEVERITY = "guard/severity", "1", LOWER, "largest signal of the step over its threshold: from 1 on the step is too far off-policy, up to 1/2 it is healthy; at most 1000"
 
     PUBLISH_TIME = "weights/publish_s", "s", LOWER, "the publishes that ended in this step: the one after it, or with weights.overlap the one after the step before; 0 without any"
-    PUBLISH_PAUSE = "weights/pause_s", "s", LOWER, "from pause to commit, of each transfer times the share of the fleet that it held up; of staged weights the longest of them"
+    PUBLISH_PAUSE = "weights/pause_s", "s", LOWER, "from pause to commit, of each transfer times the share of the fleet that it held up; of staged weights the longest among its replicas"
     PUBLISH_TRANSFER = "weights/transfer_s", "s", LOWER, "transfer of the publish"
     PUBLISH_REST = "weights/rest_s", "s", LOWER, "the publish without its transfer: requests that end or are aborted, preparation, commit"
     PUBLISH_BYTES = "weights/bytes", "bytes", LOWER, "sent to each replica"

@@ -116,11 +116,14 @@ async def test_requests_that_wait_at_the_gate_end_with_a_reset_too():
     await replica.stop()
 
 
-async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_committed():
+@pytest.mark.parametrize("is_staged", [False, True])
+async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_committed(is_staged):
     loading = Loading()
     replica = await start(version=None, load_hook=loading)
-    await replica.pause("abort")
-    receiving = asyncio.create_task(replica.receive_weights(Manifest(5, 5, (), ()), NO_SOURCE, 5))
+    if not is_staged:
+        await replica.pause("abort")
+    manifest = Manifest(5, 5, (), (), is_staged=is_staged)
+    receiving = asyncio.create_task(replica.receive_weights(manifest, NO_SOURCE, 5))
     await loading.begun.wait()
     with pytest.raises(DeadlineExceeded, match="transfer of weights that began before"):
         await replica.reset(0.02)
@@ -132,7 +135,7 @@ async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_
         await receiving
     await resetting
     with pytest.raises(WeightTransferError, match="received None"):
-        await replica.commit(5, 5, (5,))
+        await (replica.adopt(5, 5, (5,), "abort", 5) if is_staged else replica.commit(5, 5, (5,)))
     await publish(replica, 6, 6)
     assert (await answer(replica, "client", "new"))[0].version == 6
     await replica.stop()
@@ -164,22 +167,6 @@ async def test_a_call_to_adopt_other_weights_than_were_staged_stops_nobody(numbe
         await replica.adopt(number, 2, digest, "abort", 5)
     chunks = await answer(replica, "client", "after")
     assert ({c.version for c in chunks}, chunks[-1].finish_reason) == ({1}, "length")
-    await replica.stop()
-
-
-async def test_a_reset_waits_for_what_is_being_staged_and_it_is_never_adopted():
-    replica, loading = await started_before_loading()
-    receiving = asyncio.create_task(replica.receive_weights(staged(2, 2), NO_SOURCE, 5))
-    await loading.begun.wait()
-    resetting = asyncio.create_task(replica.reset(5))
-    await asyncio.sleep(0.01)
-    assert not resetting.done()
-    loading.may_end.set()
-    with pytest.raises(WeightTransferError, match="reset"):
-        await receiving
-    await resetting
-    with pytest.raises(WeightTransferError, match="received None"):
-        await replica.adopt(2, 2, (2,), "abort", 5)
     await replica.stop()
 
 

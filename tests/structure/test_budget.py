@@ -25,7 +25,7 @@ BUDGET = {
     "driver": 2582,
     "environments": 2190,
     "evaluation": 80,
-    "inference": 7981,
+    "inference": 7983,
     "kernels": 60,
     "observability": 880,
     "plan": 927,

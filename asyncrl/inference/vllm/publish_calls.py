@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.errors import WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.types import Digest, Manifest, TransferSource
 
 _LOOKS_S = 0.005, 0.1
 """Seconds between two looks whether a publish is staged, at first and at last: each costs a turn of vLLM's loop."""
+_GRACE_S = 10.0
+"""Time that the workers have beyond their own deadline."""
 
 
 class VllmPublishCalls(PublishCalls):
@@ -49,11 +52,11 @@ class VllmPublishCalls(PublishCalls):
         return await llm.collective_rpc("asyncrl_outcome")
 
     async def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
-        llm, (wait_s, longest_s) = self._llm, _LOOKS_S
+        llm, (wait_s, longest_s), deadline = self._llm, _LOOKS_S, time.monotonic() + timeout_s + _GRACE_S
         await llm.collective_rpc("asyncrl_stage", args=(pickle.dumps(source), pickle.dumps(manifest), timeout_s))
-        while True:  # the workers keep the deadline
-            outcomes = await llm.collective_rpc("asyncrl_staged")
-            if None not in outcomes:
-                return outcomes
+        while None in (outcomes := await llm.collective_rpc("asyncrl_staged")):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"its workers keep no deadline: publish {manifest.publish_id} goes on")
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, longest_s)
+        return outcomes
