@@ -222,3 +222,93 @@ def test_a_model_that_gathers_tensors_before_it_loads_them_finds_each_untouched(
         weights = drawn(seed)
         receiver.publish(weights)
         serves(weights)
+
+
+@pytest.fixture
+def beside(make_model):
+    """The served model, what publishes beside it, and a check of what it computes."""
+    from asyncrl.inference.vllm.reload_beside import ReloadBeside
+
+    model = make_model()
+    ids = torch.tensor([3, 77, 1024])
+    reload = ReloadBeside.of(model, SimpleNamespace(dtype=torch.float32))
+    assert reload is not None
+
+    def serves(weights):
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids)[:, :VOCABULARY], expected(weights, ids), rtol=1e-4, atol=1e-4)
+
+    return model, Receiver(reload, reload._model), serves
+
+
+def test_what_is_loaded_beside_a_model_is_served_once_it_is_exchanged(beside):
+    model, receiver, serves = beside
+    now, embeddings, parameters = None, [], list(model.parameters())
+    for seed in range(5):
+        weights = drawn(seed)
+        receiver.publish(weights)
+        if now is not None:
+            serves(now)
+        receiver.reload.exchange()
+        serves(now := weights)
+        embeddings.append(model.embed.weight.data_ptr())
+        assert model.lm_head.weight is model.embed.weight
+        assert model.lm_head.cpu_linear is model.embed.cpu_linear
+        assert [id(p) for p in model.parameters()] == [id(p) for p in parameters], "a compiled model may hold them"
+        gc.collect()
+    assert embeddings[0] == embeddings[2] == embeddings[4] != embeddings[1] == embeddings[3]
+
+
+def test_of_a_publish_of_some_tensors_only_their_layers_are_exchanged(beside):
+    _, receiver, serves = beside
+    now = drawn(0)
+    receiver.publish(now)
+    receiver.reload.exchange()
+    parts = [["mlp.down_proj.weight", "mlp.down_proj.bias"], ["embed.weight"], ["norm.weight"], list(now)[1:3]]
+    for seed, names in enumerate(parts, 1):
+        weights = {name: drawn(seed)[name] for name in names}
+        receiver.reload.start(names)
+        receiver.reload.load(receiver.tensors(weights), names)
+        receiver.reload.finish()
+        serves(now)
+        receiver.reload.exchange()
+        now = now | weights
+        serves(now)
+    receiver.publish(drawn(9))
+    receiver.reload.exchange()
+    serves(drawn(9))
+
+
+def test_what_fails_beside_a_model_leaves_it_as_it_is(beside):
+    _, receiver, serves = beside
+    first, second = drawn(1), drawn(2)
+    receiver.publish(first)
+    receiver.reload.exchange()
+    with refused(receiver, r"mlp\.up_proj"):
+        receiver.publish({n: t for n, t in second.items() if n != "mlp.up_proj.weight"})
+    serves(first)
+    receiver.publish(drawn(3))  # and is never served
+    serves(first)
+    receiver.publish(second)
+    receiver.reload.exchange()
+    serves(second)
+
+
+def test_a_model_that_computes_with_more_than_its_weights_is_not_loaded_beside(make_model):
+    from asyncrl.inference.vllm.reload_beside import ReloadBeside
+
+    def beside(change):
+        change(model := make_model())
+        return ReloadBeside.of(model, SimpleNamespace(dtype=torch.float32))
+
+    def derived(model):
+        model.norm.process_weights_after_loading = lambda dtype: None
+
+    def unknown(model):
+        model.norm.scales = torch.nn.Parameter(torch.ones(2, 2))
+
+    def not_packed(model):
+        model.mlp.down_proj._cpu_skip_gemm_dispatch = True
+
+    assert beside(lambda model: None) is not None
+    assert [beside(change) for change in (derived, unknown, not_packed)] == [None, None, None]

@@ -1,7 +1,9 @@
 """A publish that fails in workers whose layers are computed together, as the scale of a quantised layer is."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +113,44 @@ def test_a_worker_that_has_everything_waits_for_one_that_fails():
 def test_a_loader_of_its_own_ends_with_the_failure():
     (loader,), ((kind, _, _),) = publish([3], computes_together=False)
     assert (kind, len(loader.loaded) <= 3) == ("WeightTransferError", True)
+
+
+class Beside(Loader):
+    """Has what it loaded served, by `exchange`."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Barrier(1), computes_together=False)
+        self.served: list[str] = []
+        self.finished = 0
+
+    def start(self, names):
+        self.loaded = []
+
+    def finish(self):
+        self.finished += 1
+
+    def exchange(self):
+        self.served = [name for name, _ in self.loaded]
+
+
+@pytest.mark.parametrize("breaks_after", [3, 6])
+def test_what_is_staged_beside_the_model_is_served_once_it_came_whole(breaks_after):
+    unused, beside = Loader(threading.Barrier(1), computes_together=False), Beside()
+    update = Update(unused, Receives(breaks_after), torch.device("cpu"), beside)
+    update.join(DiskSource.__new__(DiskSource))
+    update.stage(MANIFEST, 20.0)
+    deadline = time.monotonic() + 20.0
+    while (outcome := update.staged()) is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert beside.served == []
+    if breaks_after < len(WEIGHTS):
+        assert outcome == ["WeightTransferError", "it broke after 3", None]
+        assert (beside.abandoned, beside.finished) == (True, 0)
+        return
+    assert outcome == ["", "", None]
+    update.start()
+    update.receive(replace(MANIFEST, is_staged=True), 20.0)
+    update.finish()
+    assert update.outcome() == ["", "", None]
+    assert beside.served == [name for name, _ in WEIGHTS]
+    assert (beside.abandoned, beside.finished, unused.loaded) == (False, 1, [])

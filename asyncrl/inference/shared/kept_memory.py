@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -62,6 +63,17 @@ class KeptMemory:
 def keep_freed_memory() -> None:
     """From now on this process keeps large blocks that it frees for its next ones, where its C library is glibc. Freed
     blocks of 32 MiB went back to the kernel at once."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+    if (mallopt := _glibc("mallopt")) is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def release_freed_memory() -> None:
+    """Gives the kernel what this process has freed until now, where its C library is glibc."""
+    if (trim := _glibc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _glibc(function: str) -> Any:
+    """A function of the C library that only glibc has; None: it is another one."""
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform == "linux" else None

@@ -73,6 +73,14 @@ class WeightLoader(Protocol):
         ...
 
 
+class LoaderBeside(WeightLoader, Protocol):
+    """Loads a second model, beside the one that serves, in any thread."""
+
+    def exchange(self) -> None:
+        """The tensors of the last `load` are served from now on, by the worker's own thread."""
+        ...
+
+
 class WorkerUpdate:
     """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`. For one that
     is staged `join`, `stage` and `staged` come first, and `receive` loads what has come.
@@ -80,8 +88,12 @@ class WorkerUpdate:
     Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
     """
 
-    def __init__(self, loader: WeightLoader, decoder: Decoder, device: torch.device) -> None:
+    def __init__(
+        self, loader: WeightLoader, decoder: Decoder, device: torch.device, beside: LoaderBeside | None = None
+    ) -> None:
+        """`beside`: loads what is staged; None: it is kept as it comes, and `loader` loads it."""
         self._loader = loader
+        self._beside = beside
         self._decoder = decoder
         self._device = device
         self._loaded: Manifest | None = None
@@ -89,6 +101,7 @@ class WorkerUpdate:
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: Closable | None = None
+        self._stager = ThreadPoolExecutor(1, "weight-stager")
         self._staging = Staging(device)
         self._staged: Future[tuple[Plan, Digest | None]] | None = None
         """The last publish that was to be staged, until it is loaded."""
@@ -118,7 +131,10 @@ class WorkerUpdate:
     def stage(self, manifest: Manifest, timeout_s: float) -> None:
         """Begins to receive a publish, beside whatever the worker computes; `staged` tells the end."""
         self.start()
-        self._staged = self._executor.submit(self._stage, manifest, timeout_s)
+        if self._beside is None:
+            self._staged = self._executor.submit(self._stage, manifest, timeout_s)
+        else:
+            self._staged = self._stager.submit(self._load_beside, self._beside, manifest, timeout_s)
 
     def staged(self) -> list[Any] | None:
         """As `outcome`, of `stage`; None: it goes on."""
@@ -154,16 +170,25 @@ class WorkerUpdate:
     def close(self) -> None:
         self._source = None
         self._executor.submit(self._close_receiver)
-        self._executor.shutdown(wait=False)  # the process ends with it
+        for executor in (self._executor, self._stager):
+            executor.shutdown(wait=False)  # the process ends with them
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     def _build_receiver(self, source: TransferSource) -> Closable:
         return build_receiver(source, device=self._device)
 
-    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
-        """In the receiver's thread: moves one publish into `feed`."""
-        sink = CheckedSink(self._loader.check, feed.offer, self._loader.take)
+    def _take(
+        self,
+        loader: WeightLoader,
+        receiver: Closable,
+        manifest: Manifest,
+        plan: Plan,
+        feed: Feed,
+        timeout_s: float,
+    ) -> Digest | None:
+        """In the receiver's thread: moves one publish into `feed`, for `loader`."""
+        sink = CheckedSink(loader.check, feed.offer, loader.take)
         return self._decode(receiver, manifest, plan, sink, timeout_s)
 
     def _decode(
@@ -189,29 +214,34 @@ class WorkerUpdate:
             self._decoder.applied(self._loaded)
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
-        """The receiver fills the feed in its thread; this thread, the engine's own, loads from it."""
+        _, self._digest = self._load(self._loader, manifest, timeout_s)
+        self._loaded = manifest
+
+    def _load(self, loader: WeightLoader, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
+        """The receiver fills the feed in its thread; this thread loads from it."""
         plan = self._decoder.plan(manifest)
         names = None if plan.whole else plan.names
-        self._loader.start(names)
+        loader.start(names)
         # The receiver keeps the deadline and says more about it.
         feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
-        received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
-        together = self._loader.computes_together and manifest.encoding == "full"
+        received = self._executor.submit(self._fill, loader, feed, manifest, plan, timeout_s)
+        together = loader.computes_together and manifest.encoding == "full"
         try:
-            self._loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
+            loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
         except Exception as error:
             feed.fail(error)
             with suppress(TimeoutError):  # the loader's error says more
                 received.exception(timeout_s + _GRACE_S)
             raise
         feed.finish()
-        self._digest = received.result(timeout_s + _GRACE_S)
-        self._loaded = manifest
+        return plan, received.result(timeout_s + _GRACE_S)
 
-    def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
+    def _fill(
+        self, loader: WeightLoader, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float
+    ) -> Digest | None:
         """In the receiver's thread."""
         try:
-            return self._take(self._joined(), manifest, plan, feed, timeout_s)
+            return self._take(loader, self._joined(), manifest, plan, feed, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
@@ -222,13 +252,26 @@ class WorkerUpdate:
         sink = self._staging.sink(self._loader.check)
         return plan, self._decode(self._joined(), manifest, plan, sink, timeout_s)
 
+    def _load_beside(self, beside: LoaderBeside, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
+        """In the stager's thread."""
+        try:
+            received = self._load(beside, manifest, timeout_s)
+        except BaseException:
+            beside.abandon()
+            raise
+        beside.finish()
+        return received
+
     def _load_staged(self, manifest: Manifest) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None, "load before stage"
         plan, self._digest = staged.result(0)  # the adapter has seen its end
-        names = None if plan.whole else plan.names
-        self._loader.start(names)
-        self._loader.load(iter(self._staging), names)
+        if self._beside is not None:
+            self._beside.exchange()
+        else:
+            names = None if plan.whole else plan.names
+            self._loader.start(names)
+            self._loader.load(iter(self._staging), names)
         self._loaded = manifest
 
     def _joined(self) -> Closable:

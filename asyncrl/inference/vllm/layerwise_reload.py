@@ -73,9 +73,7 @@ class Reload:
         reloaded = self._model
         if names is not None:
             reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))
-        self._reloaded = _Modules(self._packed.open(reloaded.modules()))
-        self._let_experts_be_packed(self._reloaded)
-        initialize_layerwise_reload(self._reloaded)
+        self._open(self._packed.open(reloaded.modules()))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         """Consumes all of `tensors`; `names` as in `start`.
@@ -118,6 +116,12 @@ class Reload:
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self._finalize()
+
+    def _open(self, modules: list[torch.nn.Module]) -> None:
+        """`modules`: those of a publish that are no packed layers."""
+        self._reloaded = _Modules(modules)
+        self._let_experts_be_packed(self._reloaded)
+        initialize_layerwise_reload(self._reloaded)
 
     def _finalize(self) -> None:
         self._packed.close()

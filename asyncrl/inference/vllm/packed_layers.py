@@ -151,7 +151,7 @@ class PackedLayers:
             if filling.left <= 0:
                 return None
             if filling.weight is None:
-                filling.weight = _backed(expected, self.memory.take(expected.nbytes))
+                filling.weight = backed(expected, self.memory.take(expected.nbytes))
             returned = load(filling.weight, tensor, *args, **kwargs)
             filling.left -= tensor.numel()
             self.memory.used(tensor)
@@ -216,8 +216,8 @@ def _is_packed(layer: Any) -> bool:
     return hasattr(layer, "cpu_linear") and not skipped and "weight" in get_layerwise_info(layer).restore_metadata[0]
 
 
-def _backed(loaded: Any, memory: torch.Tensor) -> torch.nn.Parameter:
-    """The parameter that vLLM describes with `loaded`, a tensor without memory, in this memory."""
+def backed(loaded: Any, memory: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter as vLLM describes it with `loaded`, maybe a tensor without memory, in this memory."""
     weight: Any = memory.view(loaded.dtype).view(loaded.shape)
     weight.__class__ = loaded.__class__
     weight.__dict__ = loaded.__dict__.copy()

@@ -14,11 +14,12 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
+from asyncrl.inference.shared.weight_update import Closable, WeightLoader, WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
+from asyncrl.inference.vllm.reload_beside import ReloadBeside
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
@@ -82,7 +83,8 @@ class _VllmUpdate(WorkerUpdate):
     """A `WorkerUpdate` that can also receive by vLLM's own NCCL backend."""
 
     def __init__(self, engine: AsyncrlWeightTransfer, reload: Reload, decoder: Decoder) -> None:
-        super().__init__(reload, decoder, engine.device)
+        beside = ReloadBeside.of(engine.model, engine.model_config)
+        super().__init__(reload, decoder, engine.device, beside)
         self._engine = engine
         self._reload = reload
 
@@ -94,10 +96,18 @@ class _VllmUpdate(WorkerUpdate):
         backend = VllmNccl(engine.config, engine.vllm_config, engine.device)
         return NativeReceiver(source, self._reload.expected, worker_rank, backend)
 
-    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
+    def _take(
+        self,
+        loader: WeightLoader,
+        receiver: Closable,
+        manifest: Manifest,
+        plan: Plan,
+        feed: Feed,
+        timeout_s: float,
+    ) -> Digest | None:
         if isinstance(receiver, NativeReceiver):
             return receiver.receive(manifest, feed, timeout_s)
-        return super()._take(receiver, manifest, plan, feed, timeout_s)
+        return super()._take(loader, receiver, manifest, plan, feed, timeout_s)
 
     def _decode(
         self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
