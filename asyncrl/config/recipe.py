@@ -491,7 +491,7 @@ class Recipe:
         return is_wanted and not self.empties_queue
 
     def placed(self, *, on_gpus: bool, stages: bool) -> Recipe:
-        """With what depends on where the trainer's ranks compute, and on whether the engine can stage weights."""
+        """With what depends on where the trainer's ranks compute. `stages`: replicas can stage weights, on CPUs."""
         weights = self.weights
         overlap = self.overlaps_publish and not on_gpus if weights.overlap is None else weights.overlap
         stage = stages and not on_gpus if weights.stage is None else weights.stage

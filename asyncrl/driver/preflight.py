@@ -38,6 +38,7 @@ from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import (
+    ENGINES,
     require_package,
     require_recording,
     require_routers,
@@ -373,7 +374,9 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         )
     if layout := _layout(trainer):
         emit(f"layout    {layout}")
-    for label, text in trainer_plan(recipe, found.facts):
+    on_gpus = trainer.device != "cpu" and not _computes_here(recipe)
+    placed = recipe.placed(on_gpus=on_gpus, stages=ENGINES[rollout.engine].stages)
+    for label, text in trainer_plan(placed, found.facts):
         emit(f"{label:<10}{text}")
     _describe_server(recipe, emit)
     overlong = recipe.algorithm.overlong

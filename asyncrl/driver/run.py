@@ -89,8 +89,9 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
         reserved(spec.recipe) as places,
     ):
-        on_gpus, stages = places.placement.rank_gpus > 0, ENGINES[spec.recipe.rollout.engine].stages
-        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=on_gpus, stages=stages))
+        placement = places.placement
+        stages = ENGINES[spec.recipe.rollout.engine].stages and not placement.replica_gpus
+        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=placement.rank_gpus > 0, stages=stages))
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
         try:

@@ -41,19 +41,23 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
     )
     text += f"{_bytes(min(sizes))} to {_bytes(max(sizes))}; largest tensor {_bytes(largest.nbytes)} ({largest.name})"
     yield "publish", text
-    if recipe.weights.encoding == "delta":
-        yield "", _copies(of_stages)
+    yield from (("", text) for text in _copies(recipe, of_stages))
     if len(of_stages) > 1:
         parts = enumerate((len(own), sum(spec.nbytes for spec in own)) for own in of_stages)
         yield "", "from " + ", ".join(f"stage {s}: {count} tensors, {_bytes(size)}" for s, (count, size) in parts)
 
 
-def _copies(of_stages: Sequence[Sequence[TensorSpec]]) -> str:
-    """The copies that differences are made of and applied to."""
+def _copies(recipe: Recipe, of_stages: Sequence[Sequence[TensorSpec]]) -> Iterator[str]:
+    """What a publish takes of host memory: the copies that are sent, received, and that differences are made of."""
     own = [sum(spec.nbytes for spec in specs) for specs in of_stages]
-    most = "" if len(own) == 1 else " the most"
-    text = f"encoding delta keeps a copy in host memory: {_bytes(max(own))} in the trainer rank that sends{most}, "
-    return f"{text}{_bytes(sum(own))} in each worker of a replica"
+    sender = f"{_bytes(max(own))} in the trainer rank that sends" + ("" if len(own) == 1 else " the most")
+    worker = f"{_bytes(sum(own))} in each worker of a replica"
+    if recipe.sends_snapshots:
+        yield f"sent from a copy in host memory: {sender}"
+    if recipe.weights.stage:
+        yield f"staged in host memory: {worker}"
+    if recipe.weights.encoding == "delta":
+        yield f"encoding delta keeps a copy in host memory: {sender}, {worker}"
 
 
 def _memory(memory: RankMemory) -> str:
