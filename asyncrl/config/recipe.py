@@ -490,10 +490,10 @@ class Recipe:
         is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
         return is_wanted and not self.empties_queue
 
-    def placed(self, *, on_gpus: bool, stages: bool) -> Recipe:
-        """With what depends on where the trainer's ranks compute. `stages`: replicas can stage weights, on CPUs."""
-        weights = self.weights
-        overlap = self.overlaps_publish and not on_gpus if weights.overlap is None else weights.overlap
+    def placed(self, *, ranks_on_gpus: bool, replicas_on_gpus: bool, stages: bool) -> Recipe:
+        """With what depends on where the trainer's ranks and the replicas compute. `stages`: the engine can stage."""
+        weights, on_gpus = self.weights, ranks_on_gpus or replicas_on_gpus
+        overlap = self.overlaps_publish and not ranks_on_gpus if weights.overlap is None else weights.overlap
         stage = stages and not on_gpus if weights.stage is None else weights.stage
         stage = stage and self.mode == "fully_async"  # nothing generates during a publish of the others
         return replace(self, weights=replace(weights, overlap=overlap, stage=stage))

@@ -38,7 +38,7 @@ class WeightsConfig:
     stage: bool | None = None
     """Replicas receive a publish in host memory while they generate, and stand still only while they load it. It takes
     host memory for the weights in each worker of a replica. In mode fully_async, with rollout.engine torch or vllm;
-    null: with these where ranks compute on CPUs."""
+    null: with these where ranks and replicas compute on CPUs."""
     rolling: bool = False
     """Publish to rolling_replicas replicas at a time, while the others generate, from a copy of the weights as overlap
     has it; without overlap the trainer waits for all of them. Read in mode fully_async."""

@@ -374,9 +374,7 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         )
     if layout := _layout(trainer):
         emit(f"layout    {layout}")
-    on_gpus = trainer.device != "cpu" and not _computes_here(recipe)
-    placed = recipe.placed(on_gpus=on_gpus, stages=ENGINES[rollout.engine].stages)
-    for label, text in trainer_plan(placed, found.facts):
+    for label, text in trainer_plan(_placed(recipe), found.facts):
         emit(f"{label:<10}{text}")
     _describe_server(recipe, emit)
     overlong = recipe.algorithm.overlong
@@ -415,6 +413,16 @@ def _ratio_notes(recipe: Recipe) -> list[str]:
     if not ratio_is_one or batch.num_minibatches * batch.num_epochs > 1:
         return []
     return ["algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act"]
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """As a run would place it, with GPUs for all that may have some, unless the CPUs of this machine compute."""
+    demand, here = Demand.of(recipe), _computes_here(recipe)
+    return recipe.placed(
+        ranks_on_gpus=not here and demand.rank_gpus > 0,
+        replicas_on_gpus=not here and demand.replica_gpus > 0,
+        stages=ENGINES[recipe.rollout.engine].stages,
+    )
 
 
 def _computes_here(recipe: Recipe) -> bool:

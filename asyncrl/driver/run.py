@@ -89,9 +89,12 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
         reserved(spec.recipe) as places,
     ):
-        placement = places.placement
-        stages = ENGINES[spec.recipe.rollout.engine].stages and not placement.replica_gpus
-        spec = replace(spec, recipe=spec.recipe.placed(on_gpus=placement.rank_gpus > 0, stages=stages))
+        on_gpus = {
+            "ranks_on_gpus": places.placement.rank_gpus > 0,
+            "replicas_on_gpus": places.placement.replica_gpus > 0,
+        }
+        placed = spec.recipe.placed(**on_gpus, stages=ENGINES[spec.recipe.rollout.engine].stages)
+        spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
         try:

@@ -54,7 +54,7 @@ class Manifest:
         base_version: the version whose weights the tensors are added to; 0 are the model's own files. None with the
             encodings full and delta.
         is_kept: receivers keep a copy of these weights, as the base of later publishes with encoding delta.
-        is_staged: receivers keep the tensors beside the model that they serve until they are told to load them.
+        is_staged: receivers have the tensors beside the model that they serve until they are told to serve them.
         base_digest: with encoding delta, of the weights that the tensors are differences to, each tensor digested
             whole; else None.
     """

@@ -231,8 +231,7 @@ def beside(make_model):
 
     model = make_model()
     ids = torch.tensor([3, 77, 1024])
-    reload = ReloadBeside.of(model, SimpleNamespace(dtype=torch.float32))
-    assert reload is not None
+    reload = ReloadBeside(model, SimpleNamespace(dtype=torch.float32))
 
     def serves(weights):
         with torch.no_grad():
@@ -294,21 +293,58 @@ def test_what_fails_beside_a_model_leaves_it_as_it_is(beside):
     serves(second)
 
 
-def test_a_model_that_computes_with_more_than_its_weights_is_not_loaded_beside(make_model):
-    from asyncrl.inference.vllm.reload_beside import ReloadBeside
+@pytest.mark.parametrize("name", list(drawn(0)))
+def test_what_the_model_passes_over_is_refused_beside_it(beside, name):
+    """A twin has no weights of its own at first, and later those from before the last ones."""
+    _, receiver, _ = beside
+    receiver.model.passes_over = name
+    is_packed = name.startswith("mlp") and name.endswith("weight")
+    with refused(receiver, "of its entries did not come" if is_packed else name):
+        receiver.publish(drawn(1))
 
-    def beside(change):
+
+def test_memory_of_the_first_packed_copies_is_given_back_once_they_are_replaced(beside, monkeypatch):
+    from asyncrl.inference.vllm import reload_beside
+
+    _, receiver, serves = beside
+    released = []
+    monkeypatch.setattr(reload_beside, "release_freed_memory", lambda: released.append(None))
+
+    def publish(names):
+        weights = {name: drawn(2)[name] for name in names or drawn(2)}
+        receiver.reload.start(names)
+        receiver.reload.load(receiver.tensors(weights), names)
+        receiver.reload.finish()
+        before = len(released)
+        receiver.reload.exchange()
+        return before
+
+    assert [publish(names) for names in (None, ["norm.weight"], None, None)] == [0, 0, 1, 1]
+    serves(drawn(2))
+
+
+def test_a_model_that_computes_with_more_than_its_weights_is_not_loaded_beside(make_model):
+    from asyncrl.inference.vllm.layerwise_reload import Reload
+    from asyncrl.inference.vllm.reload_beside import fits
+
+    def changed(change, *, quantises=False):
         change(model := make_model())
-        return ReloadBeside.of(model, SimpleNamespace(dtype=torch.float32))
+        reload = Reload(model, SimpleNamespace(dtype=torch.float32))
+        reload.expected.quantises = quantises
+        return fits(model, reload)
 
     def derived(model):
         model.norm.process_weights_after_loading = lambda dtype: None
 
-    def unknown(model):
+    def table(model):
         model.norm.scales = torch.nn.Parameter(torch.ones(2, 2))
+
+    def unknown(model):
+        model.packed_modules_mapping = {"gate_up_proj": ["one"]}
 
     def not_packed(model):
         model.mlp.down_proj._cpu_skip_gemm_dispatch = True
 
-    assert beside(lambda model: None) is not None
-    assert [beside(change) for change in (derived, unknown, not_packed)] == [None, None, None]
+    assert changed(lambda model: None)
+    assert [changed(change) for change in (derived, table, unknown, not_packed)] == [False] * 4
+    assert not changed(lambda model: None, quantises=True)

@@ -203,10 +203,11 @@ def test_a_dry_run_says_what_memory_the_copies_take(transport):
     assert not any("delta" in text for _, text in trainer_plan(load_recipe(QUICKSTART, []), facts))
     recipe = load_recipe(QUICKSTART, overrides)
     for placed, sent, staged in (
-        (recipe.placed(on_gpus=False, stages=True), 1, 1),
-        (recipe.placed(on_gpus=False, stages=False), 1, 0),
-        (recipe.placed(on_gpus=True, stages=True), 0, 0),
+        (recipe.placed(ranks_on_gpus=False, replicas_on_gpus=False, stages=True), 1, 1),
+        (recipe.placed(ranks_on_gpus=False, replicas_on_gpus=False, stages=False), 1, 0),
+        (recipe.placed(ranks_on_gpus=False, replicas_on_gpus=True, stages=True), 1, 0),
+        (recipe.placed(ranks_on_gpus=True, replicas_on_gpus=False, stages=True), 0, 0),
     ):
         lines = [text for _, text in trainer_plan(placed, facts)]
         assert lines.count(f"sent from a copy in host memory: {size} in the trainer rank that sends") == sent
-        assert lines.count(f"staged in host memory: {size} in each worker of a replica") == staged
+        assert lines.count(f"staged in host memory: at least {size} in each worker of a replica") == staged

@@ -43,12 +43,17 @@ def test_modes_are_presets(mode, max_lag, interrupt):
     assert recipe.overlaps_publish == is_free
     assert load_recipe(QUICKSTART, [f"mode={mode}"]).overlaps_publish == is_free, "the default"
     assert not load_recipe(QUICKSTART, [f"mode={mode}", "weights.overlap=false"]).overlaps_publish
-    assert recipe.placed(on_gpus=True, stages=True).overlaps_publish == is_free, "as it is asked"
+    asked = recipe.placed(ranks_on_gpus=True, replicas_on_gpus=True, stages=True)
+    assert asked.overlaps_publish == is_free, "as it is asked"
     by_default = load_recipe(QUICKSTART, [f"mode={mode}"])
-    placed = [by_default.placed(on_gpus=on_gpus, stages=True) for on_gpus in (False, True)]
-    assert [recipe.overlaps_publish for recipe in placed] == [is_free, False]
-    assert [recipe.weights.stage for recipe in placed] == [is_free, False]
-    assert not by_default.placed(on_gpus=False, stages=False).weights.stage, "an engine that cannot"
+    placed = [
+        by_default.placed(ranks_on_gpus=ranks, replicas_on_gpus=replicas, stages=True)
+        for ranks, replicas in ((False, False), (False, True), (True, False))
+    ]
+    assert [recipe.overlaps_publish for recipe in placed] == [is_free, is_free, False]
+    assert [recipe.weights.stage for recipe in placed] == [is_free, False, False]
+    cannot = by_default.placed(ranks_on_gpus=False, replicas_on_gpus=False, stages=False)
+    assert not cannot.weights.stage, "an engine that cannot"
     long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
     if not is_free:  # no request waits at a gate
         load_recipe(QUICKSTART, long_publish)
@@ -402,6 +407,22 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
     assert int(buckets) >= 2 * parameters / (1 << 29)
     counted = [int(number) for number in re.findall(r"stage \d: (\d+) tensors", plan)]
     assert not counted or sum(counted) == int(tensors)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sent", "staged"),
+    [
+        ([], False, False),
+        (["weights.stage=true", "weights.overlap=true"], True, True),
+        (["trainer.device=cpu", "weights.overlap=null"], True, False),  # vLLM's replicas have GPUs
+        (["trainer.device=cpu", "rollout.engine=torch", "rollout.torch.device=cpu"], False, True),
+    ],
+)
+def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub_cache, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["recipes/dapo_qwen.yaml", *overrides, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert ("sent from a copy in host memory" in plan, "staged in host memory" in plan) == (sent, staged)
 
 
 @pytest.mark.parametrize(

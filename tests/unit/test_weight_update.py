@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,8 +74,13 @@ class Receives:
 
 
 class Update(WorkerUpdate):
+    beside = None
+
+    def _build_beside(self):
+        return self.beside
+
     def _build_receiver(self, source):
-        return threading.Event()  # what there is to close is never closed
+        return SimpleNamespace(close=lambda: None)
 
 
 def publish(breaks_after, *, computes_together=True):
@@ -130,27 +136,57 @@ class Beside(Loader):
         self.finished += 1
 
     def exchange(self):
-        self.served = [name for name, _ in self.loaded]
+        self.served += [name for name, _ in self.loaded]
 
 
-@pytest.mark.parametrize("breaks_after", [3, 6])
-def test_what_is_staged_beside_the_model_is_served_once_it_came_whole(breaks_after):
-    unused, beside = Loader(threading.Barrier(1), computes_together=False), Beside()
-    update = Update(unused, Receives(breaks_after), torch.device("cpu"), beside)
-    update.join(DiskSource.__new__(DiskSource))
-    update.stage(MANIFEST, 20.0)
+def staged(update, manifest=MANIFEST):
+    """The outcome of a publish that is staged now."""
+    update.stage(manifest, 20.0)
     deadline = time.monotonic() + 20.0
     while (outcome := update.staged()) is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert beside.served == []
-    if breaks_after < len(WEIGHTS):
-        assert outcome == ["WeightTransferError", "it broke after 3", None]
-        assert (beside.abandoned, beside.finished) == (True, 0)
-        return
-    assert outcome == ["", "", None]
-    update.start()
-    update.receive(replace(MANIFEST, is_staged=True), 20.0)
-    update.finish()
-    assert update.outcome() == ["", "", None]
-    assert beside.served == [name for name, _ in WEIGHTS]
-    assert (beside.abandoned, beside.finished, unused.loaded) == (False, 1, [])
+    return outcome
+
+
+def update_beside(breaks_after):
+    unused, beside = Loader(threading.Barrier(1), computes_together=False), Beside()
+    update = Update(unused, Receives(breaks_after), torch.device("cpu"))
+    update.beside = beside
+    update.join(DiskSource.__new__(DiskSource))
+    return update, beside, unused
+
+
+def test_what_is_staged_beside_the_model_is_served_once_it_came_whole():
+    update, beside, unused = update_beside(6)
+    for turn in (1, 2):
+        assert staged(update) == ["", "", None]
+        assert len(beside.served) == 6 * (turn - 1)
+        update.start()
+        update.receive(replace(MANIFEST, is_staged=True), 20.0)
+        update.finish()
+        assert update.outcome() == ["", "", None]
+        assert beside.served == turn * [name for name, _ in WEIGHTS]
+    assert (beside.abandoned, beside.finished, unused.loaded) == (False, 2, [])
+
+
+def test_one_that_breaks_is_never_served_and_the_next_one_is_loaded():
+    update, beside, _ = update_beside(3)
+    assert staged(update) == ["WeightTransferError", "it broke after 3", None]
+    assert (beside.abandoned, beside.finished, beside.served) == (True, 0, [])
+    update._decoder._breaks_after = 6
+    assert staged(update) == ["", "", None]
+    assert (beside.finished, beside.served) == (1, [])
+
+
+def test_another_source_is_joined_once_what_was_staged_has_ended():
+    update, beside, _ = update_beside(6)
+    goes_on = threading.Event()
+    beside.start = lambda names: goes_on.wait(20.0)
+    update.stage(MANIFEST, 20.0)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(update.join, object())
+        time.sleep(0.05)
+        assert not joined.done()
+        goes_on.set()
+        joined.result(20.0)
+    assert update.staged() == ["", "", None]

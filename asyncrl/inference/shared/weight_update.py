@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -74,26 +75,24 @@ class WeightLoader(Protocol):
 
 
 class LoaderBeside(WeightLoader, Protocol):
-    """Loads a second model, beside the one that serves, in any thread."""
+    """Loads a second model, while the worker computes with the first one. Its methods run in a thread of their own, but
+    for `exchange`, `check` and what `take` gives."""
 
     def exchange(self) -> None:
-        """The tensors of the last `load` are served from now on, by the worker's own thread."""
+        """What was loaded last is served from now on. Called in the worker's own thread, while it computes nothing and
+        nothing is loaded."""
         ...
 
 
 class WorkerUpdate:
     """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`. For one that
-    is staged `join`, `stage` and `staged` come first, and `receive` loads what has come.
+    is staged `join`, `stage` and `staged` come first, and `receive` has the model serve what has come.
 
     Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
     """
 
-    def __init__(
-        self, loader: WeightLoader, decoder: Decoder, device: torch.device, beside: LoaderBeside | None = None
-    ) -> None:
-        """`beside`: loads what is staged; None: it is kept as it comes, and `loader` loads it."""
+    def __init__(self, loader: WeightLoader, decoder: Decoder, device: torch.device) -> None:
         self._loader = loader
-        self._beside = beside
         self._decoder = decoder
         self._device = device
         self._loaded: Manifest | None = None
@@ -112,11 +111,14 @@ class WorkerUpdate:
         """`source`: with the number of this worker as `receiver`."""
         if source == self._source:
             return
-        self._source = None
         self._failure = None
         try:
+            if self._staged is not None:  # it may go on, although nobody waits for it any more
+                self._staged.exception(_CLOSE_S)
+            self._source = None
             self._executor.submit(self._close_receiver).result(_CLOSE_S)
         except TimeoutError:
+            self._source = None
             self._failure = DeadlineExceeded(
                 explain("leave the former sender", f"not done within {_CLOSE_S:g} s", "restart this replica")
             )
@@ -175,6 +177,10 @@ class WorkerUpdate:
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
+    def _build_beside(self) -> LoaderBeside | None:
+        """What loads publishes that are staged; None: they are kept as they come, and loaded as any other."""
+        return None
+
     def _build_receiver(self, source: TransferSource) -> Closable:
         return build_receiver(source, device=self._device)
 
@@ -195,6 +201,10 @@ class WorkerUpdate:
         self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
         return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
+
+    @cached_property
+    def _beside(self) -> LoaderBeside | None:
+        return self._build_beside()
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,10 @@ class Reload:
         """The scale of a layer is that of all its shards."""
         return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
 
+    def packs(self, layer: torch.nn.Module) -> bool:
+        """The layer computes with a packed copy of its weight, which this packs itself."""
+        return self._packed.loads(layer)
+
     @property
     def take(self) -> Callable[[TensorSpec], torch.Tensor] | None:
         return None if self._packed.is_empty else self._take
@@ -101,8 +105,7 @@ class Reload:
                     f"{last[0]} into vLLM", f"{type(error).__name__}: {error}", "train and serve the same model.path"
                 )
             ) from error
-        self.expected.require_all(published, loaded if names is None else None, names)
-        self._packed.require_whole()
+        self._require(published, loaded, names)
 
     def finish(self) -> None:
         self._finalize()
@@ -116,6 +119,12 @@ class Reload:
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self._finalize()
+
+    def _require(self, published: set[str], loaded: set[str] | None, names: Collection[str] | None) -> None:
+        """Raises WeightTransferError naming what is missing. `loaded`: what the model says that it has loaded; None:
+        nothing; else as in `load`."""
+        self.expected.require_all(published, loaded if names is None else None, names)
+        self._packed.require_whole()
 
     def _open(self, modules: list[torch.nn.Module]) -> None:
         """`modules`: those of a publish that are no packed layers."""

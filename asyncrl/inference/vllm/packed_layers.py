@@ -109,10 +109,10 @@ class PackedLayers:
             raise failure
         return returned
 
-    def require_whole(self) -> None:
-        """Raises WeightTransferError: of a weight only a part has come."""
+    def require_whole(self, *, every: bool = False) -> None:
+        """Raises WeightTransferError: of a weight only a part has come; with `every` also, nothing."""
         for filling in self._filling:
-            if filling.weight is not None:
+            if every or filling.weight is not None:
                 asked, found = f"the weight of {filling.layer}", f"{filling.left} of its entries did not come"
                 raise WeightTransferError(explain(asked, found, "publish all of named_weights()"))
 

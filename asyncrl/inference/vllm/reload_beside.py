@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.platforms import current_platform
 
+from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.kept_memory import release_freed_memory
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.packed_layers import backed
@@ -22,36 +24,30 @@ class ReloadBeside(Reload):
     """A `LoaderBeside`: reloads twins of the served modules, which share all but their weights with them."""
 
     def __init__(self, served: torch.nn.Module, model_config: Any) -> None:
-        """`served`: a model that `of` has found fit."""
+        """`served`: a model that `fits`."""
         twins: dict[torch.nn.Module, Any] = {}
         super().__init__(_twin(served, twins, {}), model_config)
         self._pairs: list[tuple[Any, Any]] = list(twins.items())
         self._names: Collection[str] | None = None
         """The tensors of the last load; None: all of the model."""
-        self._exchanged = self._has_leftovers = False
-        """The first packed copies have been exchanged, and are not yet replaced."""
-
-    @classmethod
-    def of(cls, served: torch.nn.Module, model_config: Any) -> ReloadBeside | None:
-        """None: the model computes with more than its weights and their packed copies, or not on one CPU."""
-        if not current_platform.is_cpu():
-            return None
-        beside = cls(served, model_config)
-        known = beside.expected.is_complete and not beside.expected.quantises
-        return beside if known and all(beside._can_exchange(twin) for _, twin in beside._pairs) else None
+        self._leftovers: bool | None = None
+        """The twins have packed copies that were made before the first load, by another thread; None: not yet."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         super().load(tensors, names)
         self._names = names
-        if self._has_leftovers:
-            self._has_leftovers = False
-            release_freed_memory()  # the thread that made them has it, and this thread takes none of another's
+
+    def finish(self) -> None:
+        super().finish()
+        if self._leftovers and self._names is None:
+            self._leftovers = False
+            release_freed_memory()  # they were in memory of that thread, and this one takes none of it
 
     def exchange(self) -> None:
         """As `LoaderBeside.exchange`. The twins have what was served until now, in memory for the next load."""
-        self._has_leftovers = not self._exchanged
-        self._exchanged = True
-        came = None if self._names is None else self._parameters(self.expected.layers_of(self._names))
+        if self._leftovers is None:
+            self._leftovers = True
+        came = None if self._names is None else self._of_layers(self._names)
         exchanged: set[int] = set()
         for served, twin in self._pairs:
             own = {id(parameter) for parameter in twin.parameters(recurse=False)}
@@ -68,19 +64,44 @@ class ReloadBeside(Reload):
     def _open(self, modules: list[torch.nn.Module]) -> None:
         """They are loaded where they are: nothing computes with them."""
 
-    def _parameters(self, layers: Collection[str]) -> set[int]:
-        """The ids of the parameters of these layers of the twin."""
+    def _require(self, published: set[str], loaded: set[str] | None, names: Collection[str] | None) -> None:
+        """A `Reload` leaves what the model passes over as it is; here it would be older, or nothing."""
+        super()._require(published, loaded, names)
+        self._packed.require_whole(every=True)
+        if loaded is None:
+            return
+        came = None if names is None else self._of_layers(names)
+        for name, parameter in self._model.named_parameters():
+            layer, _, kind = name.rpartition(".")
+            is_packed = kind == "weight" and isinstance(self._model.get_submodule(layer), LinearBase)
+            if name not in loaded and not is_packed and (came is None or id(parameter) in came):
+                do = "report this: vLLM passes over a tensor of this model"
+                raise WeightTransferError(explain(f"load {name!r}", "vLLM took nothing of it", do))
+
+    def _of_layers(self, names: Collection[str]) -> set[int]:
+        """The ids of all parameters of the twins that these tensors of a checkpoint fill."""
+        layers = self.expected.layers_of(names)
         return {id(p) for layer in layers for p in self._model.get_submodule(layer).parameters(recurse=False)}
 
-    def _can_exchange(self, twin: Any) -> bool:
-        if self._packed.loads(twin):
-            return True
-        parameters = list(twin.parameters(recurse=False))
-        if isinstance(twin, VocabParallelEmbedding):
-            return type(twin.quant_method) is UnquantizedEmbeddingMethod and not hasattr(twin, "cpu_linear")
-        if hasattr(twin, "process_weights_after_loading"):
-            return type(twin) is Attention and not parameters
-        return not parameters or (not hasattr(twin, "quant_method") and all(p.ndim == 1 for p in parameters))
+
+def fits(served: torch.nn.Module, reload: Reload) -> bool:
+    """False: the model computes with more than its weights and their packed copies, or not on one CPU. `reload`: its
+    own."""
+    if not current_platform.is_cpu() or not reload.expected.is_complete or reload.expected.quantises:
+        return False
+    return all(reload.packs(module) or _is_plain(module) for module in served.modules())
+
+
+def _is_plain(module: Any) -> bool:
+    """What it computes with are its parameters as they are loaded, and nothing that is made of them."""
+    if isinstance(module, VocabParallelEmbedding):
+        return type(module.quant_method) is UnquantizedEmbeddingMethod and not hasattr(module, "cpu_linear")
+    parameters = list(module.parameters(recurse=False))
+    if type(module) is Attention:  # what else it computes with may be made of parameters of others
+        return not parameters and not any(isinstance(value, torch.Tensor) for value in vars(module.impl).values())
+    if hasattr(module, "process_weights_after_loading") or hasattr(module, "quant_method"):
+        return not parameters and not hasattr(module, "process_weights_after_loading")
+    return all(parameter.ndim == 1 for parameter in parameters)
 
 
 def _twin(module: torch.nn.Module, twins: dict[torch.nn.Module, Any], memory: dict[int, torch.Tensor]) -> Any:

@@ -14,12 +14,12 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.inference.shared.weight_update import Closable, WeightLoader, WorkerUpdate
+from asyncrl.inference.shared.weight_update import Closable, LoaderBeside, WeightLoader, WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.inference.vllm.reload_beside import ReloadBeside
+from asyncrl.inference.vllm.reload_beside import ReloadBeside, fits
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
@@ -83,10 +83,13 @@ class _VllmUpdate(WorkerUpdate):
     """A `WorkerUpdate` that can also receive by vLLM's own NCCL backend."""
 
     def __init__(self, engine: AsyncrlWeightTransfer, reload: Reload, decoder: Decoder) -> None:
-        beside = ReloadBeside.of(engine.model, engine.model_config)
-        super().__init__(reload, decoder, engine.device, beside)
+        super().__init__(reload, decoder, engine.device)
         self._engine = engine
         self._reload = reload
+
+    def _build_beside(self) -> LoaderBeside | None:
+        model, config = self._engine.model, self._engine.model_config
+        return ReloadBeside(model, config) if fits(model, self._reload) else None
 
     def _build_receiver(self, source: TransferSource) -> Closable:
         if not isinstance(source, VllmNcclSource):
