@@ -30,8 +30,6 @@ class ReloadBeside(Reload):
         self._pairs: list[tuple[Any, Any]] = list(twins.items())
         self._names: Collection[str] | None = None
         """The tensors of the last load; None: all of the model."""
-        self._leftovers: bool | None = None
-        """The twins have packed copies that were made before the first load, by another thread; None: not yet."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         super().load(tensors, names)
@@ -39,14 +37,11 @@ class ReloadBeside(Reload):
 
     def finish(self) -> None:
         super().finish()
-        if self._leftovers and self._names is None:
-            self._leftovers = False
-            release_freed_memory()  # they were in memory of that thread, and this one takes none of it
+        if self._names is None:
+            release_freed_memory()  # several threads have freed what others made, and take none of it
 
     def exchange(self) -> None:
         """As `LoaderBeside.exchange`. The twins have what was served until now, in memory for the next load."""
-        if self._leftovers is None:
-            self._leftovers = True
         came = None if self._names is None else self._of_layers(self._names)
         exchanged: set[int] = set()
         for served, twin in self._pairs:
