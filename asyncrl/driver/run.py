@@ -89,11 +89,11 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
         reserved(spec.recipe) as places,
     ):
-        on_gpus = {
-            "ranks_on_gpus": places.placement.rank_gpus > 0,
-            "replicas_on_gpus": places.placement.replica_gpus > 0,
-        }
-        placed = spec.recipe.placed(**on_gpus, stages=ENGINES[spec.recipe.rollout.engine].stages)
+        placed = spec.recipe.placed(
+            ranks_on_gpus=places.placement.rank_gpus > 0,
+            replicas_on_gpus=places.placement.replica_gpus > 0,
+            stages=ENGINES[spec.recipe.rollout.engine].stages,
+        )
         spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
         current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))

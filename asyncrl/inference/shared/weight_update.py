@@ -7,6 +7,7 @@ error is kept, and the adapter fetches it when the update has ended (`outcome`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,7 @@ from asyncrl.weights.transports import build_receiver
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-"""Time for an abandoned receiver to disconnect from its sender."""
+"""Time for an abandoned publish to end, and its receiver to disconnect from its sender."""
 _GRACE_S = 5.0
 """Time that a receiver has beyond its deadline before it is abandoned."""
 
@@ -112,11 +113,12 @@ class WorkerUpdate:
         if source == self._source:
             return
         self._failure = None
+        deadline = time.monotonic() + _CLOSE_S
         try:
             if self._staged is not None:  # it may go on, although nobody waits for it any more
                 self._staged.exception(_CLOSE_S)
             self._source = None
-            self._executor.submit(self._close_receiver).result(_CLOSE_S)
+            self._executor.submit(self._close_receiver).result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             self._source = None
             self._failure = DeadlineExceeded(
