@@ -21,6 +21,9 @@ _SHOWN_BYTES = 4000
 _LEAVE_S = 5.0
 """Time to end after SIGTERM, then the process group is killed; after an exit, for the output to end."""
 _POLL_S = 0.05
+_AFTER_A_LINE = ("/bin/sh", "-c", 'read -r line && exec "$@"', "sh")
+"""Becomes the program that follows once a line is on its standard input, or ends with that: who is killed while it
+starts a program, before the reaper knows of it, leaves none."""
 
 
 class AgentProgram:
@@ -65,7 +68,7 @@ class AgentProgram:
             talk = asyncio.gather(
                 _end_of(process.stdout, MAX_ANSWER_BYTES),
                 _end_of(process.stderr, _SHOWN_BYTES),
-                _send(process.stdin, _task_json(task)),
+                _send(process.stdin, b"\n" + _task_json(task)),
             )
             try:
                 # not process.wait(): up to Python 3.12 it also waits for whoever else holds the pipes
@@ -92,6 +95,7 @@ class AgentProgram:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
+                *_AFTER_A_LINE,
                 *self._command,
                 stdin=pipe,
                 stdout=pipe,

@@ -179,27 +179,49 @@ time.sleep(600)
             await asyncio.sleep(0.02)
 
 
-def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
-    """`recipes/agents` aside, in a process of its own that is killed by SIGKILL."""
-    script = f"""
-import asyncio, sys
+WRITES_ITS_PID = "import os, time; open({path!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+OWNER = """
+import asyncio, os, signal, sys, time
 from tests.contract.test_agents_anywhere import agent_recipe, play
 from asyncrl.environments import build_environment
+from asyncrl.workers.orphan_reaper import OrphanReaper
 from tests.environments import chat_with
-program = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 async def main():
-    environment = build_environment(agent_recipe(command=[sys.executable, "-c", program]), chat_with())
+    environment = build_environment(agent_recipe(command=[sys.executable, "-c", {program!r}]), chat_with())
     await environment.start()
+    {before}
     await play(environment)
 asyncio.run(main())
 """
-    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def owner_of(program, before="pass"):
+    """A process of its own that runs the program for a trajectory."""
+    script = OWNER.format(program=program, before=before)
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
+    owner = owner_of(WRITES_ITS_PID.format(path=str(tmp_path / "pid")))
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 100)
     pid = int((tmp_path / "pid").read_text())
     assert alive(pid)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     until(lambda: not alive(pid), 30)
+
+
+def test_a_rollouter_that_is_killed_before_its_reaper_knows_of_a_program_leaves_none(tmp_path):
+    before = f"""OrphanReaper.watch = lambda reaper, group: (
+        open({str(tmp_path / "group")!r}, "w").write(str(group)),
+        time.sleep(1),  # time in which a program would start
+        os.kill(os.getpid(), signal.SIGKILL),
+    )"""
+    owner = owner_of(WRITES_ITS_PID.format(path=str(tmp_path / "pid")), before)
+    assert owner.wait(100) == -signal.SIGKILL
+    group = int((tmp_path / "group").read_text())
+    until(lambda: not alive(group), 30)
+    assert not (tmp_path / "pid").exists(), "it has not started"
 
 
 def until(holds, timeout_s):
