@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -181,23 +182,39 @@ time.sleep(600)
 
 WRITES_ITS_PID = "import os, time; open({path!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 OWNER = """
-import asyncio, os, signal, sys, time
-from tests.contract.test_agents_anywhere import agent_recipe, play
+import asyncio, sys
+from tests.contract.test_agents_anywhere import DiesWithItsFirstProcess, agent_recipe, play
 from asyncrl.environments import build_environment
-from asyncrl.workers.orphan_reaper import OrphanReaper
 from tests.environments import chat_with
 async def main():
     environment = build_environment(agent_recipe(command=[sys.executable, "-c", {program!r}]), chat_with())
     await environment.start()
-    {before}
     await play(environment)
-asyncio.run(main())
+with asyncio.Runner(loop_factory=lambda: {loop}) as runner:
+    runner.run(main())
 """
 
 
-def owner_of(program, before="pass"):
-    """A process of its own that runs the program for a trajectory."""
-    script = OWNER.format(program=program, before=before)
+class DiesWithItsFirstProcess(asyncio.SelectorEventLoop):
+    """Kills its own process a second after it has started one, before whoever asked for that hears of it."""
+
+    def __init__(self, pid_file):
+        super().__init__()
+        self.pid_file = Path(pid_file)
+
+    async def subprocess_exec(self, *args, **kwargs):
+        transport, _ = await super().subprocess_exec(*args, **kwargs)
+        self._die(transport.get_pid())
+
+    def _die(self, started):
+        self.pid_file.write_text(str(started))
+        time.sleep(1)  # time in which a program would start
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def owner_of(program, loop="asyncio.SelectorEventLoop()"):
+    """A process of its own that runs the program for a trajectory, in that loop."""
+    script = OWNER.format(program=program, loop=loop)
     return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -212,16 +229,12 @@ def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
 
 
 def test_a_rollouter_that_is_killed_before_its_reaper_knows_of_a_program_leaves_none(tmp_path):
-    before = f"""OrphanReaper.watch = lambda reaper, group: (
-        open({str(tmp_path / "group")!r}, "w").write(str(group)),
-        time.sleep(1),  # time in which a program would start
-        os.kill(os.getpid(), signal.SIGKILL),
-    )"""
-    owner = owner_of(WRITES_ITS_PID.format(path=str(tmp_path / "pid")), before)
+    program = WRITES_ITS_PID.format(path=str(tmp_path / "program"))
+    owner = owner_of(program, f"DiesWithItsFirstProcess({str(tmp_path / 'started')!r})")
     assert owner.wait(100) == -signal.SIGKILL
-    group = int((tmp_path / "group").read_text())
-    until(lambda: not alive(group), 30)
-    assert not (tmp_path / "pid").exists(), "it has not started"
+    started = int((tmp_path / "started").read_text())
+    until(lambda: not alive(started), 30)
+    assert not (tmp_path / "program").exists(), "it has not run"
 
 
 def until(holds, timeout_s):
