@@ -16,12 +16,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
-from asyncrl.serving.bodies import DONE, head, usage, written_parts
 from asyncrl.serving.errors import unsupported
 from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short
 from asyncrl.serving.http import frame
 from asyncrl.serving.messages import Calls, Name, OfferedTool, for_template, signatures
-from asyncrl.serving.reply import End, MadeCall, Reply, made_call
+from asyncrl.serving.reply import DONE, End, MadeCall, Reply, head, made_call, usage, written_parts
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that ask for nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,10 +14,7 @@ from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
 from asyncrl.serving.errors import ApiError
 from asyncrl.serving.http import frame
-from asyncrl.serving.reply import End, Event, MadeCall, Reply, call_id, made_call
-
-DONE = "data: [DONE]\n\n"
-"""Ends a stream of chat completions."""
+from asyncrl.serving.reply import DONE, End, Event, Reply, call_body, call_id, head, made_call, usage, written_parts
 
 PING_S = 5.0
 """Longest silence of a stream while its model writes: proxies close connections on which nothing comes."""
@@ -267,27 +263,6 @@ class DialectBodies:
             finished.cached_tokens,
             stop,
         )
-
-
-def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
-    """The events of these parts, written in order."""
-    return [e for part in parts for e in (reply.text(part) if isinstance(part, str) else reply.call(part))]
-
-
-def call_body(call: MadeCall) -> dict[str, Any]:
-    """A call as messages of the assistant have it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:
-    """What every body begins with. Its id is `prefix` and that of the request, or a random one."""
-    made_id = f"{prefix}-{request_id or secrets.token_hex(12)}"
-    return {"id": made_id, "object": kind, "created": int(time.time()), "model": model}
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def _latest(finished: Sequence[Finished]) -> int | None:

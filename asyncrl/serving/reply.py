@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from typing import Any, ClassVar
 from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.errors import ApiError, bad_field
 from asyncrl.serving.fields import short
+
+DONE = "data: [DONE]\n\n"
+"""Ends a stream of chat completions."""
 
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
@@ -155,3 +159,24 @@ def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any
         joined = {**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}
         return [joined, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
+    """The events of these parts, written in order."""
+    return [e for part in parts for e in (reply.text(part) if isinstance(part, str) else reply.call(part))]
+
+
+def call_body(call: MadeCall) -> dict[str, Any]:
+    """A call as messages of the assistant have it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:
+    """What every body begins with. Its id is `prefix` and that of the request, or a random one."""
+    made_id = f"{prefix}-{request_id or secrets.token_hex(12)}"
+    return {"id": made_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
