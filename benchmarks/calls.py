@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 import ray
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
-from asyncrl.cluster.ray_session import ray_cluster
+from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.errors import Process
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.line import HasLine

@@ -32,8 +32,9 @@ import numpy as np
 import ray
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
-from asyncrl.cluster.ray_session import ray_cluster
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cluster.ray_session import ray_cluster
+from asyncrl.driver.fleet.actor_channels import QueueChannel
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
@@ -41,7 +42,6 @@ from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.line import HasLine
 from asyncrl.remote.untraced import untraced
 from asyncrl.remote.waits import replica
-from asyncrl.rollout.actor_channels import QueueChannel
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.types import GenerationRequest, LeaseManifest, ReplicaRow, ReplicaTable, TokenChunk
 

@@ -37,12 +37,12 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
+from asyncrl.driver.fleet.trainer_pool import TrainerPool
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import spawn_replica
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Generation, GenerationRequest, PublishReport, ReplicaState, SamplingParams, TokenChunk
 from asyncrl_testing.local import Rows

@@ -41,11 +41,11 @@ from bare_engines import BARE_ENGINES, BareEngine, model_config
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import environment_defaults
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
 from asyncrl.inference.engines import ENGINES
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import replica as replica_process
-from asyncrl.rollout.actor_channels import ReplicaActorChannel
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Affinity, Router, prefix_blocks
 from asyncrl.types import GenerationRequest, SamplingParams

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ray._private import ray_constants
 
-from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preload import start_preloading
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"

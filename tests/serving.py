@@ -18,18 +18,18 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.chat.connection_guard import ConnectionGuard, ConnectionLimits, connections_that_fit
+from asyncrl.chat.server import Server
 from asyncrl.config.model import ModelConfig
+from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.errors import BadRequest
 from asyncrl.inference.replica import Replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import BLOCK_TOKENS, prefix_blocks
 from asyncrl.serving.app import Api, ServedModel
-from asyncrl.serving.connection_guard import ConnectionGuard, ConnectionLimits, connections_that_fit
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
-from asyncrl.serving.server import Server
 from asyncrl.types import ReplicaTable
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.inference.membership import TRANSITIONS
+from asyncrl.driver.fleet.membership import TRANSITIONS
 from asyncrl.observability.charts import SECTIONS
 from asyncrl.ranges import bounds_of, range_in_words
 from asyncrl.types import ReplicaState
@@ -39,14 +39,14 @@ LOOPS = (
     ("Training loop", "driver", "driver/coordinator.py", "Coordinator._train"),
     ("Run", "driver", "driver/run.py", "_Run._train"),
     ("Checkpoint writer", "driver", "checkpoint/writer.py", "CheckpointWriter"),
-    ("Rollout supervisor", "driver", "rollout/supervisor.py", "RolloutSupervisor.run"),
-    ("Server supervisor", "driver", "serving/run_server_supervisor.py", "RunServerSupervisor"),
+    ("Rollout supervisor", "driver", "driver/fleet/rollout_supervisor.py", "RolloutSupervisor.run"),
+    ("Server supervisor", "driver", "driver/fleet/run_server_supervisor.py", "RunServerSupervisor"),
     ("Health watch", "driver", "driver/coordinator.py", "Coordinator._watch_health"),
-    ("Replica pool", "driver", "inference/replica_pool.py", "ReplicaPool"),
-    ("Number of replicas", "driver", "inference/fleet_size.py", "FleetSize.watch"),
+    ("Replica pool", "driver", "driver/fleet/replica_pool.py", "ReplicaPool"),
+    ("Number of replicas", "driver", "driver/fleet/fleet_size.py", "FleetSize.watch"),
     ("Requests of asyncrl-scale", "driver", "driver/scale_requests.py", "ScaleDesk.serve"),
     ("Watchdog", "a thread of the driver", "observability/watchdog.py", "Watchdog._watch"),
-    ("Janitor", "a process of its own", "cluster/janitor.py", "main"),
+    ("Janitor", "a process of its own", "driver/cluster/janitor.py", "main"),
     ("Admission loop", "rollouter", "rollout/rollouter.py", "Rollouter._admit"),
     ("Group task", "rollouter, one per ticket", "rollout/rollouter.py", "Rollouter._group"),
     ("Generation client", "rollouter", "rollout/generation.py", "GenerationClient"),

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config.load import environment_defaults
-from asyncrl.doctor import Observation, examine
+from asyncrl.driver.doctor import Observation, examine
 from asyncrl.registry import make_importable
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "bad": ("BAD", "bold red")}

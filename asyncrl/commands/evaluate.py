@@ -26,7 +26,6 @@ from rich.table import Table
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
-from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.checks import require
 from asyncrl.config.environments import JUDGES
@@ -38,6 +37,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import to_record
+from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
@@ -311,7 +311,7 @@ def run(
 ) -> EvalResult:
     """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises an
     error."""
-    from asyncrl.cluster.ray_session import ray_cluster
+    from asyncrl.driver.cluster.ray_session import ray_cluster
 
     with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env, forks) as cluster:
         return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
@@ -344,9 +344,9 @@ async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment:
 
 
 async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
+    from asyncrl.driver.fleet.actor_channels import channels
+    from asyncrl.driver.fleet.standalone import standalone_pool
     from asyncrl.inference.engines import ENGINES
-    from asyncrl.inference.standalone import standalone_pool
-    from asyncrl.rollout.actor_channels import channels
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"

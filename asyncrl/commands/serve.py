@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
@@ -40,6 +39,7 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, explain
@@ -47,7 +47,7 @@ from asyncrl.inference.engines import ENGINES, STANDALONE, require_runs
 from asyncrl.types import ReplicaTable
 
 if TYPE_CHECKING:
-    from asyncrl.inference.replica_pool import ReplicaPool
+    from asyncrl.driver.fleet.replica_pool import ReplicaPool
     from asyncrl.serving.model_text import ModelText
 
 logger = logging.getLogger("asyncrl.commands.serve")
@@ -78,7 +78,7 @@ class Service:
 
     @property
     def address(self) -> str:
-        from asyncrl.serving.server import address_of
+        from asyncrl.chat.server import address_of
 
         return address_of(self.listener)
 
@@ -89,7 +89,7 @@ class Service:
     @property
     def is_local(self) -> bool:
         """Only this machine can connect."""
-        from asyncrl.serving.server import is_local
+        from asyncrl.chat.server import is_local
 
         return is_local(self.listener)
 
@@ -145,8 +145,8 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
         found = f"{config.discovery_file.absolute().parent} is no directory"
         raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
 
+    from asyncrl.chat.server import bind
     from asyncrl.serving.model_text import ModelText
-    from asyncrl.serving.server import bind
 
     tokenizer = load_tokenizer(model)
     facts = facts if facts.is_local else hub_facts(model)
@@ -167,14 +167,14 @@ def _log_file() -> Path:
 
 def run(service: Service, forks: ForkServer) -> int:
     """Serves until a signal, whose number it returns. Shuts everything down before it raises an error."""
-    from asyncrl.cluster.ray_session import ray_cluster
+    from asyncrl.driver.cluster.ray_session import ray_cluster
 
     with ray_cluster(None, service.log_file, forks=forks) as cluster:
         return asyncio.run(_run(service, cluster.engine_environment(service.rollout.engine)))
 
 
 async def _run(service: Service, environment: Mapping[str, str]) -> int:
-    from asyncrl.inference.standalone import standalone_pool
+    from asyncrl.driver.fleet.standalone import standalone_pool
 
     signals: list[int] = []
     stopped = asyncio.Event()
@@ -210,14 +210,14 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
     """Serves until `stop` is done. Raises what ended the replicas or the HTTP server before."""
-    from asyncrl.rollout.actor_channels import channels
+    from asyncrl.chat import connection_guard as guard
+    from asyncrl.chat.server import Server, serve_until
+    from asyncrl.driver.fleet.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
-    from asyncrl.serving import connection_guard as guard
     from asyncrl.serving.app import Api, ServedModel
     from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
     from asyncrl.serving.fleet import Fleet
     from asyncrl.serving.metrics import ServingMetrics
-    from asyncrl.serving.server import Server, serve_until
 
     config, rollout = service.config, service.rollout
     name = f"serve-{os.getpid()}"

@@ -28,10 +28,10 @@ from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
-from asyncrl.cluster.fork_server import ForkServer
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
+from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError

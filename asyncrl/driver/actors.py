@@ -17,33 +17,33 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.cluster.nodes import spans, usable_nodes
-from asyncrl.cluster.places import Places
-from asyncrl.cluster.ray_session import Cluster
 from asyncrl.config.threads import trainer_threads
+from asyncrl.driver.cluster.nodes import spans, usable_nodes
+from asyncrl.driver.cluster.places import Places
+from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.cores import local_cores
-from asyncrl.driver.model_pools import ClusterGpus, ModelPools
+from asyncrl.driver.fleet.actor_channels import QueueChannel, RolloutControl
+from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
+from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
+from asyncrl.driver.fleet.pool_settings import PoolSettings
+from asyncrl.driver.fleet.replica_pool import ReplicaPool
+from asyncrl.driver.fleet.rollout_fleet import RolloutFleet
+from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
+from asyncrl.driver.fleet.run_server_control import RunServerControl
+from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
+from asyncrl.driver.fleet.shared_devices import SharedDevices
+from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
-from asyncrl.inference.fleet_size import FleetLimits, FleetSize
-from asyncrl.inference.pool_settings import PoolSettings
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
-from asyncrl.inference.replica_pool import ReplicaPool
-from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.untraced import untraced
-from asyncrl.rollout.actor_channels import QueueChannel, RolloutControl
-from asyncrl.rollout.fleet import RolloutFleet
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
-from asyncrl.rollout.supervisor import RolloutSupervisor
-from asyncrl.serving.run_server_control import RunServerControl
-from asyncrl.serving.run_server_supervisor import RunServerSupervisor, RunServerTimes
-from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import ReplicaTable
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.types import (
     Committed,
     EvalResult,

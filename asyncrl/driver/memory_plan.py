@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from itertools import product
 from math import prod
 
-from asyncrl.cluster.address import joined_address, visible_gpus
-from asyncrl.cluster.placement import Demand
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
 from asyncrl.config.trainer import FsdpConfig, MegatronConfig, TrainerConfig
+from asyncrl.driver.cluster.address import joined_address, visible_gpus
+from asyncrl.driver.cluster.placement import Demand
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.backends import memory_of, require_fits
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors

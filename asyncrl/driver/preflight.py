@@ -10,8 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cluster.address import joined_address, visible_gpus
-from asyncrl.cluster.placement import Demand, describe_demand
+from asyncrl.chat.server import bind, is_local
 from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
@@ -33,6 +32,8 @@ from asyncrl.data.tool_calls import format_of, template_text
 from asyncrl.data.tool_prompt import takes_tools
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.advice import advice
+from asyncrl.driver.cluster.address import joined_address, visible_gpus
+from asyncrl.driver.cluster.placement import Demand, describe_demand
 from asyncrl.driver.cores import local_cores
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
@@ -51,11 +52,10 @@ from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
-from asyncrl.sandbox import require_protection
-from asyncrl.serving.server import bind, is_local
 from asyncrl.trainer.backends import require_backend, require_fits, require_trains
 from asyncrl.types import ModelFacts
 from asyncrl.weights.object_store import check_store, is_url
+from asyncrl.workers.sandbox import require_protection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

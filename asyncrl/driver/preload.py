@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from asyncrl.cluster.address import joined_address
-from asyncrl.cluster.fork_server import ForkServer
-from asyncrl.cluster.janitor import RUN_VARIABLE
 from asyncrl.config.load import environment_defaults
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.cluster.address import joined_address
+from asyncrl.driver.cluster.fork_server import ForkServer
+from asyncrl.driver.cluster.janitor import RUN_VARIABLE
 from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.trainer_spec import TrainerSpec

@@ -38,15 +38,16 @@ import psutil
 from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore, read_state
-from asyncrl.cluster.fork_server import ForkServer
-from asyncrl.cluster.janitor import processes_of
-from asyncrl.cluster.nodes import prepare_nodes
-from asyncrl.cluster.places import Places, reserved
-from asyncrl.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.actors import Actors
+from asyncrl.driver.cluster.fork_server import ForkServer
+from asyncrl.driver.cluster.janitor import processes_of
+from asyncrl.driver.cluster.nodes import prepare_nodes
+from asyncrl.driver.cluster.places import Places, reserved
+from asyncrl.driver.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.preflight import hub_models
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.driver.run_spec import RunResult, RunSpec
 from asyncrl.driver.scale_requests import ScaleDesk
 from asyncrl.errors import (
@@ -66,7 +67,6 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import WAITS

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.driver.fleet.fleet_size import FleetSize
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, explain
-from asyncrl.inference.fleet_size import FleetSize
 from asyncrl.types import FleetReport
 
 logger = logging.getLogger(__name__)

@@ -71,8 +71,8 @@ class AgentEndpoint:
 
     async def start(self) -> None:
         """Returns when it listens. Raises ConfigError, DeadlineExceeded, ProcessDied."""
+        from asyncrl.chat.connection_guard import ConnectionLimits, connections_that_fit
         from asyncrl.environments.agent_server import AgentServer
-        from asyncrl.serving.connection_guard import ConnectionLimits, connections_that_fit
 
         connections = connections_that_fit(MAX_CONNECTIONS)
         self._server = AgentServer(

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from asyncrl.environments.environment import Task
 from asyncrl.errors import Process, ProcessDied, explain
-from asyncrl.sandbox.process_tree import kill_group
 from asyncrl.workers.orphan_reaper import OrphanReaper
+from asyncrl.workers.sandbox.process_tree import kill_group
 
 MAX_ANSWER_BYTES = 1 << 20
 """Of the end of the standard output, which is the answer."""

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from asyncrl.chat.errors import unsupported
+from asyncrl.chat.fields import Fields, Length, Text, asks_for_nothing, parsed, short
+from asyncrl.chat.http import frame
+from asyncrl.chat.messages import Calls, Name, OfferedTool, for_template, signatures
+from asyncrl.chat.reply import DONE, End, MadeCall, Reply, head, made_call, usage, written_parts
 from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
-from asyncrl.serving.errors import unsupported
-from asyncrl.serving.fields import Fields, Length, Text, asks_for_nothing, parsed, short
-from asyncrl.serving.http import frame
-from asyncrl.serving.messages import Calls, Name, OfferedTool, for_template, signatures
-from asyncrl.serving.reply import DONE, End, MadeCall, Reply, head, made_call, usage, written_parts
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that ask for nothing

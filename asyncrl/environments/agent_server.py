@@ -14,14 +14,10 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from asyncrl.config.environments import AgentConfig
-from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
-from asyncrl.environments.agent_session import AgentSession
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
-from asyncrl.serving.connection_guard import ConnectionGuard, ConnectionLimits
-from asyncrl.serving.dialects import DIALECTS
-from asyncrl.serving.errors import ApiError
-from asyncrl.serving.http import (
+from asyncrl.chat.connection_guard import ConnectionGuard, ConnectionLimits
+from asyncrl.chat.dialects import DIALECTS
+from asyncrl.chat.errors import ApiError
+from asyncrl.chat.http import (
     ClientLeft,
     EventStream,
     error_response,
@@ -30,8 +26,12 @@ from asyncrl.serving.http import (
     require_local_host,
     unless_client_leaves,
 )
-from asyncrl.serving.reply import Dialect
-from asyncrl.serving.server import Server, address_of, bind, is_local
+from asyncrl.chat.reply import Dialect
+from asyncrl.chat.server import Server, address_of, bind, is_local
+from asyncrl.config.environments import AgentConfig
+from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
+from asyncrl.environments.agent_session import AgentSession
+from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
 
 logger = logging.getLogger(__name__)
 

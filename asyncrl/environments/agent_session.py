@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.chat.errors import ApiError
+from asyncrl.chat.messages import with_names
 from asyncrl.data.tool_calls import PARSERS, ParserName, described
 from asyncrl.data.tool_prompt import ToolPrompt
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
@@ -15,8 +17,6 @@ from asyncrl.environments.environment import Session
 from asyncrl.environments.limits import TrajectoryLimits
 from asyncrl.errors import DataError, GenerationError
 from asyncrl.rewards import RewardResult
-from asyncrl.serving.errors import ApiError
-from asyncrl.serving.messages import with_names
 from asyncrl.types import Generation, Trajectory
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
-from asyncrl.evaluation import Answer, summarise
 from asyncrl.remote.waits import ROLLOUTER
+from asyncrl.rollout.evaluation import Answer, summarise
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.user_code import summary
 from asyncrl.types import EvalResult, Trajectory

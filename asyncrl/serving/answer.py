@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncrl.chat.errors import ApiError
 from asyncrl.data.call_splitter import CallFormat, joined_parts
 from asyncrl.errors import AsyncRLError, BadRequest
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
-from asyncrl.serving.errors import ApiError
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options

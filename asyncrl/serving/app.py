@@ -21,16 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.data.call_splitter import CallFormat
-from asyncrl.serving.answer import Collector, Event, Question, answer
-from asyncrl.serving.bodies import ChatBodies, CompletionBodies, DialectBodies, Writer
-from asyncrl.serving.choice import Delta, Finished
-from asyncrl.serving.dialects import DIALECTS
-from asyncrl.serving.discovery import replica_path
-from asyncrl.serving.errors import ApiError, bad_field
-from asyncrl.serving.fields import short
-from asyncrl.serving.fleet import Fleet
-from asyncrl.serving.http import (
+from asyncrl.chat.dialects import DIALECTS
+from asyncrl.chat.errors import ApiError, bad_field
+from asyncrl.chat.fields import short
+from asyncrl.chat.http import (
     BODY_TIMEOUT_S,
     ClientLeft,
     EventStream,
@@ -40,12 +34,18 @@ from asyncrl.serving.http import (
     require_local_host,
     unless_client_leaves,
 )
-from asyncrl.serving.messages import for_template, signatures, with_names
+from asyncrl.chat.messages import for_template, signatures, with_names
+from asyncrl.chat.reply import Dialect
+from asyncrl.data.call_splitter import CallFormat
+from asyncrl.serving.answer import Collector, Event, Question, answer
+from asyncrl.serving.bodies import ChatBodies, CompletionBodies, DialectBodies, Writer
+from asyncrl.serving.choice import Delta, Finished
+from asyncrl.serving.discovery import replica_path
+from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
 from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
-from asyncrl.serving.reply import Dialect
 from asyncrl.serving.turns import TurnTable, request_id_of
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from asyncrl.chat.errors import ApiError
+from asyncrl.chat.http import frame
+from asyncrl.chat.reply import DONE, End, Event, Reply, call_body, call_id, head, made_call, usage, written_parts
 from asyncrl.data.call_splitter import Part
 from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
-from asyncrl.serving.errors import ApiError
-from asyncrl.serving.http import frame
-from asyncrl.serving.reply import DONE, End, Event, Reply, call_body, call_id, head, made_call, usage, written_parts
 
 PING_S = 5.0
 """Longest silence of a stream while its model writes: proxies close connections on which nothing comes."""

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from asyncrl.chat.connection_guard import REASONS, Reason
 from asyncrl.serving.choice import Finished
-from asyncrl.serving.connection_guard import REASONS, Reason
 from asyncrl.serving.fleet import Fleet
 
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncrl.chat.errors import ApiError
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.tokenizer import stop_token_ids
 from asyncrl.data.tool_calls import ParserName, described, parser_for, template_text
 from asyncrl.data.tool_prompt import ToolPrompt
 from asyncrl.errors import DataError
-from asyncrl.serving.errors import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

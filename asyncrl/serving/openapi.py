@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.serving.anthropic import MessagesRequest
-from asyncrl.serving.fields import Served
+from asyncrl.chat.anthropic import MessagesRequest
+from asyncrl.chat.fields import Served
+from asyncrl.chat.responses import ResponsesRequest
 from asyncrl.serving.protocol import ChatRequest, CompletionRequest
-from asyncrl.serving.responses import ResponsesRequest
 
 _ERRORS = {
     "400": "a field cannot be served, or the body is no JSON",

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
-from asyncrl.serving.errors import bad_field, unsupported
-from asyncrl.serving.fields import (
+from asyncrl.chat.errors import bad_field, unsupported
+from asyncrl.chat.fields import (
     NOT_SERVED,
     WHOLE,
     Fields,
@@ -25,7 +24,8 @@ from asyncrl.serving.fields import (
     short,
     whole,
 )
-from asyncrl.serving.messages import MAX_TOOLS, Calls, Name, OfferedTool
+from asyncrl.chat.messages import MAX_TOOLS, Calls, Name, OfferedTool
+from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16

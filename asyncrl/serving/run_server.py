@@ -18,6 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.chat.connection_guard import (
+    SPARE_CONNECTIONS,
+    ConnectionGuard,
+    ConnectionLimits,
+    connections_that_fit,
+)
+from asyncrl.chat.server import Server, address_of, bind, is_local, serve_until
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.model_files import check_model, hub_facts
@@ -27,18 +34,11 @@ from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router
 from asyncrl.serving.app import Api, ServedModel
-from asyncrl.serving.connection_guard import (
-    SPARE_CONNECTIONS,
-    ConnectionGuard,
-    ConnectionLimits,
-    connections_that_fit,
-)
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.places import PlaceQueue
-from asyncrl.serving.server import Server, address_of, bind, is_local, serve_until
 from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The protocols of a weight transport. One sender, any number of receivers (replica workers). Where several trainer
 ranks send, each its part of the tensors, there is a sender for each (`transports/parts.py`).
 
-A transport only moves buckets. The checkpoint engine (`publish/checkpoint_engine.py`) decides when to pause, verify,
-retry and commit. The manifest travels with the calls to the replicas.
+A transport only moves buckets. `driver/publish/checkpoint_engine.py` decides when to pause, verify, retry and
+commit. The manifest travels with the calls to the replicas.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.sandbox.confine import die_with_parent
 from asyncrl.workers.messages import LENGTH, Raised, Start, packed
+from asyncrl.workers.sandbox.confine import die_with_parent
 
 MAX_ERROR_BYTES = 1 << 20
 MAX_TRACE_CHARS = 8000

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
-from asyncrl.sandbox.process_tree import kill_group, kill_tree
 from asyncrl.workers.messages import LENGTH, Raised, Start, WorkerSpec, packed
 from asyncrl.workers.orphan_reaper import OrphanReaper
+from asyncrl.workers.sandbox.process_tree import kill_group, kill_tree
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
+from asyncrl.driver.fleet import replica_pool
+from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
-from asyncrl.inference import replica_pool
 from asyncrl.inference.replica import Replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.inference.shared_devices import SharedDevices
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, until

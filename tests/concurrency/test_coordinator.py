@@ -16,11 +16,11 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed, StorageError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import (
     Committed,

@@ -11,13 +11,13 @@ from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
+from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDied
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.driver.preflight import check_server
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.restart_budget import RestartBudget
-from asyncrl.serving.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import publish

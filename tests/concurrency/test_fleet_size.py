@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from asyncrl.audit.audit_report import Limits
 from asyncrl.audit.driver import Driver
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.fleet.fleet_size import Changes, FleetLimits, FleetSize, changes
+from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied
-from asyncrl.inference.fleet_size import Changes, FleetLimits, FleetSize, changes
 from asyncrl.inference.replica import Replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import ReplicaTable, SamplingParams
 from asyncrl.types.events import TrainingResumed, WeightsPublished

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
+from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied
 from asyncrl.remote import actor_client
 from asyncrl.remote import line as lines
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.line import LineEnded, connect, serve
-from asyncrl.rollout.actor_channels import ReplicaActorChannel
 
 pytestmark = pytest.mark.concurrency
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
-from asyncrl.rollout.supervisor import RolloutSupervisor
 from asyncrl.types import EvalResult, RolloutStats
 from asyncrl_testing.local import Rows
 

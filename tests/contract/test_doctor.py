@@ -13,9 +13,9 @@ import torch
 from asyncrl.commands.doctor import main
 from asyncrl.config.load import load_recipe
 from asyncrl.data.model_files import check_model
-from asyncrl.doctor import Observation, examination, examine, machine, plan
-from asyncrl.doctor.observation import guarded
-from asyncrl.doctor.plan import check_memory
+from asyncrl.driver.doctor import Observation, examination, examine, machine, plan
+from asyncrl.driver.doctor.observation import guarded
+from asyncrl.driver.doctor.plan import check_memory
 from tests.conftest import ROOT
 from tests.unit.test_recipes import QUICKSTART
 

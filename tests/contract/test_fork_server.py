@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cluster import fork_server, fork_worker
-from asyncrl.cluster.fork_server import AFTER_FORK, SOCKET_VARIABLE, WORKER, ForkServer
+from asyncrl.driver.cluster import fork_server, fork_worker
+from asyncrl.driver.cluster.fork_server import AFTER_FORK, SOCKET_VARIABLE, WORKER, ForkServer
 
 pytestmark = [
     pytest.mark.contract,
@@ -217,8 +217,8 @@ def test_without_a_server_that_answers_processes_are_started_anew(place, how, mo
 def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombie(place):
     driver = textwrap.dedent("""
         import os, sys, time
-        from asyncrl.cluster.fork_server import ForkServer
-        import asyncrl.cluster.fork_server as module
+        from asyncrl.driver.cluster.fork_server import ForkServer
+        import asyncrl.driver.cluster.fork_server as module
         module._GPUS = ()
         server = ForkServer()
         server.start(dict(os.environ), ["heavy"])
@@ -258,9 +258,9 @@ def test_ray_has_its_processes_forked(place):
     driver = textwrap.dedent("""
         import os, pathlib, sys
         import ray
-        import asyncrl.cluster.fork_server as module
-        from asyncrl.cluster.janitor import RUN_VARIABLE
-        from asyncrl.cluster.ray_session import ray_cluster
+        import asyncrl.driver.cluster.fork_server as module
+        from asyncrl.driver.cluster.janitor import RUN_VARIABLE
+        from asyncrl.driver.cluster.ray_session import ray_cluster
 
         class Actor:
             def parent(self):

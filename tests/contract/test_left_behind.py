@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cluster.janitor import RUN_VARIABLE, processes_of
+from asyncrl.driver.cluster.janitor import RUN_VARIABLE, processes_of
 from asyncrl.errors import Process, Stalled
 from asyncrl.observability import stacks
 from asyncrl.observability.failure_report import write_report
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
 
 DRIVER = """
 import os, pathlib, subprocess, sys, time
-from asyncrl.cluster.janitor import Janitor, RUN_VARIABLE
+from asyncrl.driver.cluster.janitor import Janitor, RUN_VARIABLE
 from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY, create_locked
 os.environ[RUN_VARIABLE] = sys.argv[1]
 janitor = Janitor(sys.argv[1])

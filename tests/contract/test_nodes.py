@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cluster import nodes
-from asyncrl.cluster.nodes import spans, usable_nodes
+from asyncrl.driver.cluster import nodes
+from asyncrl.driver.cluster.nodes import spans, usable_nodes
 
 pytestmark = pytest.mark.contract
 
@@ -21,8 +21,8 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from asyncrl.cluster.nodes import prepare_nodes
-from asyncrl.cluster.ray_session import ray_cluster
+from asyncrl.driver.cluster.nodes import prepare_nodes
+from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.errors import ConfigError
 
 shared, own = Path(sys.argv[1]), Path(sys.argv[2])

@@ -11,9 +11,9 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from asyncrl.cluster.placement import words
-from asyncrl.cluster.places import Places, reserved
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cluster.placement import words
+from asyncrl.driver.cluster.places import Places, reserved
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]

@@ -21,13 +21,13 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel, channels
+from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
+from asyncrl.driver.fleet.trainer_pool import TrainerPool
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import GenerationError, ProcessDied
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
-from asyncrl.inference.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.rollout.actor_channels import ReplicaActorChannel, channels
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.trainer.trainer_pool import TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, ReplicaTable, SamplingParams
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3

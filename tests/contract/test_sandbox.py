@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError, ProcessDied
-from asyncrl.sandbox import SandboxLimits, _result, protection, require_protection, run_python
+from asyncrl.workers.sandbox import SandboxLimits, _result, protection, require_protection, run_python
 
 pytestmark = [
     pytest.mark.contract,
@@ -207,7 +207,7 @@ def test_the_supervisor_ignores_what_can_be_ignored():
 
 SLOW_TO_PROTECT = """
 import os, signal, time
-from asyncrl.sandbox import launcher
+from asyncrl.workers.sandbox import launcher
 
 protect = launcher._outlive
 

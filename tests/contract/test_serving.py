@@ -10,10 +10,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from asyncrl.chat.http import MAX_BODY_BYTES
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.inference.replica_actor import require_gpus
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
-from asyncrl.serving.http import MAX_BODY_BYTES
 from asyncrl_testing.local import publish
 from tests.serving import ASK, REPLY, GatedTokenizer, byte_tokenizer, serving, until
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from asyncrl.chat.connection_guard import ConnectionLimits
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_server import AgentServer
-from asyncrl.serving.connection_guard import ConnectionLimits
 from tests.serving import ASK, serving, until
 
 pytestmark = pytest.mark.contract

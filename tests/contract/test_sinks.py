@@ -42,7 +42,7 @@ import os, signal, sys
 from pathlib import Path
 import psutil
 from asyncrl.config.load import load_recipe
-from asyncrl.cluster.janitor import RUN_VARIABLE, Janitor
+from asyncrl.driver.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.types.metrics import REQUIRED
 from asyncrl.observability.sinks import build_sinks
 

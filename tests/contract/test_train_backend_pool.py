@@ -23,6 +23,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import MegatronConfig, TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.fleet.trainer_pool import TrainerActor, TrainerPool
 from asyncrl.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -34,7 +35,6 @@ from asyncrl.errors import (
 )
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
-from asyncrl.trainer.trainer_pool import TrainerActor, TrainerPool
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import await_peers
 from asyncrl.types import Manifest

@@ -101,19 +101,19 @@ LIGHT = {
     "asyncrl.queue.message_queue": HEAVY,
     "asyncrl.rollout.router": HEAVY,
     "asyncrl.rollout.rollouter": HEAVY,
-    "asyncrl.rollout.supervisor": HEAVY,
+    "asyncrl.driver.fleet.rollout_supervisor": HEAVY,
     "asyncrl.rewards.reward_worker": HEAVY,
     "asyncrl.audit": HEAVY,
-    "asyncrl.cluster.janitor": HEAVY,
-    "asyncrl.cluster.fork_server": (*HEAVY, "numpy", "asyncrl.config"),
+    "asyncrl.driver.cluster.janitor": HEAVY,
+    "asyncrl.driver.cluster.fork_server": (*HEAVY, "numpy", "asyncrl.config"),
     "asyncrl.driver.preload": HEAVY,
     "asyncrl.environments": HEAVY,
     "asyncrl.rewards": HEAVY,
-    "asyncrl.sandbox": (*HEAVY, "numpy", "asyncio"),
+    "asyncrl.workers.sandbox": (*HEAVY, "numpy", "asyncio"),
     "asyncrl.data.dataset": HEAVY,
     "asyncrl.data.tokenizer": HEAVY,
     "asyncrl.inference.replica": HEAVY,
-    "asyncrl.publish.checkpoint_engine": HEAVY,
+    "asyncrl.driver.publish.checkpoint_engine": HEAVY,
     "asyncrl.weights.plan": HEAVY,
     "asyncrl.algorithms": HEAVY,
     "asyncrl.trainer.packing": HEAVY,
@@ -125,7 +125,7 @@ LIGHT = {
     "asyncrl.commands.serve": HEAVY,
     "asyncrl.serving.app": HEAVY,
     "asyncrl.driver.coordinator": HEAVY,
-    "asyncrl.evaluation": HEAVY,
+    "asyncrl.rollout.evaluation": HEAVY,
     "asyncrl.commands.evaluate": HEAVY,
     "asyncrl.commands.export": HEAVY,
     "asyncrl.driver.run": ("torch", "vllm", "sglang", "megatron", "transformers", "wandb"),
@@ -302,11 +302,17 @@ def test_nobody_joins_a_cluster_by_chance():
 
 def test_the_environment_is_read_in_the_launch_code_only():
     allowed = {"config/load.py", "config/hub.py", "commands/train.py", "commands/doctor.py", "observability/logs.py"}
-    allowed |= {"cluster/address.py", "cluster/ray_session.py"}
+    allowed |= {"driver/cluster/address.py", "driver/cluster/ray_session.py"}
     allowed |= {"remote/line.py"}  # whether Ray encrypts, which it takes from nowhere else
-    allowed |= {"cluster/fork_server.py", "cluster/fork_worker.py", "driver/preload.py"}  # those of other processes
+    allowed |= {
+        "driver/cluster/fork_server.py",
+        "driver/cluster/fork_worker.py",
+        "driver/preload.py",
+    }  # those of other processes
     allowed |= {"kernels/cpu_products.py"}  # what oneDNN takes from nowhere else
-    allowed |= {"trainer/trainer_pool.py"}  # whether Ray warns of a wait in a thread, which it takes from nowhere else
+    allowed |= {
+        "driver/fleet/trainer_pool.py"
+    }  # whether Ray warns of a wait in a thread, which it takes from nowhere else
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}
     allowed |= {"inference/vllm/fork_server.py"}  # a process that vLLM starts has that of its maker

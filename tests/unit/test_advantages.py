@@ -200,5 +200,5 @@ def test_the_coordinator_gets_advantages_and_plans_without_torch_or_ray():
 
 
 def test_the_pool_reaches_the_driver_without_torch():
-    code = "import sys, asyncrl.trainer.trainer_pool; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, asyncrl.driver.fleet.trainer_pool; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

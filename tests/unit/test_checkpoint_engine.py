@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
-from asyncrl.publish.checkpoint_engine import CheckpointEngine
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.unit

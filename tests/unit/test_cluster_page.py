@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.cluster.placement import place_run
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cluster.placement import place_run
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]

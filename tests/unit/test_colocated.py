@@ -2,10 +2,10 @@
 
 import pytest
 
-from asyncrl.cluster.placement import SHARE_IN_TURNS, place_run
 from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import trainer_threads
 from asyncrl.driver import preflight
+from asyncrl.driver.cluster.placement import SHARE_IN_TURNS, place_run
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.plan.scenario import Scenario

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.inference.device_turns import DeviceTurns
+from asyncrl.driver.fleet.device_turns import DeviceTurns
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.evaluation import Answer, mean_interval, pass_at_k, summarise, wilson_interval
+from asyncrl.rollout.evaluation import Answer, mean_interval, pass_at_k, summarise, wilson_interval
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.membership import FORGETS, TRANSITIONS, Event, Membership
+from asyncrl.driver.fleet.membership import FORGETS, TRANSITIONS, Event, Membership
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.types import ReplicaState
 

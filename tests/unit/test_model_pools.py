@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.driver.model_pools import ClusterGpus, pool_gpus
+from asyncrl.driver.fleet.model_pools import ClusterGpus, pool_gpus
 from asyncrl.errors import ConfigError
 from tests.unit.test_recipes import QUICKSTART
 

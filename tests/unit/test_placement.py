@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
 from asyncrl.errors import ConfigError
 
 pytestmark = pytest.mark.unit

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.checkpoint.run_directory import RunDirectory
-from asyncrl.cluster.placement import Demand
 from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.driver.cluster.placement import Demand
 from asyncrl.driver.memory_plan import gpu_bytes
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.cluster.placement import Demand
 from asyncrl.config.load import load_recipe
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.driver.cluster.placement import Demand
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.remote.labels import ForeignWeights, Labels
 from asyncrl.inference.remote.orders import read_order, write_order

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.driver.fleet.replica_pool import AWAY_AFTER, PoolSettings, ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
-from asyncrl.inference.replica_pool import AWAY_AFTER, PoolSettings, ReplicaPool
 
 pytestmark = pytest.mark.unit
 
@@ -810,7 +810,7 @@ async def test_a_publish_in_progress_ends_before_one_that_leaves_is_stopped(monk
         assert await pool.committed(reached) == 1, "it serves that version no more"
     await settled()
     assert rig.made[1].killed == 1
-    monkeypatch.setattr("asyncrl.inference.replica_pool.LEAVE_S", 0.02)
+    monkeypatch.setattr("asyncrl.driver.fleet.replica_pool.LEAVE_S", 0.02)
     pool.join(1)
     await settled()
     with pool.publishing():

@@ -13,9 +13,9 @@ import pytest
 from asyncrl.commands import scale
 from asyncrl.commands.scale import describe, main
 from asyncrl.driver import scale_requests
+from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.scale_requests import ScaleDesk, ask
 from asyncrl.errors import ConfigError, DeadlineExceeded
-from asyncrl.inference.fleet_size import FleetLimits, FleetSize
 from asyncrl.types import FleetReport, ReplicaRow, ReplicaTable
 
 pytestmark = pytest.mark.unit

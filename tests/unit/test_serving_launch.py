@@ -12,13 +12,13 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
+from asyncrl.chat.connection_guard import REASONS, ConnectionGuard, ConnectionLimits
+from asyncrl.chat.server import bind, serve_until
 from asyncrl.commands import serve
 from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
-from asyncrl.serving.connection_guard import REASONS, ConnectionGuard, ConnectionLimits
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaReport
-from asyncrl.serving.server import bind, serve_until
 
 pytestmark = pytest.mark.unit
 
@@ -110,7 +110,7 @@ def test_each_reason_is_counted_always_and_told_once_a_minute(caplog):
 def test_the_limit_on_descriptors_is_raised_as_far_as_connections_need_it(soft, hard, wanted, fits):
     program = f"""
 import resource
-from asyncrl.serving.connection_guard import connections_that_fit
+from asyncrl.chat.connection_guard import connections_that_fit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(connections_that_fit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -10,20 +10,20 @@ import numpy as np
 import openai
 import pytest
 
+from asyncrl.chat import anthropic, responses
+from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import MAX_DEPTH, json_value
+from asyncrl.chat.reply import call_id
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.call_splitter import CallFormat
 from asyncrl.data.stop_strings import StopTable
 from asyncrl.data.tool_calls import ToolCall, ToolSignature
 from asyncrl.inference.shared.request_checks import misfit
-from asyncrl.serving import anthropic, responses
 from asyncrl.serving.answer import Question
 from asyncrl.serving.bodies import PING_S, DialectBodies
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
-from asyncrl.serving.errors import ApiError
-from asyncrl.serving.fields import MAX_DEPTH, json_value
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import forced_call, parse_chat, parse_completion
-from asyncrl.serving.reply import call_id
 from asyncrl.types import GenerationRequest, SamplingParams
 from tests.serving import byte_tokenizer
 

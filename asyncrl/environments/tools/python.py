@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.sandbox import SandboxLimits, require_protection, run_python
+from asyncrl.workers.sandbox import SandboxLimits, require_protection, run_python
 
 _SHARE_OF_DEADLINE = 0.8
 """Of the call's deadline; what is left is for starting and clearing the sandbox."""
 
 
 class Python:
-    """Each call is a program of its own: nothing is kept between calls. `asyncrl.sandbox` says what confines it.
+    """Each call is a program of its own: nothing is kept between calls, and
+    `asyncrl.workers.sandbox` confines it.
 
     Args:
         timeout_s: deadline of the whole call; the program gets less, so that the policy reads what it had printed.

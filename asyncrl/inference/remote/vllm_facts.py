@@ -13,7 +13,7 @@ from asyncrl.inference.remote.server_client import Refused, ServerClient
 from asyncrl.json_records import from_plain
 from asyncrl.types import ModelFacts
 
-EXTENSION = "asyncrl.inference.vllm.serve_extension.ServeExtension"
+EXTENSION = "asyncrl.inference.remote.vllm_extension.ServeExtension"
 """What `--worker-extension-cls` names."""
 
 

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from asyncrl.sandbox.confine import die_with_parent
+from asyncrl.workers.sandbox.confine import die_with_parent
 
 
 def die_with(owner_pid: int) -> None:

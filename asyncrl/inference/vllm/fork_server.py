@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from asyncrl.inference.shared.orphan_guard import when_ended
 from asyncrl.inference.shared.priority import yield_to_others
-from asyncrl.sandbox.confine import die_with_parent
+from asyncrl.workers.sandbox.confine import die_with_parent
 
 _PRELOAD = "asyncrl.inference.vllm.preload"
 _ASKED = "vllm.v1.engine.utils.get_mp_context"

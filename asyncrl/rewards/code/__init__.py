@@ -1,4 +1,4 @@
-"""Reward 1 for a program that passes its tests, run by `asyncrl.sandbox`; docs/rewards.md has the forms of tests."""
+"""Reward 1 for a program that passes its tests in `asyncrl.workers.sandbox`; docs/rewards.md has the forms of tests."""
 
 from asyncrl.rewards.code.forms import check_tests
 from asyncrl.rewards.code.reward import CodeReward, find_program

@@ -1,4 +1,4 @@
-"""Reward 1 for a program that passes its tests, run by `asyncrl.sandbox`."""
+"""Reward 1 for a program that passes its tests, run by `asyncrl.workers.sandbox`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.rewards.code.answers import equal, printed, reported
 from asyncrl.rewards.code.forms import Case, tests_of
 from asyncrl.rewards.code.statements import Statements
 from asyncrl.rewards.reward import RewardResult
-from asyncrl.sandbox import SandboxLimits, SandboxResult, require_protection, run_python
+from asyncrl.workers.sandbox import SandboxLimits, SandboxResult, require_protection, run_python
 
 _BLOCK = re.compile(
     r"^(?P<indent>[ \t]*)```[ \t]*(?P<tag>\w*)[^\n`]*\n(?P<text>.*?)(?:(?P<end>^[ \t]*```(?!\w))|(?=^[ \t]*```)|\Z)",

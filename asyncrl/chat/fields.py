@@ -1,0 +1,159 @@
+"""What the requests of clients and of agents share: OpenAI's JSON as pydantic models, and their refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from asyncrl.chat.errors import ApiError, bad_field, unsupported
+
+NOT_SERVED = "not_served"
+"""Type of a validation error whose message names a field that is not served."""
+
+MAX_DEPTH = 64
+"""Levels of lists and objects in the JSON of a request. Serializers, templates and checks of schemas are recursive."""
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError: it is not JSON, or has more than `MAX_DEPTH` levels."""
+    try:
+        value = json.loads(text)
+        if text.count("[") + text.count("{") <= MAX_DEPTH or _depth(text) <= MAX_DEPTH:
+            return value
+    except RecursionError:
+        pass  # so many levels that they cannot be read
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _depth(text: str) -> int:
+    """Levels of lists and objects in a valid JSON text."""
+    brackets = np.frombuffer(_STRING.sub("", text).encode().translate(None, _NO_BRACKET), np.uint8)
+    opens = (brackets == ord("[")) | (brackets == ord("{"))
+    return int((opens * np.int8(2) - np.int8(1)).cumsum(dtype=np.int32).max(initial=0))
+
+
+def whole(value: Any) -> Any:
+    """JSON has one kind of number: 5.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+Length = Annotated[int, Field(ge=1), WHOLE]
+
+
+class Fields(BaseModel):
+    """Types as JSON has them: true is not 1. A field that is null counts as left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unset(cls, body: Any) -> Any:
+        return {n: v for n, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+
+class Served(Fields):
+    """A whole request. A field that is not served is refused by name, unless its value asks for nothing.
+
+    `harmless`: fields that are not served, with the values that ask for nothing. `information`: fields that are taken
+    and unused, because they do not change the answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    information: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_served(cls, body: Any) -> Any:
+        """Leaves out what asks for nothing. Raises ApiError for what is not served."""
+        known = {name: value for name, value in body.items() if name in cls.model_fields}
+        for name, value in body.items():
+            if name in known or name in cls.information or value is None:
+                continue
+            if name not in cls.harmless:
+                raise unsupported(name)
+            if not asks_for_nothing(value, cls.harmless[name]):
+                raise unsupported(name, f"this server does not support {name}={short(value)}")
+        return known
+
+
+class TextPart(Fields):
+    """One part of a content that comes in parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _joined(value: Any) -> Any:
+    """Text as one string, or as OpenAI's list of text parts."""
+    if isinstance(value, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        texts = [part.get("text") for part in value]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    if isinstance(value, str):
+        return value
+    raise PydanticCustomError("no_text", "send text: images and audio are not supported")
+
+
+Text = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+
+
+def parsed(model: type[M], body: object) -> M:
+    """`body` as `model`. Raises ApiError naming the field."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(model, error) from None
+
+
+def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
+    last = error.errors(include_url=False)[-1]  # of the forms that a value may have, the last is the most general
+    where = _path(last["loc"])
+    name = str(last["loc"][0])
+    if last["type"] == NOT_SERVED:
+        return unsupported(f"{where}.{last['msg']}")
+    if last["type"] in ("extra_forbidden", "literal_error"):
+        return unsupported(where)
+    found = "it is missing" if last["type"] == "missing" else f"{short(last['input'])} cannot be served"
+    examples = model.model_fields[name].examples if where == name and name in model.model_fields else None
+    do = "send an object" if last["type"] == "model_type" else last["msg"].replace("Input", "it", 1)
+    if examples or last["type"] == "missing":
+        do = f"send {json.dumps(examples[0])}" if examples else "send it"
+    return bad_field(name, found if where == name else f"{where}: {found}", do)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[1].content; the names that pydantic gives to the forms of a value are left out."""
+    path = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier():
+            path += f".{part}"
+        else:
+            break
+    return path
+
+
+def asks_for_nothing(value: object, harmless: tuple[Any, ...]) -> bool:
+    """Whether a value is one of `harmless`, as JSON has it: true is not 1."""
+    return any(value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless)
+
+
+def short(value: object) -> str:
+    text = reprlib.repr(value)  # looks at the beginning of large and deep values only
+    return text if len(text) <= 60 else text[:57] + "..."

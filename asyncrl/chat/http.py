@@ -1,0 +1,164 @@
+"""HTTP without models: reads bodies, checks keys and hosts, streams events, and notices clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import re
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import json_value
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 4 * 2**20
+BODY_TIMEOUT_S = 60.0
+"""Longest time for a body to arrive."""
+RETRY_AFTER_S = 1
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> object:
+    """The body of `request`. Raises ApiError: not JSON, not said to be, not Unicode, too large, too deep or too
+    slow; ClientLeft.
+
+    Requiring JSON keeps web pages out: a browser sends JSON to another origin only with its permission, which this
+    server never gives. It sends text, forms and bodies without a type unasked.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        found = f"the content type is {kind[:60]!r}" if kind else "the content type is missing"
+        raise ApiError(415, f"{found}; send `Content-Type: application/json`", code="unsupported_media_type")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less at once")
+    except ClientDisconnect:
+        raise ClientLeft from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s; send it at once") from None
+    try:
+        text = body.decode("utf-8-sig")
+        value = json_value(text)
+        if re.search(r"\\u[dD]", text):  # a half of a surrogate pair stands for no character: no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+    except ValueError as e:
+        raise ApiError(400, f"the body is not JSON: {_reason(e)}", code="invalid_json") from e
+    return value
+
+
+def _reason(error: ValueError) -> str:
+    surrogate = isinstance(error, UnicodeEncodeError)
+    return "it holds a lone surrogate, which is no character" if surrogate else str(error)
+
+
+def key_of(request: Request) -> str:
+    """The key that a request carries, as OpenAI's clients send it or as Anthropic's do; empty without one."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
+def require_key(request: Request, key: str | None) -> None:
+    """Raises ApiError: `key` is set and the request does not carry it. Takes the same time whatever was sent."""
+    if key is not None and not hmac.compare_digest(key_of(request).encode(), key.encode()):
+        raise ApiError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", code="invalid_api_key")
+
+
+def require_local_host(request: Request) -> None:
+    """Raises ApiError: the request is for a name that is not this machine's.
+
+    A web page can make a browser resolve the page's own host name to this machine (DNS rebinding), and then read the
+    answers. An IP address, or a name that only this machine gives itself, cannot be abused in this way.
+    """
+    host = request.headers.get("host", "localhost").strip().lower()
+    name = re.sub(r":\d*$", "", host)
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if name != "localhost" and not name.endswith(".localhost"):
+            found = f"the Host header {host[:100]!r} is no address of this machine"
+            raise ApiError(
+                403, f"{found}; ask 127.0.0.1 or localhost, or give the server a key", code="wrong_host"
+            ) from None
+
+
+def frame(data: Mapping[str, Any], event: str = "") -> str:
+    """A server-sent event with JSON as its data, under a name where the API has names."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
+
+
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
+    """`body`: in the form of another API than OpenAI's."""
+    later = {"retry-after": str(RETRY_AFTER_S)}
+    headers = {401: {"www-authenticate": "Bearer"}, 429: later, 503: later}
+    return JSONResponse(error.body() if body is None else body, error.status, headers.get(error.status))
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ClientLeft when the connection closes before; `work` is cancelled then."""
+    task = asyncio.create_task(work)
+    left = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        left.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. A client that leaves ends the stream: its generator is closed.
+
+    Args:
+        events: the frame of each event.
+        source: what `events` is made from. Both are closed when the response ends, however that is.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self._send(send))
+        except (ClientLeft, OSError):
+            pass  # the client has disconnected
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,182 @@
+"""One reply in the form of an API other than chat completions: its events when it is streamed, its body when it is not.
+
+A dialect is two translations: of its request into a chat completion's, which is then checked and answered like any
+other, and of the reply. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from asyncrl.chat.errors import ApiError, bad_field
+from asyncrl.chat.fields import short
+from asyncrl.data.tool_calls import ToolCall
+
+DONE = "data: [DONE]\n\n"
+"""Ends a stream of chat completions."""
+
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
+
+Event = tuple[str, dict[str, Any]]
+"""Name and data of a server-sent event."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCall:
+    """A tool call with the id under which its result comes back. `arguments` is JSON as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`reason`: stop, length or tool_calls. `stop_string`: the one that ended the text. `version`: of the newest
+    weights that wrote a token."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    version: int | None
+    cached_tokens: int = 0
+    stop_string: str | None = None
+
+
+class Reply(ABC):
+    """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns the events of a stream; after `end`,
+    `whole` is the body of an answer that is not streamed."""
+
+    ping: ClassVar[Event | None] = None
+    """The API's event that says nothing, for the time in which a stream has nothing to say; None: the API has none."""
+
+    def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
+        """
+        Args:
+            model: the name that it is served under.
+            asked: the request's body, which was accepted.
+        """
+        self._model = model
+        self._asked = asked
+
+    @abstractmethod
+    def begin(self, prompt_tokens: int) -> list[Event]: ...
+
+    @abstractmethod
+    def text(self, text: str) -> list[Event]: ...
+
+    @abstractmethod
+    def call(self, call: MadeCall) -> list[Event]: ...
+
+    @abstractmethod
+    def end(self, end: End) -> list[Event]: ...
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Event:
+        """The last event of a stream that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """An API beside chat completions.
+
+    Attributes:
+        path: of its requests.
+        to_chat: the body of a chat completion that asks the same. Raises ApiError naming the field.
+        reply: writes the answer.
+        error: an error's body, in answers that are not streams.
+        names: fields of chat completions that are called otherwise here.
+    """
+
+    path: str
+    to_chat: Callable[[object], dict[str, Any]]
+    reply: type[Reply]
+    error: Callable[[ApiError], dict[str, Any]]
+    names: Mapping[str, str]
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with this API's name of the field at fault."""
+        name = self.names.get(error.param or "")
+        if name is None or error.param is None:
+            return error
+        message = error.message.replace(error.param, name, 1)
+        return ApiError(error.status, message, param=name, code=error.code)
+
+
+def call_id() -> str:
+    """An id for a tool call. Some templates want nine letters and digits."""
+    return "call" + "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(5))
+
+
+def made_call(call: ToolCall, made_id: str) -> MadeCall:
+    """The call as clients get it: its arguments as JSON. Unpaired surrogates, which it may hold, become question
+    marks."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False).encode(errors="replace").decode()
+    return MadeCall(made_id, call.name.encode(errors="replace").decode(), arguments)
+
+
+def text_of(value: Any, where: str) -> str:
+    """The value, which must be text. `where`: its name in the request. Raises ApiError naming it."""
+    if not isinstance(value, str):
+        raise _no_text(value, where)
+    return value
+
+
+def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
+    """The text of a content that is a string or comes in parts of these types. Raises ApiError naming what is neither;
+    `where`: the name of the content in the request."""
+    if not isinstance(content, list):
+        return text_of(content, where)
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise _no_text(part, f"{where}[{number}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _no_text(value: Any, where: str) -> ApiError:
+    found = "it is missing" if value is None else f"{short(value)} cannot be served"
+    return bad_field(where, found, "send text: images and audio are not supported")
+
+
+def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages after a system's message of `text`, which becomes one with theirs."""
+    if not text:
+        return messages
+    if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
+        joined = {**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}
+        return [joined, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
+    """The events of these parts, written in order."""
+    return [e for part in parts for e in (reply.text(part) if isinstance(part, str) else reply.call(part))]
+
+
+def call_body(call: MadeCall) -> dict[str, Any]:
+    """A call as messages of the assistant have it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:
+    """What every body begins with. Its id is `prefix` and that of the request, or a random one."""
+    made_id = f"{prefix}-{request_id or secrets.token_hex(12)}"
+    return {"id": made_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

@@ -1,0 +1,276 @@
+"""OpenAI's Responses API as a dialect of chat completions. Nothing is stored: a conversation is sent as a whole. Pure.
+
+Source: https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from asyncrl.chat.errors import ApiError, bad_field, unsupported
+from asyncrl.chat.fields import Fields, Length, Served, parsed
+from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ITEM = Annotated[dict[str, Any], Field()]
+
+
+class FlatTool(Fields):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: str
+
+
+class FlatChoice(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class Format(Fields):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(Fields):
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Served):
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+    }
+    information: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+
+    model: str | None = None
+    input: str | list[_ITEM] = Field(examples=["..."])
+    instructions: str | None = None
+    tools: list[FlatTool] = Field([], examples=[[{"type": "function", "name": "..."}]])
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool = True
+    max_output_tokens: Length | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    stream: bool = False
+
+
+def to_chat(body: object) -> dict[str, Any]:
+    """The chat completion that asks the same. Raises ApiError naming the field."""
+    asked = parsed(ResponsesRequest, body)
+    choice = asked.tool_choice
+    made: dict[str, Any] = {
+        "model": asked.model,
+        "messages": with_system(asked.instructions, _messages(asked.input)),
+        "tools": [_tool(tool.model_dump()) for tool in asked.tools],
+        "tool_choice": {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, FlatChoice)
+        else choice,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "max_tokens": asked.max_output_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "stream": asked.stream,
+    }
+    if asked.text is not None and asked.text.format is not None:
+        form = asked.text.format.model_dump()
+        kind = form.pop("type")
+        made["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages: the text and the calls of one turn of the assistant become one message. Raises ApiError naming
+    the item."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    made: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message":
+                role = "system" if item.get("role") == "developer" else text_of(item.get("role"), f"{where}.role")
+                text = texts_joined(item.get("content"), _TEXT_PARTS, f"{where}.content")
+                if role == "assistant":
+                    _turn(made)["content"].append(text)
+                else:
+                    made.append({"role": role, "content": [text]})
+            case "function_call":
+                name = text_of(item.get("name"), f"{where}.name")
+                function = {"name": name, "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                _turn(made).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                text = texts_joined(item.get("output"), _TEXT_PARTS, f"{where}.output")
+                made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": [text]})
+            case kind:
+                raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not served")
+    if not made:
+        raise bad_field("input", "it is empty", 'send "..."')
+    return [{**message, "content": "".join(message["content"])} for message in made]
+
+
+def _turn(made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end of these; it is begun where another's is. Its `content` is a list of texts,
+    joined when all items are read: a turn may have very many."""
+    if not made or made[-1]["role"] != "assistant":
+        made.append({"role": "assistant", "content": []})
+    return made[-1]
+
+
+def _tool(flat: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
+
+
+class ResponsesReply(Reply):
+    """The items of a response; text before, between and after calls is a message of its own."""
+
+    def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
+        super().__init__(model, asked)
+        self._id = _new_id("resp")
+        self._created_at = int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        """The message that is being written."""
+        self._pieces: list[str] = []
+        self._number = 0
+        self._end: End | None = None
+
+    def begin(self, prompt_tokens: int) -> list[Event]:
+        del prompt_tokens  # the usage comes at the end
+        body = self.whole()
+        return [self._event(f"response.{name}", response=body) for name in ("created", "in_progress")]
+
+    def text(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None:
+            self._open = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
+            self._open["content"] = []
+            events.append(self._event("response.output_item.added", item=dict(self._open), **self._place))
+            events.append(self._event("response.content_part.added", part=_part(""), **self._content))
+        self._pieces.append(text)
+        events.append(self._event("response.output_text.delta", delta=text, logprobs=[], **self._content))
+        return events
+
+    def call(self, call: MadeCall) -> list[Event]:
+        events = self._close()
+        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name}
+        place, begun = self._place, {**item, "arguments": "", "status": "in_progress"}
+        made = {**item, "arguments": call.arguments, "status": "completed"}
+        about = {"item_id": item["id"], **place}
+        name = "response.function_call_arguments"
+        events += [
+            self._event("response.output_item.added", item=begun, **place),
+            self._event(f"{name}.delta", delta=call.arguments, **about),
+            self._event(f"{name}.done", arguments=call.arguments, name=call.name, **about),
+            self._event("response.output_item.done", item=made, **place),
+        ]
+        self._items.append(made)
+        return events
+
+    def end(self, end: End) -> list[Event]:
+        events = [] if self._open is not None or self._items else self.text("")
+        events += self._close("incomplete" if end.reason == "length" else "completed")
+        self._end = end
+        body = self.whole()
+        return [*events, self._event(f"response.{body['status']}", response=body)]
+
+    def whole(self) -> dict[str, Any]:
+        end, asked = self._end, self._asked
+        cut = end is not None and end.reason == "length"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": "in_progress" if end is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "model": self._model,
+            "output": list(self._items),
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": asked.get("temperature"),
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "top_p": asked.get("top_p"),
+            "truncation": "disabled",
+            "usage": None if end is None else _usage(end),
+            "metadata": asked.get("metadata") or {},
+            "weight_version": None if end is None else end.version,
+        }
+
+    def failed(self, error: ApiError) -> Event:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": len(self._items)}
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "content_index": 0, **self._place}
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """Ends the message that is being written, if any."""
+        if self._open is None:
+            return []
+        text, place, content = "".join(self._pieces), self._place, self._content
+        item = {**self._open, "status": status, "content": [_part(text)]}
+        self._items.append(item)
+        self._open, self._pieces = None, []
+        return [
+            self._event("response.output_text.done", text=text, logprobs=[], **content),
+            self._event("response.content_part.done", part=_part(text), **content),
+            self._event("response.output_item.done", item=item, **place),
+        ]
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._number += 1
+        return kind, {"type": kind, "sequence_number": self._number - 1, **data}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(end: End) -> dict[str, Any]:
+    return {
+        "input_tokens": end.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": end.cached_tokens},
+        "output_tokens": end.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+    }
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+RESPONSES = Dialect(
+    "/v1/responses",
+    to_chat,
+    ResponsesReply,
+    ApiError.body,
+    {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"},
+)

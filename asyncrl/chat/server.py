@@ -1,0 +1,102 @@
+"""Runs the HTTP server beside the watch over the fleet: when one ends, both end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from asyncrl.chat.connection_guard import BACKLOG, ConnectionGuard, GuardedConfig
+from asyncrl.errors import ConfigError, RunFailed, explain
+
+logger = logging.getLogger("asyncrl.commands.serve")
+
+END_TIMEOUT_S = 3.0
+"""Time that the server has beyond its grace period to end the requests in progress."""
+
+
+def bind(host: str, port: int, *, keys: str = "rollout.serve.") -> socket.socket:
+    """A socket on that address, where clients may already queue. Raises ConfigError, naming the keys with this prefix:
+    the address is taken, or not of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # a port that another process listens on is refused only here
+    except OSError as e:
+        do = f"choose another {keys}port (0 takes a free one) or {keys}host"
+        raise ConfigError(explain(f"{keys}host={host} {keys}port={port}", str(e), do)) from e
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a bound socket, by this machine's name where it listens on all addresses."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_local(listener: socket.socket) -> bool:
+    """Only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+class Server(uvicorn.Server):
+    """Serves `app` under the limits of `guard`. Leaves signals to the program that it serves in."""
+
+    def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
+        super().__init__(GuardedConfig(app, guard, grace_s=grace_s))
+        self._guard = guard
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.get_exception_handler()
+
+        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if not self._guard.on_error(context):
+                (before or type(loop).default_exception_handler)(loop, context)
+
+        loop.set_exception_handler(on_error)
+        try:
+            await super().serve(sockets)
+        finally:
+            loop.set_exception_handler(before)
+
+
+async def serve_until(
+    stop: asyncio.Future[Any], server: uvicorn.Server, serving: asyncio.Task[None], watching: asyncio.Task[None]
+) -> None:
+    """Runs the HTTP server and the watch over the fleet until `stop` is done, then ends both.
+
+    Raises the error that ended one of them before `stop`; RunFailed when the server ended without an error.
+    """
+    grace_s = server.config.timeout_graceful_shutdown or 0
+    try:
+        await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not stop.done() and not watching.done():
+            await serving
+            raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
+        if stop.done():
+            logger.info("stopping: requests in flight may take %d s", grace_s)
+        server.should_exit = True
+        await asyncio.wait([serving], timeout=grace_s + END_TIMEOUT_S)
+        if watching.done():
+            await watching
+    finally:
+        serving.cancel()
+        watching.cancel()
+        await asyncio.gather(watching, serving, return_exceptions=True)

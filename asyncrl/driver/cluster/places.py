@@ -1,0 +1,244 @@
+"""The placement groups of a run: where its replicas and trainer ranks start, also after a restart or a lost node. One
+holds what must exist for the whole run; each replica that joins later has a small one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+from ray._private import state as ray_state
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.driver.cluster.placement import Demand, Placement, place_run, words
+from asyncrl.errors import DeadlineExceeded, NoPlace, Process, RunFailed, explain
+from asyncrl.inference.replica_actor import ReplicaPlace
+from asyncrl.remote.reply import reply_now
+from asyncrl.remote.waits import WAITS, Wait, replica
+
+logger = logging.getLogger(__name__)
+
+TRAINER_RANKS = Process("trainer ranks")
+ON_CPU = {"CPU": 0.001}
+"""What a bundle without GPUs reserves: enough to choose a node by, too little to keep anything from starting."""
+POLL_S = 0.5
+"""Pause between two looks at where the bundles are."""
+ANYWHERE = "DEFAULT"
+"""Ray's name of its own scheduling strategy."""
+NODE_ID = "ray.io/node-id"
+"""The label of a node by which a bundle is tied to it."""
+
+
+class Places:
+    """The bundles of a run, by process, and the places of replicas that join it. Owns nothing where there is no group:
+    one node without GPUs has one place."""
+
+    def __init__(self, placement: Placement, group: PlacementGroup | None, *, only_node: str | None = None) -> None:
+        """`only_node`: weights reach the node of the trainer ranks only; without a group it is this one. None: any."""
+        self.placement = placement
+        self._group = group
+        self._only_node = only_node
+        self._of_replica = placement.bundle_of_replica
+        self._own: dict[int, PlacementGroup] = {}
+        """Of replicas that have joined."""
+        self._lock = threading.Lock()
+
+    def of_replica(self, replica_id: int) -> ReplicaPlace | None:
+        """For each process of this replica, the first and its replacements; None: anywhere. One that has joined needs a
+        place first (`ready`)."""
+
+        async def ready(timeout_s: float) -> None:
+            await self.ready(replica_id, timeout_s)
+
+        if self._group is None:
+            return self._near(ready) if replica_id not in self._of_replica else None
+        if (bundle := self._of_replica.get(replica_id)) is not None:
+            return ReplicaPlace(self._strategy(bundle), ready)
+        return ReplicaPlace(PlacementGroupSchedulingStrategy(self._own[replica_id], 0), ready)
+
+    async def ready(self, replica_id: int, timeout_s: float) -> None:
+        """Returns when a node has the place of this replica. One that joins gets a group of its own first, which Ray's
+        autoscaler sees as long as no node has room for it. Raises NoPlace."""
+        if self._group is None:
+            return
+        process = replica(replica_id)
+        if (bundle := self._of_replica.get(replica_id)) is not None:
+            await self._nodes_of([bundle], process, timeout_s)
+            return
+        wait = Wait("a place", process, timeout_s)
+        with WAITS.of(wait):
+            while await asyncio.to_thread(self._own_node, replica_id) is None:
+                if time.monotonic() - wait.since_s > timeout_s:
+                    asked = f"a place for {process}: {self.placement.replica_gpus:g} GPUs of one node"
+                    found = f"no node had room for it within {timeout_s:g} s; {await asyncio.to_thread(_free)}"
+                    do = "add a node, or ask for fewer replicas"
+                    if self._only_node is not None:
+                        found += "; weights.transport reaches the node of the trainer ranks only"
+                        do = "ask for fewer replicas, or set weights.transport=collective"
+                    raise NoPlace(explain(asked, found, do)).of(process)
+                await asyncio.sleep(min(POLL_S, timeout_s))
+
+    async def give_back(self, replica_id: int) -> None:
+        """Gives back the place of a replica that had joined. Those of the others are reserved for the whole run."""
+        await asyncio.to_thread(self._give_back, replica_id)
+
+    async def ending(self) -> set[int]:
+        """The replicas whose node was asked to end, as Ray knows it: by SIGTERM, `ray drain-node` or its provider."""
+        return set() if self._group is None else await asyncio.to_thread(self._ending)
+
+    def give_back_all(self) -> None:
+        for replica_id in list(self._own):
+            self._give_back(replica_id)
+
+    async def of_ranks(self, timeout_s: float) -> list[Any]:
+        """Ray's scheduling strategy of each trainer rank, by the nodes that the bundles have now.
+
+        Raises RunFailed: bundles whose node was lost have no other within `timeout_s`.
+        """
+        if self._group is None:
+            return [ANYWHERE] * sum(bundle.num_ranks for bundle in self.placement.bundles)
+        own = [i for i, bundle in enumerate(self.placement.bundles) if bundle.num_ranks]
+        try:
+            nodes = await self._nodes_of(own, TRAINER_RANKS, timeout_s)
+        except NoPlace as error:
+            raise RunFailed(str(error)) from error
+        return [self._strategy(i) for i in self.placement.bundle_of_rank([node or "" for node in nodes])]
+
+    def nodes(self) -> list[str | None]:
+        """The living node of each bundle; None: Ray has found none yet, or it was lost or is about to end. Without a
+        group: no bundles."""
+        if self._group is None:
+            return []
+        found, usable = _bundles(self._group), _usable_nodes()
+        return [node if (node := found.get(i)) in usable else None for i in range(len(self.placement.bundles))]
+
+    def _own_node(self, replica_id: int) -> str | None:
+        """The node of a replica that joins, whose place is asked for here if it was not before."""
+        with self._lock:
+            if replica_id not in self._own:
+                near: list[dict[str, str]] | None = None
+                if self._only_node is not None:
+                    sender = next((i for i, bundle in enumerate(self.placement.bundles) if bundle.num_ranks), 0)
+                    if (node := self.nodes()[sender]) is None:
+                        return None
+                    near = [{NODE_ID: node}]
+                gpus = self.placement.replica_gpus
+                self._own[replica_id] = placement_group(
+                    [{"GPU": gpus} if gpus else ON_CPU],
+                    strategy="SPREAD",
+                    bundle_label_selector=near,  # pyright: ignore[reportArgumentType] None is its default
+                )
+            group = self._own[replica_id]
+        node = _bundles(group).get(0)
+        return node if node in _usable_nodes() else None
+
+    def _give_back(self, replica_id: int) -> None:
+        with self._lock:
+            group = self._own.pop(replica_id, None)
+            if group is not None:
+                _remove(group)
+
+    def _ending(self) -> set[int]:
+        nodes = ray_state.state.get_draining_nodes()
+        if not nodes or self._group is None:
+            return set()
+        bundles = _bundles(self._group)
+        found = {i for i, bundle in self._of_replica.items() if bundles.get(bundle) in nodes}
+        return found | {i for i, group in list(self._own.items()) if _bundles(group).get(0) in nodes}
+
+    def _near(self, ready: Callable[[float], Awaitable[None]]) -> ReplicaPlace | None:
+        if self._only_node is None:
+            return None
+        return ReplicaPlace(NodeAffinitySchedulingStrategy(self._only_node, soft=False), ready)
+
+    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        assert self._group is not None
+        return PlacementGroupSchedulingStrategy(self._group, bundle)
+
+    async def _nodes_of(self, own: Sequence[int], process: Process, timeout_s: float) -> list[str | None]:
+        """The nodes of all bundles, as soon as those of `own` have one. Raises NoPlace."""
+        wait = Wait("a place", process, timeout_s)
+        with WAITS.of(wait):
+            while True:
+                nodes = await asyncio.to_thread(self.nodes)
+                missing = [self.placement.bundles[i] for i in own if nodes[i] is None]
+                if not missing:
+                    return nodes
+                if time.monotonic() - wait.since_s > timeout_s:
+                    found = f"no node had room for it within {timeout_s:g} s; {await asyncio.to_thread(_free)}"
+                    do = "bring the lost node back, or add one; then go on from the last checkpoint with resume=auto"
+                    raise NoPlace(explain(f"a place for {process}: {words(missing)}", found, do)).of(process)
+                await asyncio.sleep(min(POLL_S, timeout_s))
+
+
+@contextlib.contextmanager
+def reserved(recipe: Recipe) -> Iterator[Places]:
+    """The places of a run in the cluster that Ray has joined; given back at the end. Returns within
+    `ray.start_timeout_s`.
+
+    Raises:
+        ConfigError: the nodes are too small for the run, whoever else uses them.
+        DeadlineExceeded: others keep what it needs.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
+    only_node = nodes[0]["NodeID"] if Demand.of(recipe).one_node else None
+    if len(nodes) == 1 and not any(bundle.gpus for bundle in placement.bundles):
+        yield Places(placement, None, only_node=only_node)
+        return
+    resources = [{"GPU": float(b.gpus)} if b.gpus else ON_CPU for b in placement.bundles]
+    group = placement_group(resources, strategy=placement.strategy)
+    places = Places(placement, group, only_node=only_node)
+    try:
+        _await(places, group, recipe.ray.start_timeout_s)
+        yield places
+    finally:
+        places.give_back_all()
+        _remove(group)
+
+
+def _remove(group: PlacementGroup) -> None:
+    try:
+        remove_placement_group(group)
+    except Exception as error:  # noqa: BLE001 - task boundary: Ray removes it with the driver at the latest
+        logger.warning("the placement group was not removed: %r", error)
+
+
+def _bundles(group: PlacementGroup) -> dict[int, str]:
+    """The node of each bundle that Ray has placed, by its index."""
+    return placement_group_table(group).get("bundles_to_node_id", {})
+
+
+def _usable_nodes() -> set[str]:
+    """The nodes that are alive and were not asked to end."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_state.state.get_draining_nodes().keys()
+
+
+def _await(places: Places, group: PlacementGroup, timeout_s: float) -> None:
+    """Returns when every bundle has a node. Raises DeadlineExceeded."""
+    bundles = places.placement.bundles
+    try:
+        reply_now(group.ready(), timeout_s=timeout_s, call="placement", process=Process("placement group"))
+    except DeadlineExceeded as error:
+        do = "end what uses them, or raise ray.start_timeout_s"
+        raise DeadlineExceeded(explain(words(bundles), f"not free within {timeout_s:g} s; {_free()}", do)) from error
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for node in dict.fromkeys(places.nodes()):
+        own = [bundle for bundle, place in zip(bundles, places.nodes(), strict=True) if place == node]
+        logger.info("node %s has %s", addresses.get(node or "", "?"), words(own))
+
+
+def _free() -> str:
+    """What the living nodes have free, in words."""
+    free = available_resources_per_node()
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    gpus = sorted((free.get(node, {}).get("GPU", 0) for node in alive), reverse=True)
+    return f"{len(alive)} node(s) with {', '.join(f'{number:g}' for number in gpus)} GPUs free"

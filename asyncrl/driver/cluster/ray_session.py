@@ -1,0 +1,201 @@
+"""Ray for the time of one run or server: joined or started, and everything of it gone afterwards, however it ends.
+
+A cluster that is started here is for this machine and this run alone: its servers listen on 127.0.0.1, ask for a
+token that lies in a file of mode 0600, and keep sockets and logs in a directory of mode 0700. One that is joined is as
+whoever started it made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.node import Node
+from ray._raylet import AuthenticationTokenLoader, Config
+
+from asyncrl.config.load import environment_defaults
+from asyncrl.driver.cluster.address import joined_address
+from asyncrl.driver.cluster.fork_server import AFTER_FORK, ForkServer
+from asyncrl.driver.cluster.janitor import RUN_VARIABLE, Janitor
+from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.engines import ENGINES, SCRATCH
+from asyncrl.observability.logs import HIDDEN_VARIABLE, LOG_PATH_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`run_id`: in the environment of every process of the run, as `janitor.RUN_VARIABLE`. `scratch`: a directory for
+    sockets and temporary files on this machine, removed at the end; None where processes may run on other machines."""
+
+    run_id: str
+    scratch: Path | None
+
+    def engine_environment(self, engine: str) -> Mapping[str, str]:
+        """Environment variables that the processes of a replica need before its engine is imported."""
+        spec = ENGINES[engine]
+        if self.scratch is None:
+            return spec.environment
+        ours = {name: value.replace(SCRATCH, str(self.scratch)) for name, value in spec.local_environment.items()}
+        after_fork = {AFTER_FORK: spec.after_fork} if spec.after_fork else {}
+        return {
+            **spec.environment,
+            **{name: os.environ.get(name, value) for name, value in ours.items()},
+            **after_fork,
+        }
+
+    @property
+    def crash_outputs(self) -> list[Path]:
+        """What processes of the run on this machine wrote outside of its log, as the C code of one that crashes does;
+        gone with the cluster. Empty for one that was joined."""
+        return [] if self.scratch is None else sorted(self.scratch.glob("ray/session_2*/logs/*.err"))
+
+
+@contextlib.contextmanager
+def ray_cluster(
+    address: str | None,
+    log: Path,
+    hidden: Collection[str] = (),
+    env: Mapping[str, str] | None = None,
+    forks: ForkServer | None = None,
+) -> Iterator[Cluster]:
+    """Joins the cluster at `address`, or starts one on this machine.
+
+    Without an address, that of RAY_ADDRESS counts, which Ray sets for what it is given to run.
+
+    Args:
+        log: where its processes write their log.
+        hidden: environment variables whose values are not in it, as far as those processes have them too.
+        env: further environment variables of those processes.
+        forks: forks those processes of a cluster that is started here, and ends with it.
+    """
+    address = joined_address(address)
+    forks = forks or ForkServer()
+    run_id = forks.run_id
+    janitor = Janitor(run_id)  # before the mark: it is not a process of the run
+    os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
+    variables = {**environment_defaults(), **_of_hub(), **(env or {}), RUN_VARIABLE: run_id}
+    variables |= {LOG_PATH_VARIABLE: str(log), HIDDEN_VARIABLE: " ".join(hidden)}
+    with contextlib.ExitStack() as stack:
+        stack.callback(janitor.close)
+        stack.callback(forks.close)
+        if forks.directory is not None:
+            janitor.remove_later(forks.directory)
+        place: dict[str, Any] = {}
+        if address is None:
+            stack.enter_context(_own_token(janitor.scratch / "token"))
+            variables = _local_interfaces() | variables
+            place = {
+                "include_dashboard": False,
+                "_system_config": {
+                    # else one idle process for each core, that no actor of ours can use
+                    "prestart_worker_first_driver": False,
+                    # else Ray keeps a record of every call of an actor: 14 MB a minute in a run of small steps
+                    "task_events_report_interval_ms": 0,
+                },
+                "_node_ip_address": LOOPBACK,
+                "_temp_dir": str(janitor.scratch / "ray"),
+            }
+        stack.callback(ray.shutdown)
+        with contextlib.ExitStack() as starting:
+            if address is None:
+                starting.enter_context(_one_machine())
+                starting.enter_context(_few_processes())
+                starting.enter_context(forks.asked_by_ray(ray_constants))
+            try:
+                ray.init(
+                    address=address or "local",  # without one, ray looks for a cluster that somebody else has started
+                    **place,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={
+                        "env_vars": variables,
+                        "worker_process_setup_hook": "asyncrl.observability.logs.configure_worker",
+                    },
+                )
+            except ConnectionError as error:
+                if address is None:
+                    raise
+                do = "start Ray on the machines (ray start --head), or set ray.address=null for a Ray of this run's own"
+                found = str(error).partition("\n")[0]
+                raise ConfigError(explain(f"to join the Ray cluster at {address}", found, do)) from error
+        yield Cluster(run_id, None if address else janitor.scratch)
+
+
+def _of_hub() -> dict[str, str]:
+    """What the driver found out, or was told, about the hub: processes of a cluster that was joined do not inherit it,
+    and vLLM asks the hub for files that a model may do without."""
+    return {"HF_HUB_OFFLINE": os.environ["HF_HUB_OFFLINE"]} if "HF_HUB_OFFLINE" in os.environ else {}
+
+
+@contextlib.contextmanager
+def _one_machine() -> Iterator[None]:
+    """Inside, Ray takes 127.0.0.1 as it is, and all its servers listen there. Where it knows clusters of several
+    machines (not on macOS and Windows) it replaces that by an address which others reach, and listens on all."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _few_processes() -> Iterator[None]:
+    """Inside, a Ray that this process starts leaves out what a run on one machine has no use for: the autoscaler, the
+    reader of the processes' output, and the server of the dashboard. Each of them is a Python process that takes more
+    than a second of CPU time to start."""
+    left_out = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
+    before = {name: getattr(Node, name) for name in left_out}
+    for name in left_out:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _own_token(path: Path) -> Iterator[None]:
+    """Inside, a Ray that this process starts asks for a token that is written to `path`."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}
+    theirs = {name: os.environ.get(name) for name in ours}
+    try:
+        _set_authentication(ours)
+        yield
+    finally:
+        _set_authentication(theirs)
+
+
+def _set_authentication(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    Config.initialize("")  # Ray has read the environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _local_interfaces() -> dict[str, str]:
+    """Where collectives listen, unless the environment says otherwise: else at the address of the host's name,
+    which others may reach."""
+    names = [name for name, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)]
+    ours = {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL") for name in names}
+    return {name: os.environ.get(name, value) for name, value in ours.items()}

@@ -1,0 +1,116 @@
+"""What Ray has: a cluster that starts here and ends again, or the one that the run joins."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.driver.cluster.placement import place_run, words
+from asyncrl.driver.doctor.observation import Observation, bad, guarded, ok, warning
+from asyncrl.errors import Process
+from asyncrl.remote.reply import reply_now
+
+TIMEOUT_S = 60.0
+"""For what is asked of another machine."""
+PROBE_BYTES = 64 << 20
+SLOW_BYTES_PER_S = 5e8
+
+
+def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
+    """Starts a local cluster and ends it, or joins `address`, and looks what it has."""
+    from asyncrl.driver.cluster.ray_session import ray_cluster
+
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as scratch:
+        began = time.monotonic()
+        with ray_cluster(address, Path(scratch) / "log.txt"):
+            import ray
+
+            took_s, has, nodes = (
+                time.monotonic() - began,
+                ray.cluster_resources(),
+                [n for n in ray.nodes() if n["Alive"]],
+            )
+            gpus = has.get("GPU", 0)
+            text = f"{'started' if address is None else 'joined ' + address} in {took_s:.1f} s: {len(nodes)} node(s), "
+            text += f"{has.get('CPU', 0):g} CPUs, {gpus:g} GPUs"
+            yield ok("Ray", text)
+            yield from guarded("placement", lambda: _of_placement(recipe, nodes))
+            if address is not None:
+                yield from _of_nodes(recipe, nodes)
+
+
+def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
+    """Whether the nodes have room for the run. Raises ConfigError: they have none."""
+    placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
+    how = {"PACK": "on as few nodes as hold them", "STRICT_PACK": "on one node", "SPREAD": "spread over the nodes"}
+    yield ok("placement", f"{words(placement.bundles)}; {how[placement.strategy]}")
+
+
+def _of_nodes(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
+    """Every node has this package, reaches this machine, and shares the run directory if it must."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in nodes if node["NodeID"] != here]
+    if not others:
+        yield ok("nodes", "this machine only")
+        return
+    if recipe.weights.transport == "ipc":
+        text = f"weights.transport=ipc reaches one machine; the cluster has {len(nodes)}"
+        yield warning("nodes", text, "set weights.transport=collective, or keep all replicas on one node")
+    for node in others:
+        name = node["NodeManagerAddress"]
+        with socket.create_server(("", 0)) as server:
+            server.settimeout(TIMEOUT_S)
+            port = server.getsockname()[1]
+            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0)(_probe).options(scheduling_strategy=place)
+            asked = task.remote(ray.util.get_node_ip_address(), port)
+            try:
+                speed = _received(server)
+                versions = reply_now(
+                    asked, timeout_s=TIMEOUT_S, call="the probe of the network", process=Process(f"node {name}")
+                )
+            except Exception as error:  # noqa: BLE001 - whatever keeps that machine from answering is the finding
+                do = "open the network between the nodes, and install the same packages there"
+                yield bad("nodes", f"{name}: {type(error).__name__}: {str(error)[:300]}", do)
+                continue
+        from asyncrl.checkpoint.run_directory import package_versions
+
+        different = [
+            f"{n} {v} ({package_versions().get(n)} here)" for n, v in versions.items() if package_versions().get(n) != v
+        ]
+        text = f"{name}: {speed / 1e9:.2f} GB/s to this machine" + (f"; {', '.join(different)}" if different else "")
+        if different:
+            yield bad("nodes", text, "install the same versions on every node")
+        elif speed < SLOW_BYTES_PER_S:
+            yield warning("nodes", text, "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast network")
+        else:
+            yield ok("nodes", text)
+
+
+def _received(server: socket.socket) -> float:
+    """Bytes a second that come in."""
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(TIMEOUT_S)
+        began, left = time.perf_counter(), PROBE_BYTES
+        while left > 0 and (part := connection.recv(1 << 20)):
+            left -= len(part)
+        return (PROBE_BYTES - left) / (time.perf_counter() - began)
+
+
+def _probe(address: str, port: int) -> dict[str, Any]:
+    """Runs on another node: sends to this one, and says which packages are there."""
+    from asyncrl.checkpoint.run_directory import package_versions
+
+    with socket.create_connection((address, port), timeout=TIMEOUT_S) as out:
+        out.settimeout(TIMEOUT_S)
+        out.sendall(bytes(PROBE_BYTES))
+    return package_versions()

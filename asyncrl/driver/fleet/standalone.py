@@ -1,0 +1,62 @@
+"""Replicas without a trainer, which serve the model's files from their start: of `asyncrl-serve`, of `asyncrl-eval`,
+and of the other models of a run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.recovery import RecoveryConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.driver.fleet.pool_settings import PoolSettings
+from asyncrl.driver.fleet.replica_pool import ReplicaPool
+from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
+from asyncrl.types.events import Event
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 30.0
+"""A replica that does not answer for this long counts as dead."""
+HEALTH_INTERVAL_S = 5.0
+
+
+def _log(event: Event) -> None:
+    logger.info("%s", event)
+
+
+def standalone_pool(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    recovery: RecoveryConfig,
+    *,
+    environment: Mapping[str, str],
+    start_timeout_s: float,
+    gpus: float | None = None,
+    on_event: Callable[[Event], None] = _log,
+) -> ReplicaPool:
+    """A pool of replicas, not started.
+
+    Args:
+        gpus: GPUs of one replica, where its caller has shared them out among all processes of a run; None: the replicas
+            have the cluster to themselves.
+
+    Raises ConfigError: too few GPUs for them.
+    """
+    if gpus is None:
+        gpus = replica_gpus(rollout)
+        require_gpus(gpus, rollout.num_replicas)
+    options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
+    settings = PoolSettings(
+        recovery.replica_restarts(rollout.num_replicas),
+        start_timeout_s=start_timeout_s,
+        health_interval_s=HEALTH_INTERVAL_S,
+        health_timeout_s=HEALTH_TIMEOUT_S,
+        window_s=recovery.window_s,
+        quorum=rollout.start_quorum,
+        serves_at_once=True,
+    )
+    spawn = functools.partial(spawn_replica, rollout, model, **options)
+    return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=on_event)

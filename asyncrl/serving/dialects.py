@@ -1,9 +1,0 @@
-"""The APIs that are served beside OpenAI's chat completions and completions, by path."""
-
-from __future__ import annotations
-
-from asyncrl.serving.anthropic import MESSAGES
-from asyncrl.serving.reply import Dialect
-from asyncrl.serving.responses import RESPONSES
-
-DIALECTS: dict[str, Dialect] = {dialect.path: dialect for dialect in (RESPONSES, MESSAGES)}

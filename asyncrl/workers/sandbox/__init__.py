@@ -1,0 +1,352 @@
+"""Runs untrusted Python programs: `run_python`. docs/rewards.md says what each level guarantees.
+
+Runs in: reward processes, tool processes.
+
+Blocking; one call is one program in processes of its own, all of which have ended when it returns.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError, ProcessDied, explain
+from asyncrl.workers.sandbox.process_tree import kill_tree
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_CHUNK_BYTES = 1 << 16
+_LEAVE_S = 2.0
+"""Longest wait for killed processes to end."""
+_TOLD_CHARS = 500
+_PREFIX = "asyncrl-sandbox-"
+_TOTAL_FILES = 16
+"""Files of the largest size that fit into the working directory, where it lies in memory."""
+
+Level = Literal["namespaces", "seccomp", "basic"]
+Limit = Literal["", "time", "cpu", "memory", "output", "file", "processes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """`timeout_s` is wall time; `cpu_s` and `memory_bytes` (address space) are of one process, `file_bytes` of one
+    file; `output_bytes` of standard output and of standard error each; `max_processes` counts threads too."""
+
+    timeout_s: float = 6.0
+    cpu_s: int = 5
+    memory_bytes: int = 1 << 29
+    file_bytes: int = 1 << 20
+    output_bytes: int = 1 << 18
+    max_processes: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """How a program ended.
+
+    `exit_code`: as of subprocess, minus the signal that killed it; None when it was killed for a limit from outside, or
+    ended without a word on how.
+    `limit`: the limit that it met, as far as that can be told: "memory", "file" and "processes" also stand for an
+    exception of that kind that ended the program. `held`: what confined it, of "namespaces", "landlock" (or "mounts"),
+    "seccomp"; "basic" for no filter of system calls. `wall_s`: with the start of its processes.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    limit: Limit
+    held: tuple[str, ...]
+    wall_s: float
+
+    @property
+    def timed_out(self) -> bool:
+        return self.limit == "time"
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0 and not self.limit
+
+
+def run_python(
+    program: str, stdin: str = "", limits: SandboxLimits | None = None, *, level: Level = "namespaces"
+) -> SandboxResult:
+    """Runs a program and returns when it and everything that it started has ended.
+
+    Args:
+        stdin: what it reads from standard input, which then ends.
+        level: the strongest confinement to try; less where the kernel refuses it (`SandboxResult.held`).
+
+    Raises:
+        OSError: the system gives no process, pipe or directory.
+        ProcessDied: the program could not be started under confinement.
+    """
+    limits = limits or SandboxLimits()
+    started = time.monotonic()
+    with _directory() as directory:
+        Path(directory, "program.py").write_bytes(program.encode(errors="surrogatepass"))
+        report, reports = os.pipe()
+        os.set_blocking(report, False)
+        try:
+            process = _launch(directory, limits, level, reports)
+            os.close(reports)
+            reports = -1
+            try:
+                streams, met = _communicate(process, stdin.encode(errors="replace"), limits, started)
+            finally:
+                _end(process)
+            outcome: dict[str, Any] = {}
+            for line in _read_now(report).splitlines():
+                outcome |= json.loads(line)
+        finally:
+            os.close(report)
+            if reports >= 0:
+                os.close(reports)
+    return _result(streams, met, outcome, time.monotonic() - started)
+
+
+def protection(level: Level = "namespaces") -> tuple[str, ...]:
+    """What confines programs on this machine, as `SandboxResult.held`."""
+    return run_python("", level=level).held
+
+
+def require_protection(asked: str, *, basic_allowed: bool, level: Level = "namespaces") -> tuple[str, ...]:
+    """What confines programs on this machine, as `SandboxResult.held`.
+
+    Args:
+        asked: the part of the recipe that runs programs; it has a key `allow_basic_sandbox`.
+        basic_allowed: less than Landlock and seccomp will do.
+
+    Raises ConfigError: it will not do, or no program can be run.
+    """
+    try:
+        held = protection(level)
+    except (OSError, ProcessDied) as error:
+        found = f"no program can be run in the sandbox here: {error}"
+        raise ConfigError(explain(asked, found, "see that a temporary directory can be written")) from error
+    if not basic_allowed and not {"landlock", "seccomp"} <= set(held):
+        found = f"programs are confined by {', '.join(held)} alone, which a program can get around"
+        do = f"use Linux 5.13 or newer with Landlock (docs/rewards.md), or set {asked}.allow_basic_sandbox=true"
+        raise ConfigError(explain(asked, found, do))
+    return held
+
+
+def remove_stale_sandboxes() -> None:
+    """Removes the directories of programs whose owners were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        lock = _locked(path)
+        if lock is not None:
+            _remove(str(path))
+            os.close(lock)
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _directory() -> Iterator[str]:
+    """A new directory, gone afterwards. Its lock says that its owner lives; the kernel drops it however that ends."""
+    remove_stale_sandboxes()
+    while (lock := _locked(Path(directory := tempfile.mkdtemp(prefix=_PREFIX)))) is None:
+        pass  # another process has taken it for abandoned between creation and lock
+    try:
+        yield directory
+    finally:
+        _remove(directory)
+        os.close(lock)
+
+
+def _locked(directory: Path) -> int | None:
+    """A descriptor that holds the lock of `directory`; None when another holds it, or it is another user's or gone."""
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(directory)):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _remove(directory: str) -> None:
+    """Removes what a program may have made, however deep and whatever its modes."""
+    try:
+        os.chmod(directory, stat.S_IRWXU)
+        while _flatten(directory):
+            pass
+        os.rmdir(directory)
+    except OSError as error:
+        logger.warning("the sandbox directory %s cannot be removed: %s", directory, error)
+
+
+def _flatten(directory: str) -> bool:
+    """Removes files and moves what lies in subdirectories up, so that no path grows long; False when all is gone."""
+    with os.scandir(directory) as entries:
+        found = list(entries)
+    for entry in found:
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.path)
+            continue
+        os.chmod(entry.path, stat.S_IRWXU)
+        with os.scandir(entry.path) as inside:
+            for inner in list(inside):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, stat.S_IRWXU)  # its parent changes, which is written into it
+                os.rename(inner.path, os.path.join(directory, secrets.token_hex(8)))
+        os.rmdir(entry.path)
+    return bool(found)
+
+
+def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) -> subprocess.Popen[bytes]:
+    request = {
+        "directory": directory,
+        "readable": sorted({*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.executable)}),
+        "needed": [sys.executable, os.__file__, str(_LAUNCHER)],
+        "report": report,
+        "level": level,
+        "cpu_s": limits.cpu_s,
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.file_bytes,
+        "total_bytes": _TOTAL_FILES * limits.file_bytes,
+        "max_processes": limits.max_processes,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(request)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd="/",
+        env={
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": directory,
+            "TMPDIR": directory,
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        pass_fds=(report,),
+        start_new_session=True,
+    )
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits, started: float
+) -> tuple[tuple[bytes, bytes], Limit]:
+    """What it wrote, cut at the limit, and the limit that ends it from outside, if any."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    written: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    both = tuple(written.values())
+    feeding = process.stdin.fileno()
+    met: Limit = ""
+    left = memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for stream in (process.stdout, process.stderr):
+            selector.register(stream, selectors.EVENT_READ)
+        os.set_blocking(feeding, False)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while selector.get_map() and not met:
+            remaining = started + limits.timeout_s - time.monotonic()
+            if remaining <= 0:
+                met = "time"
+                break
+            for key, _ in selector.select(remaining):
+                if key.fd == feeding:
+                    left = _feed(key.fd, left)
+                    if len(left) == 0:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+                        feeding = -1
+                    continue
+                chunk = os.read(key.fd, _CHUNK_BYTES)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                written[key.fd] += chunk
+                if len(written[key.fd]) > limits.output_bytes:
+                    met = "output"
+    try:
+        process.wait(0 if met else max(0.0, started + limits.timeout_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        met = met or "time"
+    return (bytes(both[0][: limits.output_bytes]), bytes(both[1][: limits.output_bytes])), met
+
+
+def _feed(pipe: int, left: memoryview) -> memoryview:
+    """Writes what the pipe takes; returns the rest, which is empty when the reading end is closed."""
+    try:
+        return left[os.write(pipe, left[:_CHUNK_BYTES]) :] if len(left) else left
+    except BlockingIOError:
+        return left
+    except OSError:
+        return left[len(left) :]
+
+
+def _read_now(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, _CHUNK_BYTES)
+    except BlockingIOError:
+        return b""  # a process that still writes to it cannot be killed: the program has no outcome
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left. With namespaces that is the kernel's work; without, nothing could leave the group, but at
+    the lowest level, where what has left it is looked for."""
+    kill_tree(process, _LEAVE_S)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _result(streams: tuple[bytes, bytes], met: Limit, outcome: dict[str, Any], wall_s: float) -> SandboxResult:
+    stdout, stderr = (stream.decode(errors="replace") for stream in streams)
+    status = outcome.get("status")
+    exit_code = None if met or status is None else os.waitstatus_to_exitcode(status)
+    limit = met or outcome.get("limit", "")
+    if not limit and status is None and "held" not in outcome:
+        found = f"its processes ended before it did: {stderr[-_TOLD_CHARS:].strip() or 'no word of it'}"
+        raise ProcessDied(explain("a program in the sandbox", found, "free memory, or see the log of the kernel"))
+    if not limit and exit_code:
+        limit = _limit_of(exit_code, stderr)
+    return SandboxResult(stdout, stderr, exit_code, limit, tuple(outcome.get("held", ())), wall_s)
+
+
+_EXCEPTIONS: dict[str, Limit] = {
+    "MemoryError": "memory",
+    "numpy._core._exceptions._ArrayMemoryError": "memory",
+    "OSError: [Errno 27]": "file",
+    "OSError: [Errno 28]": "file",
+    "BlockingIOError: [Errno 11]": "processes",
+    "RuntimeError: can't start new thread": "processes",
+}
+
+
+def _limit_of(exit_code: int, stderr: str) -> Limit:
+    if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "cpu"
+    if exit_code == -signal.SIGXFSZ:
+        return "file"
+    last = stderr.rstrip().rpartition("\n")[2]
+    met: list[Limit] = [limit for start, limit in _EXCEPTIONS.items() if last.startswith(start)]
+    return met[0] if met else ""
