@@ -213,12 +213,14 @@ def replica_transitions() -> str:
 def rooms() -> str:
     """A row for each folder of the package: the first paragraph of its docstring, where it runs, what it imports."""
     rows = []
-    for path in sorted(PACKAGE.glob("*/__init__.py")):
+    for path in sorted([*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("driver/*/__init__.py")]):
         what, where, *_ = [*(ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n"), ""]
         if not where.startswith("Runs in: "):
             raise SystemExit(f"{path}: its docstring needs a first paragraph, and a second one `Runs in: ...`")
         others = ", ".join(sorted(imported_rooms(path.parent)))
-        rows.append(f"| `{path.parent.name}/` | {' '.join(what.split())} | {where[9:].rstrip('.')} | {others} |")
+        rows.append(
+            f"| `{path.parent.relative_to(PACKAGE)}/` | {' '.join(what.split())} | {where[9:].rstrip('.')} | {others} |"
+        )
     return "\n".join(["| folder | what it is | runs in | imports |", "|---|---|---|---|", *rows])
 
 
@@ -230,7 +232,12 @@ def imported_rooms(room: Path) -> set[str]:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names |= {module.split(".")[1] for module in modules if module.startswith("asyncrl.")}
-    return {name for name in names if (PACKAGE / name).is_dir()} - {room.name, "types", "config", "remote"}
+    return {name for name in names if (PACKAGE / name).is_dir()} - {
+        room.relative_to(PACKAGE).parts[0],
+        "types",
+        "config",
+        "remote",
+    }
 
 
 def loops() -> str:

@@ -1,5 +1,4 @@
-"""Inference: one engine per replica behind one protocol. `engines.py` lists the engines, `replica.py` gates one,
-`membership.py` and `replica_pool.py` hold the fleet.
+"""Inference: one engine per replica behind one protocol. `engines.py` lists the engines, `replica.py` gates one.
 
-Runs in: replica; driver (pool).
+Runs in: replica.
 """

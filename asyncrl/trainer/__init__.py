@@ -1,4 +1,4 @@
-"""Trains: planner, packing and pool in the driver; `step/` is the training step over any backend, `fsdp/` the backend
+"""Trains: planner and packing; `step/` is the training step over any backend, `fsdp/` the backend
 of FSDP2, `megatron/` that of Megatron-core.
 
 Runs in: driver, trainer rank.

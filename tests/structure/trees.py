@@ -1,10 +1,13 @@
 """Syntax trees of source files."""
 
 import ast
+import functools
 
 
+@functools.cache
 def tree_of(source: str) -> ast.Module:
-    """CPython 3.11 sometimes takes its own depth for wrong, and says so by SystemError (its issue 106905)."""
+    """Parsed once for all tests, which only read it. CPython 3.11 sometimes misjudges its own depth, and raises
+    SystemError (its issue 106905)."""
     for _ in range(5):
         try:
             return ast.parse(source)
