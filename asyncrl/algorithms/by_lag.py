@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET
 from asyncrl.types.metrics import Metric
 
 ROWS = 7

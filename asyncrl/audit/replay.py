@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -9,10 +10,29 @@ from typing import Any
 
 from asyncrl.audit.audit_report import COUNTS, STATES, Finding, Limits, Rollback
 from asyncrl.audit.driver import Driver
-from asyncrl.audit.fields import read_event
-from asyncrl.audit.replay_state import NOTHING, Announced, GroupNow, Mark
-from asyncrl.audit.saved import Saved
+from asyncrl.audit.saved import NOTHING, Announced, GroupNow, Mark, Saved
+from asyncrl.json_records import from_plain
+from asyncrl.ranges import is_finite
 from asyncrl.types import LedgerCounts, events
+from asyncrl.types.events import ENVELOPE, Event
+
+# An event out of the JSON object that a line holds.
+
+
+def read_event(line: Mapping[str, Any]) -> Event | str:
+    """The event, or what is wrong with its form."""
+    kind = line.get("event")
+    record = events.EVENTS.get(kind) if isinstance(kind, str) else None
+    if record is None:
+        return f"malformed: there is no event {json.dumps(kind)[:80]}"
+    try:
+        for time in ("time_s", "monotonic_s"):
+            if type(line.get(time)) not in (int, float) or not is_finite(line[time]):
+                raise ValueError(f"{time} is no time")
+        return from_plain(record, {name: value for name, value in line.items() if name not in ENVELOPE})
+    except ValueError as error:
+        return f"malformed: {error} in {json.dumps(line)[:200]}"
+
 
 EVENTS = "events.jsonl"
 # `waiting` is a running group that waits to be issued again.

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from asyncrl.audit.replay_state import GroupNow
+from asyncrl.audit.audit_report import COUNTS
 from asyncrl.json_records import from_plain
 from asyncrl.ranges import Whole
 from asyncrl.types import LedgerCounts
@@ -77,3 +77,40 @@ def _intact(path: Path, name: str, listed: Mapping[str, Any]) -> Any:
     if xxhash.xxh3_64_hexdigest(data) != listed[name]["xxh3_64"]:
         raise ValueError(f"{name} has other content than was written")
     return json.loads(data)
+
+
+# The records that the replay keeps of groups, snapshots and steps.
+
+
+class GroupNow(NamedTuple):
+    """The latest state of an ordinal. `version`: of its oldest token, or of its admission. A tuple, because one is made
+    for every event and a frozen dataclass takes three times as long to make."""
+
+    state: str
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The moment of a snapshot."""
+
+    line: int
+    journal: int
+    step: int
+    version: int
+    next_ordinal: int
+    counts: Mapping[str, int]
+
+
+NOTHING = Mark(0, 0, 0, 0, 0, dict.fromkeys(COUNTS, 0))
+"""Before the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A `step` event that the queue has not committed yet."""
+
+    line: int
+    ordinals: tuple[int, ...]
+    lag_max: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,16 @@ from asyncrl.checkpoint.locate import FoundCheckpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.checkpoint.trust import TRUST_RUN
-from asyncrl.commands.new_directory import new_directory, require_new
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import is_hub_model
-from asyncrl.errors import ConfigError, explain
+from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.backends import open_training_state, require_trains, write_training_state, written_by
 from asyncrl.trainer.training_state import MODELS
 from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
     from asyncrl.trainer.training_state import TrainingState
+
 
 RECORD = "converted.json"
 """File of a converted checkpoint: where it is from, and what it has of that."""
@@ -119,3 +120,27 @@ def _config(path: str, model: ModelConfig, asked: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         do = "name a directory in Hugging Face format, or a hub name that this machine can reach, with --model"
         raise ConfigError(explain(asked, str(error), do)) from error
+
+
+# A directory that exists only when it is complete.
+
+
+def require_new(out: Path) -> None:
+    """Raises ConfigError: there is something at `out`."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(explain(f"export to {out}", "it exists", "name a directory that does not exist yet"))
+
+
+@contextlib.contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` when what is inside has not raised. Raises StorageError."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(out)
+    except OSError as error:
+        raise StorageError(explain(f"write {out}", str(error), "make room there, or name another directory")) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

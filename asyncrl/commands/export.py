@@ -22,8 +22,7 @@ from rich.console import Console
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, require_trusted
-from asyncrl.commands.convert import convert
-from asyncrl.commands.new_directory import new_directory, require_new
+from asyncrl.commands.convert import convert, new_directory, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import html
 import json
 import sys
+from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, unwritable
-from asyncrl.report.html import page
 from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.report.trace import chrome_trace
@@ -69,3 +72,30 @@ def write(out: Path, content: bytes) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# One HTML file from the data of a report: styles, scripts and data are inside.
+
+
+def page(title: str, data: Mapping[str, Any]) -> str:
+    """The whole file. It asks for nothing from a network: its policy forbids it."""
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": _asset("uplot.css") + _asset("page.css"),
+        "LIBRARY": _asset("uplot.js"),
+        "SCRIPT": _asset("page.js"),
+        "DATA": _embedded(data),
+    }
+    text = _asset("page.html")
+    for name, part in parts.items():
+        text = text.replace("{{" + name + "}}", part, 1)
+    return text
+
+
+def _asset(name: str) -> str:
+    return (files("asyncrl.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that may stand in a script element, whatever texts it holds: nothing in it ends the element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")

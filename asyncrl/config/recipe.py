@@ -15,7 +15,6 @@ from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
 from asyncrl.config.environments import JUDGES
 from asyncrl.config.evaluation import EvalConfig
-from asyncrl.config.lengths import OVERLONG_SHARE, response_limit, with_lengths
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.model_pool import ModelPoolConfig
 from asyncrl.config.observability import ObservabilityConfig
@@ -23,7 +22,7 @@ from asyncrl.config.placement import Placement, require_turns, require_wakes, wi
 from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.config.rollout import RolloutConfig, with_experts
+from asyncrl.config.rollout import OVERLONG_SHARE, RolloutConfig, response_limit, with_experts, with_lengths
 from asyncrl.config.run import RayConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
 from asyncrl.config.trainer import TrainerConfig

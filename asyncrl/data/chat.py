@@ -10,8 +10,7 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids
-from asyncrl.data.tool_calls import ParserName, parser_for, template_text, written
-from asyncrl.data.tool_prompt import ToolPrompt, with_tools
+from asyncrl.data.tool_calls import ParserName, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:

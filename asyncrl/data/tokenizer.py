@@ -15,7 +15,7 @@ from asyncrl.config.places import check_place
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
-from asyncrl.data.tool_prompt import ToolPrompt, with_tools
+from asyncrl.data.tool_calls import ToolPrompt, with_tools
 from asyncrl.errors import ConfigError, DataError, explain
 
 if TYPE_CHECKING:

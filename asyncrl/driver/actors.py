@@ -21,8 +21,8 @@ from asyncrl.config.threads import trainer_threads
 from asyncrl.driver.cluster.nodes import spans, usable_nodes
 from asyncrl.driver.cluster.places import Places
 from asyncrl.driver.cluster.ray_session import Cluster
-from asyncrl.driver.cores import local_cores
 from asyncrl.driver.fleet.actor_channels import QueueChannel, RolloutControl
+from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.pool_settings import PoolSettings
@@ -31,16 +31,16 @@ from asyncrl.driver.fleet.rollout_fleet import RolloutFleet
 from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
 from asyncrl.driver.fleet.run_server_control import RunServerControl
 from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
-from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.run_spec import RunSpec
+from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.queue.queue_client import QueueControl
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.remote.untraced import untraced
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles

@@ -28,15 +28,13 @@ from asyncrl.data.tokenizer import (
     stop_token_ids,
     vocabulary,
 )
-from asyncrl.data.tool_calls import format_of, template_text
-from asyncrl.data.tool_prompt import takes_tools
+from asyncrl.data.tool_calls import format_of, takes_tools, template_text
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.advice import advice
 from asyncrl.driver.cluster.address import joined_address, visible_gpus
 from asyncrl.driver.cluster.placement import Demand, describe_demand
-from asyncrl.driver.cores import local_cores
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
-from asyncrl.driver.trainer_plan import trainer_plan
+from asyncrl.driver.trainer_plan import local_cores, trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import (
     ENGINES,

@@ -67,8 +67,7 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.watchdog import Watchdog
-from asyncrl.remote.failure_policy import FailureAction, failure_action
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
 from asyncrl.remote.waits import WAITS
 from asyncrl.types.events import RunEnded, RunFaulted, RunStarted, TrainingFailed, TrainingRestarted
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.environments.custom import make_custom, require_environment
+from asyncrl.environments.environment import make_custom, require_environment
 from asyncrl.registry import resolve
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncrl.config.recipe import Recipe
     from asyncrl.data.chat import Chat
-    from asyncrl.data.tool_prompt import ToolPrompt
+    from asyncrl.data.tool_calls import ToolPrompt
     from asyncrl.environments.environment import Environment, Managed, Session, Task
 
 

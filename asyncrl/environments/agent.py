@@ -18,8 +18,7 @@ from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import ParserName, parser_for
 from asyncrl.environments.agent_program import AgentProgram
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
-from asyncrl.environments.environment import Session, Task
-from asyncrl.environments.limits import limits_of
+from asyncrl.environments.environment import Session, Task, limits_of
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.types import Trajectory

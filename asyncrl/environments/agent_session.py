@@ -9,12 +9,10 @@ from typing import Any
 
 from asyncrl.chat.errors import ApiError
 from asyncrl.chat.messages import with_names
-from asyncrl.data.tool_calls import PARSERS, ParserName, described
-from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.data.tool_calls import PARSERS, ParserName, ToolPrompt, described
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.environment import Session
-from asyncrl.environments.limits import TrajectoryLimits
+from asyncrl.environments.environment import Session, TrajectoryLimits
 from asyncrl.errors import DataError, GenerationError
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from packaging.specifiers import SpecifierSet
 
+from asyncrl.config.checks import require
+from asyncrl.config.recipe import Recipe
+from asyncrl.config.rollout import response_limit
 from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
+from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 
@@ -72,3 +80,87 @@ class Managed(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+# Builds environments and tools that users wrote.
+
+
+def make_custom(key: str, name: str, made: Callable[[], Any]) -> Any:
+    """What `package.module:Name` gives when it is called. Raises ConfigError: whatever that raised."""
+    try:
+        return made()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a class may call sys.exit
+        found = f"making it raised {type(error).__name__}: {error}"
+        do = "name a class that can be called without arguments"
+        raise ConfigError(explain(f"{key}={name}", found, do)) from error
+
+
+def require_environment(name: str, built: Any) -> None:
+    """Raises ConfigError: it has no method `run(task, session)`."""
+    run: Any = getattr(built, "run", None)
+    found = "" if callable(run) else "it has no method run"
+    if not found:
+        try:
+            inspect.signature(run).bind(None, None)
+        except (TypeError, ValueError) as error:
+            found = f"its run cannot be called with a task and a session: {error}"
+    if found:
+        do = "write async def run(self, task, session) -> Trajectory"
+        raise ConfigError(explain(f"rollout.environment={name}", found, do))
+
+
+# How long a trajectory of several turns may become.
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryLimits:
+    """`total_tokens`: of prompt and response together, as the replicas and the trainer take them. `response_tokens`: of
+    all turns and tool results together. `turn_tokens`: of one turn of the policy."""
+
+    total_tokens: int
+    response_tokens: int
+    turn_tokens: int
+
+    def room(self, prompt_tokens: int, response_tokens: int) -> int:
+        """Tokens that may still come; 0 or less: none."""
+        return min(self.response_tokens, self.total_tokens - prompt_tokens) - response_tokens
+
+
+def limits_of(recipe: Recipe) -> TrajectoryLimits:
+    total = min(recipe.rollout.max_model_len, recipe.max_tokens_per_microbatch)
+    return TrajectoryLimits(total, response_limit(recipe.rollout), recipe.rollout.sampling.max_response_tokens)
+
+
+# The packages that environments of others need: installed only where a recipe names one of them.
+
+
+PACKAGES = {
+    "gymnasium": ("rollout.environment=gymnasium", "gymnasium", ">=1.0,<2"),
+    "mcp": ("rollout.tool_use.mcp", "mcp", ">=2.0,<3"),
+    "openenv": ("rollout.environment=openenv", "openenv", ">=0.4,<1"),
+    "verifiers": ("rollout.environment=verifiers", "verifiers", ">=0.4,<0.5"),
+}
+"""Module, named as its package -> what of a recipe needs it, the extra of asyncrl that installs it, its versions."""
+
+
+def require_package_of(module: str) -> None:
+    """Raises ConfigError: the package is not installed, or in a version that does not fit."""
+    asked, extra, versions = PACKAGES[module]
+    require(
+        importlib.util.find_spec(module) is not None,
+        asked=asked,
+        found=f"the package {module} is not installed",
+        do=f"pip install 'asyncrl[{extra}]'",
+    )
+    try:
+        installed = importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return  # its source is on the path, and no version is known
+    require(
+        SpecifierSet(versions).contains(installed, prereleases=True),
+        asked=asked,
+        found=f"{module} {installed}, needed {versions}",
+        do=f"pip install 'asyncrl[{extra}]'",
+    )

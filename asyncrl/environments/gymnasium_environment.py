@@ -9,12 +9,10 @@ from typing import Any
 
 from asyncrl.config.environments import GymnasiumConfig
 from asyncrl.config.recipe import Recipe
-from asyncrl.environments.environment import Session, Task
+from asyncrl.environments.environment import Session, Task, limits_of, require_package_of
 from asyncrl.environments.episode import EpisodeRules, play, setting_of
 from asyncrl.environments.gymnasium_worker import GymnasiumRequest, make_checked
-from asyncrl.environments.limits import limits_of
 from asyncrl.environments.observation import EnvironmentReply
-from asyncrl.environments.packages import require_package_of
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import Trajectory
 from asyncrl.workers.messages import WorkerSpec

@@ -12,11 +12,9 @@ from asyncrl.config.environments import InterleavedConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
 from asyncrl.data.tokenizer import stop_token_ids
-from asyncrl.data.tool_calls import described_between, parse_between
-from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.data.tool_calls import ToolPrompt, described_between, parse_between
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.environment import Session, Task
-from asyncrl.environments.limits import TrajectoryLimits, limits_of
+from asyncrl.environments.environment import Session, Task, TrajectoryLimits, limits_of
 from asyncrl.environments.observation import for_policy, without
 from asyncrl.environments.toolbox import Toolbox, tool_schemas
 from asyncrl.errors import ConfigError, explain

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat, Message
-from asyncrl.data.tool_calls import PARSERS, Call, described, parser_for
-from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.data.tool_calls import PARSERS, Call, ToolPrompt, described, parser_for
 from asyncrl.environments.conversation import Conversation
-from asyncrl.environments.environment import Session, Task
-from asyncrl.environments.limits import TrajectoryLimits, limits_of
+from asyncrl.environments.environment import Session, Task, TrajectoryLimits, limits_of
 from asyncrl.environments.observation import for_policy, speakable
 from asyncrl.environments.toolbox import Toolbox, tool_schemas
 from asyncrl.environments.tools.tool import ToolResult

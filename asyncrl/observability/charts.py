@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.types.lag import LAG_BUCKETS
+from asyncrl.types.guard import LAG_BUCKETS
 from asyncrl.types.metrics import Metric
 
 ChartKind = Literal["lines", "stack"]

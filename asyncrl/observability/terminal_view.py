@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.types.lag import LAG_BUCKETS
+from asyncrl.types.guard import LAG_BUCKETS
 from asyncrl.types.metrics import QUEUE_METRICS, Metric
 
 BAR = 40

@@ -27,8 +27,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.staleness import GuardConfig
-from asyncrl.types.guard import GuardAction, GuardState
-from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardAction, GuardState
 from asyncrl.types.metrics import Metric
 
 HEALTHY = 0.5

@@ -11,9 +11,8 @@ from asyncrl.config.rewards import GroupRewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
-from asyncrl.rewards.calls import GroupResult
 from asyncrl.rewards.custom import Awaiter, checked_result
-from asyncrl.rewards.reward import RewardResult
+from asyncrl.rewards.reward import GroupResult, RewardResult
 
 _SIGNATURE = "(responses: list[str], row: PromptRow) -> one RewardResult or number for each response"
 _PAIR_SIGNATURE = "(first: str, second: str, row: PromptRow) -> share in [0, 1] with which the first is better"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 
 
@@ -20,3 +21,42 @@ class RewardFunction(Protocol):
     """Judges a response. Pure: the same text and row give the same result, in any process."""
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult: ...
+
+
+# What a rollouter and its reward processes send each other.
+
+
+Response = str | bytes
+"""Its text; or its token ids as int32, which the process decodes: it needs no numpy for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSettings:
+    """`decoder`: the JSON of the tokenizer that decodes token ids; None: responses are texts."""
+
+    config: RewardConfig
+    decoder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    response: Response
+    row: PromptRow
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RewardRequest, (self.response, self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A whole group: its responses, in order, and their row."""
+
+    responses: tuple[Response, ...]
+    row: PromptRow
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The rewards of a group, in the order of its responses."""
+
+    rewards: tuple[RewardResult, ...]

@@ -14,8 +14,7 @@ import numpy as np
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
-from asyncrl.rewards.calls import GroupRequest, GroupResult, Response, RewardRequest, RewardSettings
-from asyncrl.rewards.reward import RewardResult
+from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
 

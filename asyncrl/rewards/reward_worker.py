@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl.rewards import build_reward
-from asyncrl.rewards.calls import GroupRequest, GroupResult, Response, RewardRequest, RewardSettings
 from asyncrl.rewards.group import build_group_reward
-from asyncrl.rewards.reward import RewardResult
+from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.worker_loop import serve
 
 

@@ -11,8 +11,7 @@ from asyncrl.chat.errors import ApiError
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.tokenizer import stop_token_ids
-from asyncrl.data.tool_calls import ParserName, described, parser_for, template_text
-from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.data.tool_calls import ParserName, ToolPrompt, described, parser_for, template_text
 from asyncrl.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet import replica_pool
+from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed

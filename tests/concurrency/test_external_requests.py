@@ -15,7 +15,7 @@ from asyncrl.driver.preflight import check_server
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import publish

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.driver.fleet.rollout_fleet import RolloutFleet, together
 from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaRow, ReplicaTable, RolloutStats
 from asyncrl_testing.local import Rows
 from tests.concurrency.test_rollout_supervisor import Scripted

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
 from asyncrl.types import EvalResult, RolloutStats
 from asyncrl_testing.local import Rows

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.config.environments import ToolUseConfig
-from asyncrl.environments.tools.tool_pool import ToolPool
+from asyncrl.environments.toolbox import ToolPool
 from asyncrl.errors import ConfigError, ProcessDied
 
 pytestmark = pytest.mark.contract

@@ -21,7 +21,7 @@ from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
-from asyncrl.trainer.host_state import HostState
+from asyncrl.trainer.host_copies import HostState
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.audit import Audit, Limits
-from asyncrl.audit.replay_state import GroupNow
-from asyncrl.audit.saved import Saved
+from asyncrl.audit.saved import GroupNow, Saved
 from asyncrl.types import LedgerCounts
 
 B, MAX_LAG, STEPS, REPLICAS = 2, 2, 5, 3

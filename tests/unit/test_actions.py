@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.environments.actions import last_choice, last_match, last_tagged
+from asyncrl.environments.episode import last_choice, last_match, last_tagged
 from asyncrl.environments.observation import for_policy
 from tests.environments import chat_with
 

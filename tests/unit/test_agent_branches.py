@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.chat.errors import ApiError
 from asyncrl.environments.agent_requests import parse_request
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
-from asyncrl.environments.limits import TrajectoryLimits
+from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment
 from tests.environments import chat_with

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.audit import Audit, Finding
-from asyncrl.audit.fields import read_event
 from asyncrl.audit.log import read_log
 from asyncrl.audit.metrics import check_metrics
+from asyncrl.audit.replay import read_event
 from asyncrl.observability.events import EventLog
 from asyncrl.types.events import ENVELOPE, EVENTS
 from tests.unit.audit_model import LIMITS, Event, Run, broken_promise, edited, mutations, sealed, surviving

@@ -11,7 +11,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer
-from asyncrl.data.tool_prompt import ToolPrompt
+from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError
 from tests.environments import PLAIN, QWEN, chat_with, tokenizer_with
 

@@ -8,11 +8,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from asyncrl.config.lengths import response_limit
 from asyncrl.config.load import load_recipe
+from asyncrl.config.rollout import response_limit
 from asyncrl.environments import check_environment
+from asyncrl.environments.environment import PACKAGES
 from asyncrl.environments.observation import MAX_TEXT_CHARS, for_policy
-from asyncrl.environments.packages import PACKAGES
 from asyncrl.errors import ConfigError
 from tests.environments import chat_with
 from tests.unit.test_recipes import QUICKSTART, ROOT

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.layout import Layout
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig, Layout, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import require_fits
 from asyncrl.trainer.fsdp.context import ContextRanks, HeadExchange

@@ -19,8 +19,7 @@ from asyncrl.json_records import from_plain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.guard import MAX_SEVERITY, GuardReading, LagReading, OffPolicyGuard
 from asyncrl.types import LedgerCounts
-from asyncrl.types.guard import GuardState
-from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardState
 from asyncrl.types.metrics import Metric
 
 pytestmark = pytest.mark.unit

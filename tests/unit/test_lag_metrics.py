@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.by_lag import SHAPE, means_by_lag, sums_by_lag
 from asyncrl.driver.step_record import StepRecord
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths, TokenLag
-from asyncrl.types.lag import LAG_BUCKETS, lag_bucket, lag_buckets_to
+from asyncrl.types.guard import LAG_BUCKETS, lag_bucket, lag_buckets_to
 from asyncrl.types.metrics import Metric
 
 pytestmark = pytest.mark.unit

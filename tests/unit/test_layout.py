@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.layout import Layout
-from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.trainer import Layout, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import BACKENDS, open_checkpoint
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.driver.fleet.membership import FORGETS, TRANSITIONS, Event, Membership
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaState
 
 pytestmark = pytest.mark.unit

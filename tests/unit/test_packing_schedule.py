@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.step.loop import learning_rate
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from asyncrl.trainer.host_state import HostState, Slot
+from asyncrl.trainer.host_copies import HostState, Slot
 from asyncrl.weights.pinned_memory import pin, pinned_empty, unpin
 from asyncrl_testing.cuda_driver import FakeDriver
 

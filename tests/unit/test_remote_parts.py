@@ -10,7 +10,7 @@ from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.driver.cluster.placement import Demand
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.remote.labels import ForeignWeights, Labels
+from asyncrl.inference.remote.dialect import ForeignWeights, Labels
 from asyncrl.inference.remote.orders import read_order, write_order
 from asyncrl.inference.remote.publish_calls import require_reachable
 from asyncrl.inference.remote.server_client import read_key

@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from asyncrl.commands.report import main
+from asyncrl.commands.report import main, page
 from asyncrl.errors import ConfigError
 from asyncrl.observability.charts import CHARTS
 from asyncrl.report.findings import findings, helps_most
-from asyncrl.report.html import page
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run

@@ -10,9 +10,9 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import DataError
 from asyncrl.rewards import check_rows
 from asyncrl.rewards.code import find_program, forms
-from asyncrl.rewards.code.answers import equal, printed, reported
 from asyncrl.rewards.code.forms import Case
 from asyncrl.rewards.code.harness import free_names, usual
+from asyncrl.rewards.code.reward import equal, printed, reported
 from asyncrl.rewards.code.statements import Statements
 
 pytestmark = pytest.mark.unit

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.schedule import learning_rate, scheduled_rate
+from asyncrl.trainer.step.loop import learning_rate, scheduled_rate
 
 pytestmark = pytest.mark.unit
 

@@ -18,12 +18,12 @@ import zmq.asyncio
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.inference.sglang.engine import SglangStream
 from asyncrl.inference.sglang.host import all_read
 from asyncrl.inference.sglang.host_main import kv_cache
 from asyncrl.inference.sglang.host_process import engine_arguments
 from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import asked
-from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl_testing.engine_client import make_request
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import rank_threads, trainer_threads
 from asyncrl.driver import actors
-from asyncrl.driver.cores import local_cores
+from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.driver.step_record import ReplicaShares
-from asyncrl.observability.time_account import TimeAccount
+from asyncrl.driver.step_record import ReplicaShares, TimeAccount
 from asyncrl.rollout.replica_time import ReplicaTime, ReplicaUse
 from asyncrl.types import RolloutStats
 

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.router import Affinity, Router
+from asyncrl.serving.app import TurnTable, request_id_of
 from asyncrl.serving.places import PlaceQueue
-from asyncrl.serving.turns import TurnTable, request_id_of
 
 pytestmark = pytest.mark.unit
 

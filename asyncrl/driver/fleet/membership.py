@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaState
 
 Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed", "leave"]

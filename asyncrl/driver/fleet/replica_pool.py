@@ -12,12 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
+from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.membership import Membership
 from asyncrl.driver.fleet.pool_settings import ASK_AGAIN_S, AWAY_AFTER, EXIT_S, LEAVE_S, SLEEP_S, PoolSettings
-from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, NoPlace, RunFailed, explain
-from asyncrl.remote.failure_policy import FailureAction, failure_action
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
 from asyncrl.remote.waits import replica
 from asyncrl.types import ReplicaHandle, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
-from asyncrl.remote.failure_policy import FailureAction, failure_action
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
 from asyncrl.types.events import Event, RollouterFailed, RollouterRestarted

@@ -12,7 +12,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from asyncrl.errors import AsyncRLError, ProcessDied
-from asyncrl.remote.restart_budget import RestartBudget
+from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from dataclasses import replace
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import BadRequest, GenerationError, explain
-from asyncrl.inference.remote.detect import ask
-from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ModelTokens, ServerDialect
-from asyncrl.inference.remote.labels import ForeignWeights, Labels
+from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ForeignWeights, Labels, ModelTokens, ServerDialect
 from asyncrl.inference.remote.server_client import Call, Refused, ServerClient, Unanswered, Unreachable, read_key
+from asyncrl.inference.remote.support import ask
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import StampedStream, end_output

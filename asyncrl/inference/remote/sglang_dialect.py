@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, DOCS, AnswerReader, ModelTokens, ServerDialect
-from asyncrl.inference.remote.labels import Labels
+from asyncrl.inference.remote.dialect import ASK_S, DOCS, AnswerReader, Labels, ModelTokens, ServerDialect
 from asyncrl.inference.remote.publish_calls import ReloadPublishCalls
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.remote.sglang_facts import MODEL, STATE, SglangFacts, require_usable

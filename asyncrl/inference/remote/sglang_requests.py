@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import BadRequest, GenerationError, explain
-from asyncrl.inference.remote.labels import Labels
+from asyncrl.inference.remote.dialect import Labels
 from asyncrl.inference.sglang.outputs import output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output

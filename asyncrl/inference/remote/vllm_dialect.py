@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
-from asyncrl.inference.remote.dialect import AnswerReader, ModelTokens, ServerDialect
-from asyncrl.inference.remote.labels import Labels
+from asyncrl.inference.remote.dialect import AnswerReader, Labels, ModelTokens, ServerDialect
 from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, ReloadPublishCalls
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.remote.vllm_facts import ServerFacts, require_usable

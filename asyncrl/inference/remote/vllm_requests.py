@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import GenerationError, explain
-from asyncrl.inference.remote.labels import Labels
+from asyncrl.inference.remote.dialect import Labels
 from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl.inference.vllm.sampling_params import stream_seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,36 @@ from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments, runs_on_cpu
 from asyncrl.inference.sglang.sampling_params import asked
-from asyncrl.inference.sglang.streams import SglangStream
 from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
-from asyncrl.inference.shared.stamped_stream import Output
+from asyncrl.inference.shared.stamped_stream import Output, StampedStream
 from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
+
+# One request inside SGLang.
+
+
+class SglangStream(StampedStream):
+    """The adapter's record of one request to SGLang."""
+
+    package = "SGLang"
+    no_spans = (
+        "it was sampled under two versions, and this SGLang does not say which token under which",
+        "set rollout.interrupt=abort_resume, or install sglang>=0.5.19",
+    )
+
+    def __init__(self, request: GenerationRequest) -> None:
+        super().__init__(request)
+        self.outputs: asyncio.Queue[Output] = asyncio.Queue()
+        self.rid = ""
+        """Of the present attempt in SGLang."""
+
+    def enter(self) -> None:
+        self.rid = uuid.uuid4().hex
+        super().enter()
+
 
 _STOP_S = 10.0
 

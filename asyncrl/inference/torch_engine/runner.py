@@ -15,10 +15,10 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
-from asyncrl.inference.torch_engine.recorded_experts import ExpertRecorder
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
+from asyncrl.weights.experts import routers_of
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory, and its delay of the running requests."""
@@ -218,3 +218,36 @@ def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str
     if not top_ids.shape[1]:
         return logprobs, {}
     return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}
+
+
+# What the routers of a mixture choose while the embedded engine decodes.
+
+
+class ExpertRecorder:
+    """Keeps what the routers chose in one forward pass at a time. Owns a hook on each router.
+
+    Attributes:
+        row: (L, k): layers with experts, and experts of a token in each; None of a model without routers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        routers = routers_of(model)
+        self.row = (len(routers), int(model.config.num_experts_per_tok)) if routers else None
+        self._is_on = False
+        self._chosen: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(self._keep)
+
+    def begin(self) -> None:
+        """From now on the routers are listened to."""
+        self._is_on = True
+
+    def end(self) -> np.ndarray:
+        """[tokens, L, k] int16: the choices since `begin`, a single forward pass."""
+        self._is_on = False
+        chosen, self._chosen = self._chosen, []
+        return torch.stack(chosen, dim=1).cpu().numpy().astype(np.int16)
+
+    def _keep(self, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        if self._is_on:
+            self._chosen.append(output[2])

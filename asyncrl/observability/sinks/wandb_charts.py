@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
+from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET
 from asyncrl.types.metrics import Metric, Record
 
 EVERY_STEPS = 20

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.backend import SAVING_TIMEOUT
@@ -17,12 +18,13 @@ from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import FLASH_ATTENTION, Kernels, choose_attention
 from asyncrl.trainer.fsdp.models import Models
-from asyncrl.trainer.fsdp.publication import Publication
 from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.weights.encodings.lora import LORA_B
+from asyncrl.weights.experts import unfused
 
 logger = logging.getLogger(__name__)
 
@@ -156,3 +158,32 @@ class FsdpBackend:
         """The entries of a checkpoint that are checked rather than loaded."""
         total = torch.tensor(self._spec.total_steps, dtype=torch.int64)
         return self._models.lora_facts() | {sharded_state.TOTAL_STEPS: total}
+
+
+# The tensors of a publish: the whole policy in the replicas' dtype, with each expert apart as in a checkpoint, or
+# only its adapters.
+
+
+class Publication:
+    def __init__(self, model: PreTrainedModel, spec: TrainerSpec, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._scale = lora.scale_of(spec.trainer.lora) if spec.trainer.lora.rank else None
+        self._dtype_name = spec.model.inference_dtype if self._scale is None else "float32"
+        self._dtype: torch.dtype = getattr(torch, self._dtype_name)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name, tuple(part.shape), self._dtype_name, part.numel() * self._dtype.itemsize)
+            for fused, tensor in sharded_state.published_tensors(self._model)
+            for name, part in unfused(fused, torch.empty(tensor.shape, device="meta"))
+        )
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective: every rank must exhaust the iterator."""
+        for name, tensor in sharded_state.published_tensors(self._model):
+            # cast before gathering, half the bytes for 16-bit replicas; on the device, whose group is NCCL's
+            whole = sharded_state.full(tensor.to(self._device, self._dtype)).detach()
+            if self._scale is not None and name.endswith(LORA_B):
+                whole = whole * self._scale
+            yield from unfused(name, whole)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel
@@ -18,12 +19,12 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.critic import Critic
-from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, shard
+from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, packed_forward, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
+from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import StepModels
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
@@ -148,3 +149,26 @@ class Models:
 def _embedding_rows(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
+
+
+# The value model of advantage gae: the policy's architecture with one output in place of the vocabulary.
+
+
+class Critic(nn.Module):
+    """`backbone` gives hidden states; `head` computes in float32 and starts at zero, so that every value does."""
+
+    def __init__(self, backbone: PreTrainedModel, context: ContextRanks | None = None) -> None:
+        """`context`: the ranks that share each row; None: this rank has whole rows."""
+        super().__init__()
+        self._context = context or ContextRanks()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: PackedTokens) -> torch.Tensor:
+        """[n] float32: the value of the text before each predicted token; the same on all ranks that share the row."""
+        part = self._context.part_of(tokens)
+        values = self.head(packed_forward(self.backbone, part)[0].float())
+        # a tensor of its own: FSDP attaches hooks to the returned one, and a view may lose them
+        return part.of_row(values.squeeze(-1).clone())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.host_state import HostState, Slot
+from asyncrl.trainer.host_copies import HostState, Slot
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.host_state import HostState, Slot
+from asyncrl.trainer.host_copies import HostState, Slot
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TransferSource, VllmNcclSource
+from asyncrl.types import (
+    CollectiveSource,
+    Digest,
+    DiskSource,
+    IpcSource,
+    Manifest,
+    PartsSource,
+    TransferSource,
+    VllmNcclSource,
+)
 from asyncrl.weights.object_store import is_url
-from asyncrl.weights.transport import WeightReceiver, WeightSender
+from asyncrl.weights.plan import part_manifests
+from asyncrl.weights.transport import WeightReceiver, WeightSender, WeightSink
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from asyncrl.weights.transports.control_channel import Deadline
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
-from asyncrl.weights.transports.parts import PartsReceiver
 from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
@@ -85,3 +96,25 @@ def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu"
 def _unknown(transport: str) -> ConfigError:
     do = f"use one of {', '.join((*TRANSPORTS, VLLM_NCCL))}"
     return ConfigError(explain(f"weights.transport={transport}", "no such transport", do))
+
+
+# Receives a publish that several trainer ranks send, each a run of its tensors, over any transport.
+
+
+class PartsReceiver:
+    """Implements `WeightReceiver`. Owns the receivers of all parts."""
+
+    def __init__(self, source: PartsSource, receivers: Sequence[WeightReceiver]) -> None:
+        """`receivers`: one for each of `source.parts`."""
+        self._source, self._receivers = source, receivers
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        deadline, digest = Deadline(timeout_s), ()
+        parts = part_manifests(manifest, self._source.first_tensors, self._source.bucket_bytes)
+        for receiver, part in zip(self._receivers, parts, strict=True):
+            digest += receiver.receive(part, sink, deadline.remaining_s()) or ()
+        return digest if manifest.verify else None
+
+    def close(self) -> None:
+        for receiver in self._receivers:
+            receiver.close()
