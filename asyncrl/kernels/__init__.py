@@ -1,4 +1,4 @@
-"""Arithmetic that torch has, done by what is faster on the processor at hand.
+"""Matrix products by oneDNN, on processors where it is faster than torch's default.
 
 Runs in: trainer ranks, replicas.
 """

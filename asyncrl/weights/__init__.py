@@ -1,4 +1,4 @@
 """Moves the bytes of a publish: bucket plan, digests and transports; `encodings/` says what the tensors are.
 
-Runs in: trainer rank 0, replica.
+Runs in: sending trainer ranks, replica.
 """
