@@ -56,7 +56,7 @@ def _copies(recipe: Recipe, of_stages: Sequence[Sequence[TensorSpec]]) -> Iterat
     if recipe.sends_snapshots:
         yield f"sent from a copy in host memory: {sender}"
     if recipe.weights.stage:
-        yield f"staged in host memory: at least {worker}"
+        yield f"staged in host memory: {worker}"
     if recipe.weights.encoding == "delta":
         yield f"encoding delta keeps a copy in host memory: {sender}, {worker}"
 

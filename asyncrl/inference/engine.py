@@ -68,8 +68,7 @@ class StagingEngine(Protocol):
     """An engine that receives a publish while it samples, and stands still only while it loads it."""
 
     async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """Receives one publish into host memory, paused or not, and may load it beside the model; returns as
-        `load_weights`.
+        """Receives one publish into host memory, paused or not; returns as `load_weights`.
 
         Raises WeightTransferError, DeadlineExceeded; the weights that are served stay as they are.
         """

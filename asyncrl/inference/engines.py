@@ -55,9 +55,8 @@ class EngineSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a replica's processes need before the engine is imported."""
     preload: tuple[str, ...] = ()
-    """Modules of a process that one of a replica may be forked from on a CPU: their imports leave no thread."""
-    after_fork: str = ""
-    """`package.module:function`, called in the forked process while it has one thread."""
+    """Modules of a process that one of a replica may be forked from on a CPU: their imports leave no thread, and do not
+    look for Ray, which is not there."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
     records: tuple[str, ...] = ()
@@ -93,8 +92,10 @@ ENGINES: dict[str, EngineSpec] = {
         records=("experts",),
         records_on_cpu=False,
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
-        after_fork="asyncrl.inference.vllm.fork_server:become_fork_server_too",
-        preload=("asyncrl.inference.vllm.preload", "vllm.v1.engine.async_llm", "asyncrl.inference.vllm.engine"),
+        preload=(
+            *("vllm.engine.arg_utils", "vllm.v1.metrics.loggers", "vllm.v1.engine.output_processor"),
+            "asyncrl.inference.vllm.engine",
+        ),
         local_environment={
             "VLLM_RPC_BASE_PATH": SCRATCH,
             "VLLM_HOST_IP": "127.0.0.1",

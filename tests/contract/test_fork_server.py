@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from asyncrl.driver.cluster import fork_server, fork_worker
-from asyncrl.driver.cluster.fork_server import AFTER_FORK, SOCKET_VARIABLE, WORKER, ForkServer
+from asyncrl.driver.cluster.fork_server import SOCKET_VARIABLE, WORKER, ForkServer
 
 pytestmark = [
     pytest.mark.contract,
@@ -47,7 +47,6 @@ print("Ray's own", *sys.argv[1:])
 def place(tmp_path, monkeypatch):
     """Modules that a server imports, a script to run as a process, and a package that stands for Ray."""
     (tmp_path / "heavy.py").write_text("import os\nos.environ['SET_BY_IMPORT'] = 'heavy'\nHOOKED = []\n")
-    (tmp_path / "hook.py").write_text("import os\ndef call():\n    os.environ['HOOKED'] = str(os.getpid())\n")
     (tmp_path / "threads.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\n"
     )
@@ -154,14 +153,6 @@ def test_where_no_server_can_start_there_is_none(place, monkeypatch):
         server.start(environment_of(place), [])
         assert server.directory is None
     assert not list(Path(tempfile.gettempdir()).iterdir())
-
-
-def test_its_hook_is_called_first_and_only_where_it_is_asked_for(place):
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
-        found = ask(server, place, **{AFTER_FORK: "hook:call"})
-        assert found["environment"]["HOOKED"] == str(found["pid"])
-        assert "HOOKED" not in ask(server, place)["environment"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.serving import byte_tokenizer
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
-START_S = 120.0
+START_S = 240.0
 
 
 @pytest.fixture(scope="module")

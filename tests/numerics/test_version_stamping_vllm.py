@@ -14,7 +14,7 @@ from tests.make import require_vllm
 
 pytestmark = pytest.mark.numerics
 
-START_S = 120.0
+START_S = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)

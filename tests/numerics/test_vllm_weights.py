@@ -40,7 +40,7 @@ class TestVllmServesWhatIsPublished(ServedWeightsConformance):
                 max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, enforce_eager=True
             )
             engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
-            await within(engine.start(), 120.0)
+            await within(engine.start(), 240.0)
             return engine
 
         return make

@@ -1,4 +1,5 @@
-"""A publish that fails in workers whose layers are computed together, as the scale of a quantised layer is."""
+"""Publishes in workers: staged ones, and ones that fail where layers are computed together, as the scale of a quantised
+layer is."""
 
 import threading
 import time
@@ -23,8 +24,6 @@ MANIFEST = make_manifest(1, 1, [spec_of(*item) for item in WEIGHTS], 4096, verif
 
 class Loader:
     """Adds up each tensor over the workers."""
-
-    take = None
 
     def __init__(self, together: threading.Barrier, *, computes_together: bool) -> None:
         self.computes_together = computes_together
@@ -55,16 +54,16 @@ class Receives:
     """A decoder whose publish breaks after some tensors."""
 
     def __init__(self, breaks_after: int) -> None:
-        self._breaks_after = breaks_after
+        self.breaks_after = breaks_after
 
     def plan(self, manifest):
         return Plan(tuple(spec.name for spec in manifest.tensors), whole=True)
 
     def receive(self, receiver, manifest, plan, sink, timeout_s):
-        for spec, (_, tensor) in list(zip(manifest.tensors, WEIGHTS, strict=True))[: self._breaks_after]:
+        for spec, (_, tensor) in list(zip(manifest.tensors, WEIGHTS, strict=True))[: self.breaks_after]:
             sink.write(spec, 0, byte_view(tensor))
-        if self._breaks_after < len(WEIGHTS):
-            raise WeightTransferError(f"it broke after {self._breaks_after}")
+        if self.breaks_after < len(WEIGHTS):
+            raise WeightTransferError(f"it broke after {self.breaks_after}")
 
     def applied(self, manifest):
         pass
@@ -74,11 +73,6 @@ class Receives:
 
 
 class Update(WorkerUpdate):
-    beside = None
-
-    def _build_beside(self):
-        return self.beside
-
     def _build_receiver(self, source):
         return SimpleNamespace(close=lambda: None)
 
@@ -121,24 +115,6 @@ def test_a_loader_of_its_own_ends_with_the_failure():
     assert (kind, len(loader.loaded) <= 3) == ("WeightTransferError", True)
 
 
-class Beside(Loader):
-    """Has what it loaded served, by `exchange`."""
-
-    def __init__(self) -> None:
-        super().__init__(threading.Barrier(1), computes_together=False)
-        self.served: list[str] = []
-        self.finished = 0
-
-    def start(self, names):
-        self.loaded = []
-
-    def finish(self):
-        self.finished += 1
-
-    def exchange(self):
-        self.served += [name for name, _ in self.loaded]
-
-
 def staged(update, manifest=MANIFEST):
     """The outcome of a publish that is staged now."""
     update.stage(manifest, 20.0)
@@ -148,45 +124,58 @@ def staged(update, manifest=MANIFEST):
     return outcome
 
 
-def update_beside(breaks_after):
-    unused, beside = Loader(threading.Barrier(1), computes_together=False), Beside()
-    update = Update(unused, Receives(breaks_after), torch.device("cpu"))
-    update.beside = beside
+def adopted(update):
+    """The outcome of loading what was staged last."""
+    update.start()
+    update.receive(replace(MANIFEST, is_staged=True), 20.0)
+    update.finish()
+    return update.outcome()
+
+
+def staging_update(breaks_after):
+    loader, decoder = Loader(threading.Barrier(1), computes_together=False), Receives(breaks_after)
+    update = Update(loader, decoder, torch.device("cpu"))
     update.join(DiskSource.__new__(DiskSource))
-    return update, beside, unused
+    return update, loader, decoder
 
 
-def test_what_is_staged_beside_the_model_is_served_once_it_came_whole():
-    update, beside, unused = update_beside(6)
+def test_what_is_staged_is_loaded_once_it_is_adopted():
+    update, loader, _ = staging_update(6)
     for turn in (1, 2):
         assert staged(update) == ["", "", None]
-        assert len(beside.served) == 6 * (turn - 1)
-        update.start()
-        update.receive(replace(MANIFEST, is_staged=True), 20.0)
-        update.finish()
-        assert update.outcome() == ["", "", None]
-        assert beside.served == turn * [name for name, _ in WEIGHTS]
-    assert (beside.abandoned, beside.finished, unused.loaded) == (False, 2, [])
+        assert len(loader.loaded) == 6 * (turn - 1)
+        assert adopted(update) == ["", "", None]
+        assert loader.loaded == turn * [(name, float(tensor[0, 0])) for name, tensor in WEIGHTS]
+    assert not loader.abandoned
 
 
-def test_one_that_breaks_is_never_served_and_the_next_one_is_loaded():
-    update, beside, _ = update_beside(3)
+def test_one_that_breaks_while_it_is_staged_is_never_loaded_and_the_next_one_is():
+    update, loader, decoder = staging_update(3)
     assert staged(update) == ["WeightTransferError", "it broke after 3", None]
-    assert (beside.abandoned, beside.finished, beside.served) == (True, 0, [])
-    update._decoder._breaks_after = 6
+    assert loader.loaded == []
+    decoder.breaks_after = 6
     assert staged(update) == ["", "", None]
-    assert (beside.finished, beside.served) == (1, [])
+    assert adopted(update) == ["", "", None]
+    assert len(loader.loaded) == 6
 
 
-def test_another_source_is_joined_once_what_was_staged_has_ended():
-    update, beside, _ = update_beside(6)
-    goes_on = threading.Event()
-    beside.start = lambda names: goes_on.wait(20.0)
+def test_another_source_is_joined_once_what_is_being_staged_has_ended():
+    update, _, decoder = staging_update(6)
+    begun, goes_on, ends = threading.Event(), threading.Event(), []
+
+    def receive(*args):
+        begun.set()
+        goes_on.wait(20.0)
+        ends.append("staged")
+
+    decoder.receive = receive
     update.stage(MANIFEST, 20.0)
+    assert begun.wait(20.0)
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(update.join, object())
-        time.sleep(0.05)
+        joined.add_done_callback(lambda _: ends.append("joined"))
         assert not joined.done()
         goes_on.set()
         joined.result(20.0)
+    assert ends == ["staged", "joined"]
     assert update.staged() == ["", "", None]

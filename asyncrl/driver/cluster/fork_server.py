@@ -23,7 +23,6 @@ import importlib
 import json
 import logging
 import os
-import pkgutil
 import resource
 import runpy
 import secrets
@@ -44,8 +43,6 @@ logger = logging.getLogger(__name__)
 SOCKET_VARIABLE = "ASYNCRL_FORK_SERVER"
 SWITCH = "ASYNCRL_FORK"
 """0: every process is started anew."""
-AFTER_FORK = "ASYNCRL_AFTER_FORK"
-"""`package.module:function` that a forked process calls first, while it has one thread; in its environment."""
 WORKER = Path(__file__).with_name("fork_worker.py")
 START_PREFIXES = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_"),
@@ -144,6 +141,7 @@ def main(arguments: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory: a module of the user's there is not meant
     sys.modules["ray"] = None  # type: ignore[assignment]
+    gc.disable()  # collections among a million objects that stay take a quarter of the time
     for name in modules:
         with contextlib.suppress(Exception):  # whoever needs it imports it and says what is wrong
             importlib.import_module(name)
@@ -151,6 +149,7 @@ def main(arguments: Sequence[str]) -> None:
         _import_model(Path(model))
     del sys.modules["ray"]
     by_imports = {name: value for name, value in os.environ.items() if started_with.get(name) != value}
+    gc.enable()
     gc.collect()
     gc.freeze()  # a collection in a copy would touch, and so copy, all that is shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked: it leaves no zombie
@@ -241,8 +240,6 @@ def _become(descriptors: Sequence[int], request: Mapping[str, Any], environment:
             sys.path.insert(0, str(Path(sys.argv[0]).parent))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # else all have the same numbers; Python's own `random` does it itself
-        if AFTER_FORK in environment:
-            pkgutil.resolve_name(environment[AFTER_FORK])()
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:

@@ -24,7 +24,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 
 from asyncrl.config.load import environment_defaults
 from asyncrl.driver.cluster.address import joined_address
-from asyncrl.driver.cluster.fork_server import AFTER_FORK, ForkServer
+from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import RUN_VARIABLE, Janitor
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES, SCRATCH
@@ -47,12 +47,7 @@ class Cluster:
         if self.scratch is None:
             return spec.environment
         ours = {name: value.replace(SCRATCH, str(self.scratch)) for name, value in spec.local_environment.items()}
-        after_fork = {AFTER_FORK: spec.after_fork} if spec.after_fork else {}
-        return {
-            **spec.environment,
-            **{name: os.environ.get(name, value) for name, value in ours.items()},
-            **after_fork,
-        }
+        return {**spec.environment, **{name: os.environ.get(name, value) for name, value in ours.items()}}
 
     @property
     def crash_outputs(self) -> list[Path]:

@@ -56,7 +56,6 @@ class SglangLoader:
     """A `WeightLoader` over the model's own `load_weights`, which takes the tensors of a checkpoint one by one."""
 
     computes_together = False
-    take = None
 
     def __init__(self, model: torch.nn.Module, order: PublishOrder) -> None:
         self._model = model

@@ -117,15 +117,9 @@ class CheckedSink:
     `check` raises WeightTransferError for a tensor that does not belong to the model.
     """
 
-    def __init__(
-        self,
-        check: Callable[[TensorSpec], None],
-        on_tensor: Callable[[str, torch.Tensor], None],
-        take: Callable[[TensorSpec], torch.Tensor] | None = None,
-    ) -> None:
-        """`take` as in `AssemblingSink`."""
+    def __init__(self, check: Callable[[TensorSpec], None], on_tensor: Callable[[str, torch.Tensor], None]) -> None:
         self._check = check
-        self._inner = AssemblingSink(on_tensor, take)
+        self._inner = AssemblingSink(on_tensor)
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         self._check(spec)

@@ -7,11 +7,9 @@ error is kept, and the adapter fetches it when the update has ended (`outcome`).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -38,7 +36,7 @@ class Closable(Protocol):
 
 class WeightLoader(Protocol):
     """How one engine puts tensors of a checkpoint into the model that it serves. All methods run in the worker's own
-    thread, but for `check` and what `take` gives."""
+    thread, but for `check`."""
 
     @property
     def computes_together(self) -> bool:
@@ -47,11 +45,6 @@ class WeightLoader(Protocol):
 
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
-        ...
-
-    @property
-    def take(self) -> Callable[[TensorSpec], torch.Tensor] | None:
-        """Gives memory for a tensor that comes, as in `AssemblingSink`. Called in the receiver's thread."""
         ...
 
     def start(self, names: Collection[str] | None) -> None:
@@ -75,19 +68,9 @@ class WeightLoader(Protocol):
         ...
 
 
-class LoaderBeside(WeightLoader, Protocol):
-    """Loads a second model, while the worker computes with the first one. Its methods run in a thread of their own, but
-    for `exchange`, `check` and what `take` gives."""
-
-    def exchange(self) -> None:
-        """What was loaded last is served from now on. Called in the worker's own thread, while it computes nothing and
-        nothing is loaded."""
-        ...
-
-
 class WorkerUpdate:
     """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`. For one that
-    is staged `join`, `stage` and `staged` come first, and `receive` has the model serve what has come.
+    is staged `join`, `stage` and `staged` come first, and `receive` loads what has come.
 
     Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
     """
@@ -101,7 +84,6 @@ class WorkerUpdate:
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: Closable | None = None
-        self._stager = ThreadPoolExecutor(1, "weight-stager")
         self._staging = Staging(device)
         self._staged: Future[tuple[Plan, Digest | None]] | None = None
         """The last publish that was to be staged, until it is loaded."""
@@ -113,12 +95,8 @@ class WorkerUpdate:
         if source == self._source:
             return
         self._failure = None
-        deadline = time.monotonic() + _CLOSE_S
-        try:
-            if self._staged is not None:  # it may go on, although nobody waits for it any more
-                self._staged.exception(_CLOSE_S)
-            self._source = None
-            self._executor.submit(self._close_receiver).result(max(0.0, deadline - time.monotonic()))
+        try:  # what is still being staged ends first, although nobody waits for it any more
+            self._executor.submit(self._close_receiver).result(_CLOSE_S)
         except TimeoutError:
             self._source = None
             self._failure = DeadlineExceeded(
@@ -133,12 +111,9 @@ class WorkerUpdate:
             self._failure = None
 
     def stage(self, manifest: Manifest, timeout_s: float) -> None:
-        """Begins to receive a publish, beside whatever the worker computes; `staged` tells the end."""
+        """Begins to receive a publish, while the worker computes; `staged` tells the end."""
         self.start()
-        if self._beside is None:
-            self._staged = self._executor.submit(self._stage, manifest, timeout_s)
-        else:
-            self._staged = self._stager.submit(self._load_beside, self._beside, manifest, timeout_s)
+        self._staged = self._executor.submit(self._stage, manifest, timeout_s)
 
     def staged(self) -> list[Any] | None:
         """As `outcome`, of `stage`; None: it goes on."""
@@ -174,39 +149,22 @@ class WorkerUpdate:
     def close(self) -> None:
         self._source = None
         self._executor.submit(self._close_receiver)
-        for executor in (self._executor, self._stager):
-            executor.shutdown(wait=False)  # the process ends with them
+        self._executor.shutdown(wait=False)  # the process ends with it
 
     # -- for subclasses ------------------------------------------------------------------------------------------
-
-    def _build_beside(self) -> LoaderBeside | None:
-        """What loads publishes that are staged; None: they are kept as they come, and loaded as any other."""
-        return None
 
     def _build_receiver(self, source: TransferSource) -> Closable:
         return build_receiver(source, device=self._device)
 
-    def _take(
-        self,
-        loader: WeightLoader,
-        receiver: Closable,
-        manifest: Manifest,
-        plan: Plan,
-        feed: Feed,
-        timeout_s: float,
-    ) -> Digest | None:
-        """In the receiver's thread: moves one publish into `feed`, for `loader`."""
-        sink = CheckedSink(loader.check, feed.offer, loader.take)
+    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
+        """In the receiver's thread: moves one publish into `feed`."""
+        sink = CheckedSink(self._loader.check, feed.offer)
         return self._decode(receiver, manifest, plan, sink, timeout_s)
 
     def _decode(
         self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
         return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
-
-    @cached_property
-    def _beside(self) -> LoaderBeside | None:
-        return self._build_beside()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -226,34 +184,29 @@ class WorkerUpdate:
             self._decoder.applied(self._loaded)
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
-        _, self._digest = self._load(self._loader, manifest, timeout_s)
-        self._loaded = manifest
-
-    def _load(self, loader: WeightLoader, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
-        """The receiver fills the feed in its thread; this thread loads from it."""
+        """The receiver fills the feed in its thread; this thread, the engine's own, loads from it."""
         plan = self._decoder.plan(manifest)
         names = None if plan.whole else plan.names
-        loader.start(names)
+        self._loader.start(names)
         # The receiver keeps the deadline and says more about it.
         feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
-        received = self._executor.submit(self._fill, loader, feed, manifest, plan, timeout_s)
-        together = loader.computes_together and manifest.encoding == "full"
+        received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
+        together = self._loader.computes_together and manifest.encoding == "full"
         try:
-            loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
+            self._loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
         except Exception as error:
             feed.fail(error)
             with suppress(TimeoutError):  # the loader's error says more
                 received.exception(timeout_s + _GRACE_S)
             raise
         feed.finish()
-        return plan, received.result(timeout_s + _GRACE_S)
+        self._digest = received.result(timeout_s + _GRACE_S)
+        self._loaded = manifest
 
-    def _fill(
-        self, loader: WeightLoader, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float
-    ) -> Digest | None:
+    def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
         """In the receiver's thread."""
         try:
-            return self._take(loader, self._joined(), manifest, plan, feed, timeout_s)
+            return self._take(self._joined(), manifest, plan, feed, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
@@ -264,26 +217,13 @@ class WorkerUpdate:
         sink = self._staging.sink(self._loader.check)
         return plan, self._decode(self._joined(), manifest, plan, sink, timeout_s)
 
-    def _load_beside(self, beside: LoaderBeside, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
-        """In the stager's thread."""
-        try:
-            received = self._load(beside, manifest, timeout_s)
-        except BaseException:
-            beside.abandon()
-            raise
-        beside.finish()
-        return received
-
     def _load_staged(self, manifest: Manifest) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None, "load before stage"
         plan, self._digest = staged.result(0)  # the adapter has seen its end
-        if self._beside is not None:
-            self._beside.exchange()
-        else:
-            names = None if plan.whole else plan.names
-            self._loader.start(names)
-            self._loader.load(iter(self._staging), names)
+        names = None if plan.whole else plan.names
+        self._loader.start(names)
+        self._loader.load(iter(self._staging), names)
         self._loaded = manifest
 
     def _joined(self) -> Closable:

@@ -4,7 +4,6 @@
       streams.py: outputs of vLLM -> TokenChunks    sampling_params.py: GenerationRequest -> vLLM's SamplingParams
       publish_calls.py: a publish through vLLM's four calls
         --> weight_transfer.py, in each worker: weights/encodings -> shared/tensor_feed.py -> layerwise_reload.py
-          (packed_layers.py: the layers of a CPU, in shared/kept_memory.py)
 
 `weight_transfer.py` is what vLLM imports into its processes. Nothing here imports vLLM before an engine starts.
 """

@@ -64,11 +64,6 @@ class ExpectedTensors:
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._rename = (lambda name: name) if mapper is None else mapper.get_rename_mapper().map_name
 
-    @property
-    def is_complete(self) -> bool:
-        """The tensors of every parameter of vLLM's are known."""
-        return not self._unknown
-
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
         name = self._renamed(spec.name)

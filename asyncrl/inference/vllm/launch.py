@@ -14,7 +14,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.vllm.fork_server import forked, start_fork_server
+from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.inference.vllm.scheduler_counts import VARIABLE, SchedulerCounts, scheduler_class
 from asyncrl.inference.vllm.support import RECORDING, check_vllm
 
@@ -138,10 +138,6 @@ class Launcher:
     def _main(self) -> None:
         model, settings, load_real_weights, seed = self._arguments
         try:
-            import torch
-
-            if not torch.cuda.device_count():  # unlike is_available() it leaves vLLM free to fork beside a GPU
-                start_fork_server()  # its imports take as long as those that follow
             check_vllm()
             if "scheduler_cls" not in settings.engine_args:
                 self.counts = SchedulerCounts()
@@ -194,8 +190,7 @@ def _launch(
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if on_cpu:
-            start_fork_server()
-            environment.enter_context(forked())
+            yield_to_others()  # vLLM's processes, which this thread starts, have its priority
             if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose
                 config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
         scheduler = config.scheduler_config

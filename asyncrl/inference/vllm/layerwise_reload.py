@@ -2,36 +2,23 @@
 
 vLLM gathers the tensors of a layer, loads them into fresh memory, processes them (quantisation, packing) and copies the
 result over the old ones, so that CUDA graphs stay valid. It holds references to the tensors until a layer is complete.
-Layers that compute with a packed copy are loaded in another way (`packed_layers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.errors import AsyncRLError, WeightTransferError, explain
 from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
-from asyncrl.inference.vllm.packed_layers import PackedLayers
 from asyncrl.types import TensorSpec
-
-
-class _Modules(torch.nn.Module):
-    """Some modules of a model, without those inside of them: what vLLM's reload walks over."""
-
-    def __init__(self, chosen: list[torch.nn.Module]) -> None:
-        super().__init__()
-        self._chosen = chosen
-
-    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
-        del remove_duplicate
-        return iter(self._chosen)
 
 
 class Reload:
@@ -40,31 +27,15 @@ class Reload:
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
-        self._reloaded: _Modules | None = None
-        """What the reload in progress loads, but for packed layers."""
+        self._reloaded: torch.nn.Module | None = None
+        """The model, or its layers, that the reload in progress loads."""
         self._kernels: list[tuple[Any, Any]] = []
-        self._packed = PackedLayers(model)
         self.expected = ExpectedTensors(model)
 
     @property
     def computes_together(self) -> bool:
         """The scale of a layer is that of all its shards."""
         return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
-
-    def packs(self, layer: torch.nn.Module) -> bool:
-        """The layer computes with a packed copy of its weight, which this packs itself."""
-        return self._packed.loads(layer)
-
-    @property
-    def take(self) -> Callable[[TensorSpec], torch.Tensor] | None:
-        return None if self._packed.is_empty else self._take
-
-    def _take(self, spec: TensorSpec) -> torch.Tensor:
-        """Only for tensors whose loader says when it needs them no more: those of other layers are freed then."""
-        layers = self.expected.layers_of([spec.name])
-        if layers and all(self._packed.loads(self._model.get_submodule(layer)) for layer in layers):
-            return self._packed.memory.take(spec.nbytes)
-        return torch.empty(spec.nbytes, dtype=torch.uint8)
 
     def check(self, spec: TensorSpec) -> None:
         self.expected.check(spec)
@@ -74,10 +45,9 @@ class Reload:
 
         Raises WeightTransferError: the model cannot take published weights."""
         self.expected.require_loadable()
-        reloaded = self._model
-        if names is not None:
-            reloaded = torch.nn.ModuleList(map(self._model.get_submodule, self.expected.layers_of(names)))
-        self._open(self._packed.open(reloaded.modules()))
+        self._reloaded = self._model if names is None else self._layers_of(names)
+        self._let_experts_be_packed(self._reloaded)
+        initialize_layerwise_reload(self._reloaded)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         """Consumes all of `tensors`; `names` as in `start`.
@@ -91,12 +61,10 @@ class Reload:
                 published.add(name)
                 last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
                 yield name, tensor
-                del tensor
-                self._packed.memory.settle()
 
         last = ["no tensor"]
         try:
-            loaded = self._packed.load(lambda: self._model.load_weights(watched()))  # type: ignore[operator]
+            loaded = self._model.load_weights(watched())  # type: ignore[operator]
         except AsyncRLError:
             raise
         except Exception as error:
@@ -105,7 +73,8 @@ class Reload:
                     f"{last[0]} into vLLM", f"{type(error).__name__}: {error}", "train and serve the same model.path"
                 )
             ) from error
-        self._require(published, loaded, names)
+        self.expected.require_all(published, loaded if names is None else None, names)
+        self._require_whole()
 
     def finish(self) -> None:
         self._finalize()
@@ -120,20 +89,31 @@ class Reload:
                 info.load_numel = 0
         self._finalize()
 
-    def _require(self, published: set[str], loaded: set[str] | None, names: Collection[str] | None) -> None:
-        """Raises WeightTransferError naming what is missing. `loaded`: what the model says that it has loaded; None:
-        nothing; else as in `load`."""
-        self.expected.require_all(published, loaded if names is None else None, names)
-        self._packed.require_whole()
+    def _layers_of(self, names: Collection[str]) -> torch.nn.Module:
+        """The layers that these tensors fill and those tied to them, in the model's order, as `repack_tied` needs
+        them."""
+        filled = map(self._model.get_submodule, self.expected.layers_of(names))
+        parameters = {id(parameter) for layer in filled for parameter in layer.parameters(recurse=False)}
+        return torch.nn.ModuleList(
+            module
+            for module in self._model.modules()
+            if any(id(parameter) in parameters for parameter in module.parameters(recurse=False))
+        )
 
-    def _open(self, modules: list[torch.nn.Module]) -> None:
-        """`modules`: those of a publish that are no packed layers."""
-        self._reloaded = _Modules(modules)
-        self._let_experts_be_packed(self._reloaded)
-        initialize_layerwise_reload(self._reloaded)
+    def _require_whole(self) -> None:
+        """Raises WeightTransferError: the model has passed over a part of a layer, for which vLLM's reload would take
+        whatever is in fresh memory."""
+        assert self._reloaded is not None, "load before start"
+        for layer in self._reloaded.modules():
+            info = get_layerwise_info(layer)
+            if not (isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)):
+                continue  # others may be padded
+            if info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total:
+                found = f"{info.load_numel_total - info.load_numel} of its entries did not come"
+                do = "publish all of named_weights()"
+                raise WeightTransferError(explain(f"the weights of {layer}", found, do))
 
     def _finalize(self) -> None:
-        self._packed.close()
         reloaded, self._reloaded = self._reloaded, None
         if reloaded is None:
             return

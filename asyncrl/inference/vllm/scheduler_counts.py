@@ -91,7 +91,7 @@ def _counting(base: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes are made when vLLM asks for them, in its process: it may be a fork of one that imported this."""
+    """The classes are made when vLLM asks for them, in its process: their owner imports no vLLM here."""
     if name == "CountingScheduler":
         from vllm.v1.core.sched.scheduler import Scheduler
 

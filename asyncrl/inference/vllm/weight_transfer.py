@@ -14,12 +14,11 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.inference.shared.weight_update import Closable, LoaderBeside, WeightLoader, WorkerUpdate
+from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
-from asyncrl.inference.vllm.reload_beside import ReloadBeside, fits
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
@@ -87,10 +86,6 @@ class _VllmUpdate(WorkerUpdate):
         self._engine = engine
         self._reload = reload
 
-    def _build_beside(self) -> LoaderBeside | None:
-        model, config = self._engine.model, self._engine.model_config
-        return ReloadBeside(model, config) if fits(model, self._reload) else None
-
     def _build_receiver(self, source: TransferSource) -> Closable:
         if not isinstance(source, VllmNcclSource):
             return super()._build_receiver(source)
@@ -99,18 +94,10 @@ class _VllmUpdate(WorkerUpdate):
         backend = VllmNccl(engine.config, engine.vllm_config, engine.device)
         return NativeReceiver(source, self._reload.expected, worker_rank, backend)
 
-    def _take(
-        self,
-        loader: WeightLoader,
-        receiver: Closable,
-        manifest: Manifest,
-        plan: Plan,
-        feed: Feed,
-        timeout_s: float,
-    ) -> Digest | None:
+    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
         if isinstance(receiver, NativeReceiver):
             return receiver.receive(manifest, feed, timeout_s)
-        return super()._take(loader, receiver, manifest, plan, feed, timeout_s)
+        return super()._take(receiver, manifest, plan, feed, timeout_s)
 
     def _decode(
         self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
