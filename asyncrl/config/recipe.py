@@ -313,8 +313,8 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """Checks what vLLM's own weight transfer requires of the other parts; the preflight checks its engine. And that
-        those who wait for a publish outwait it: ranks, in a collective, and requests, at the gates of the replicas."""
+        """Checks that those who wait for a publish outwait it: ranks in a collective, and requests at the gates of
+        replicas. And that the other parts can send and take it."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
             self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
@@ -336,33 +336,6 @@ class Recipe:
             require_takes_publishes(remote, self.weights, lora_rank=rank, start_timeout_s=self.ray.start_timeout_s)
         if self.weights.encoding == "delta":
             self._check_delta()
-        if self.weights.transport != "vllm_nccl":
-            return
-        require(
-            not self.weights.stage,
-            asked="weights.transport=vllm_nccl with weights.stage=true",
-            found="vLLM's own backend loads what it receives",
-            do="set weights.stage=false, or weights.transport to ipc or collective",
-        )
-        require(
-            self.trainer.lora.rank == 0,
-            asked=f"weights.transport=vllm_nccl with trainer.lora.rank={self.trainer.lora.rank}",
-            found="vLLM's own backend loads what it receives: nothing merges adapters",
-            do="set weights.transport to ipc or collective",
-        )
-        require(
-            self.trainer.device == "auto" or self.trainer.device.startswith("cuda"),
-            asked=f"weights.transport=vllm_nccl with trainer.device={self.trainer.device}",
-            found="NCCL moves the memory of GPUs only",
-            do="set trainer.device=cuda, or weights.transport to ipc or collective",
-        )
-        stages = self.trainer.megatron.pipeline_parallel
-        require(
-            self.trainer.backend != "megatron" or stages == 1,
-            asked=f"weights.transport=vllm_nccl with trainer.megatron.pipeline_parallel={stages}",
-            found="each pipeline stage sends its own tensors, and vLLM's own backend receives from one sender",
-            do="set weights.transport to collective, or trainer.megatron.pipeline_parallel=1",
-        )
 
     def _check_shared_gpus(self) -> None:
         """Checks what GPUs that replicas share with trainer ranks require of the other parts."""
@@ -383,12 +356,6 @@ class Recipe:
     def _check_delta(self) -> None:
         """Checks what differences require of the other parts."""
         weights, rank = self.weights, self.trainer.lora.rank
-        require(
-            weights.transport != "vllm_nccl",
-            asked="weights.encoding=delta with weights.transport=vllm_nccl",
-            found="vLLM's own backend loads what it receives: nothing applies differences",
-            do="set weights.transport to collective or disk, or weights.encoding=full",
-        )
         require(
             weights.verify != "off",
             asked="weights.encoding=delta with weights.verify=off",

@@ -46,7 +46,6 @@ from asyncrl.inference.engines import (
     require_runs,
     require_sleep,
     require_staging,
-    require_transport,
 )
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
@@ -172,7 +171,6 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         on_cpu = recipe.trainer.device == "cpu" or _is_cpu_build()
         if recipe.is_colocated and on_cpu:
             require_sleep(recipe.rollout.engine)
-        require_transport(recipe.rollout.engine, recipe.weights.transport)
         if recipe.weights.stage:
             require_staging(recipe.rollout.engine)
         require_trains(recipe.trainer.backend, facts)
@@ -314,13 +312,6 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
         found=f"torch {metadata.version('torch')} is built without CUDA",
         do="install torch with CUDA, or compute on the CPUs alone: set CUDA_VISIBLE_DEVICES='' for the command",
     )
-    if recipe.weights.transport == "vllm_nccl":
-        require(
-            not _is_cpu_build(),
-            asked="weights.transport=vllm_nccl",
-            found=f"torch {metadata.version('torch')} is built without CUDA: it has no NCCL",
-            do="install torch and vllm with CUDA, or set weights.transport to ipc or collective",
-        )
 
 
 def _sees_gpus(recipe: Recipe) -> bool:

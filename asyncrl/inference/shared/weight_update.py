@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -30,10 +30,6 @@ _CLOSE_S = 30.0
 """Time for an abandoned publish to end, and its receiver to disconnect from its sender."""
 _GRACE_S = 5.0
 """Time that a receiver has beyond its deadline before it is abandoned."""
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class WeightLoader(Protocol):
@@ -100,7 +96,7 @@ class WorkerUpdate:
         """The publish that was loaded and not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
-        self._receiver: Closable | None = None
+        self._receiver: WeightReceiver | None = None
         self._stager = ThreadPoolExecutor(1, "weight-stager")
         self._staging = Staging(device)
         self._staged: Future[tuple[Plan, Digest | None]] | None = None
@@ -183,26 +179,13 @@ class WorkerUpdate:
         """What loads publishes that are staged; None: they are kept as they come, and loaded as any other."""
         return None
 
-    def _build_receiver(self, source: TransferSource) -> Closable:
+    def _build_receiver(self, source: TransferSource) -> WeightReceiver:
         return build_receiver(source, device=self._device)
 
-    def _take(
-        self,
-        loader: WeightLoader,
-        receiver: Closable,
-        manifest: Manifest,
-        plan: Plan,
-        feed: Feed,
-        timeout_s: float,
-    ) -> Digest | None:
-        """In the receiver's thread: moves one publish into `feed`, for `loader`."""
-        sink = CheckedSink(loader.check, feed.offer, loader.take)
-        return self._decode(receiver, manifest, plan, sink, timeout_s)
-
     def _decode(
-        self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
+        return self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
 
     @cached_property
     def _beside(self) -> LoaderBeside | None:
@@ -251,9 +234,10 @@ class WorkerUpdate:
     def _fill(
         self, loader: WeightLoader, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float
     ) -> Digest | None:
-        """In the receiver's thread."""
+        """In the receiver's thread: moves one publish into `feed`, for `loader`."""
+        sink = CheckedSink(loader.check, feed.offer, loader.take)
         try:
-            return self._take(loader, self._joined(), manifest, plan, feed, timeout_s)
+            return self._decode(self._joined(), manifest, plan, sink, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
@@ -286,7 +270,7 @@ class WorkerUpdate:
             self._loader.load(iter(self._staging), names)
         self._loaded = manifest
 
-    def _joined(self) -> Closable:
+    def _joined(self) -> WeightReceiver:
         if self._receiver is None:
             assert self._source is not None, "receive before join"
             self._receiver = self._build_receiver(self._source)

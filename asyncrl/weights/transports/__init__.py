@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TransferSource, VllmNcclSource
+from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TransferSource
 from asyncrl.weights.object_store import is_url
 from asyncrl.weights.transport import WeightReceiver, WeightSender
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
@@ -16,14 +16,12 @@ from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
 from asyncrl.weights.transports.parts import PartsReceiver
-from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
     "ipc": (IpcSender, IpcReceiver),
     "collective": (CollectiveSender, CollectiveReceiver),
     "disk": (DiskSender, DiskReceiver),
 }
-"""The transports that serve every engine. `vllm_nccl` has only a sender here: its receiver is in vLLM's workers."""
 
 
 def build_sender(
@@ -38,8 +36,7 @@ def build_sender(
     """The sender of `weights.transport`, not yet open.
 
     Args:
-        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`. A GPU for
-            `vllm_nccl`.
+        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`.
         host: an address of this machine that the replicas reach; for all but `ipc`, across machines.
         directory: `weights.disk_directory`, for `disk`; a URL for object storage.
 
@@ -55,8 +52,6 @@ def build_sender(
             if is_url(directory)
             else DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
         )
-    elif transport == VLLM_NCCL:
-        sender = VllmNcclSender(bucket_bytes, num_receivers, device=device, host=host)
     elif transport == "ipc":
         sender = IpcSender(bucket_bytes, num_receivers, device=device)
     else:
@@ -66,13 +61,10 @@ def build_sender(
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
     """The receiver that joins `source`. `device`: where the sink's tensors live; for `collective` of the sender's kind.
-    Raises ConfigError: unknown transport, or one that only vLLM's workers receive."""
+    Raises ConfigError: unknown transport."""
     if isinstance(source, PartsSource):
         parts = [replace(part, receiver=source.receiver) for part in source.parts]
         return PartsReceiver(source, [build_receiver(part, device=device) for part in parts])
-    if isinstance(source, VllmNcclSource):
-        do = "set rollout.engine=vllm, or weights.transport to ipc, collective or disk"
-        raise ConfigError(explain(f"weights.transport={VLLM_NCCL}", "an engine other than vLLM as receiver", do))
     if isinstance(source, CollectiveSource):
         return CollectiveReceiver(source, device=device)
     if isinstance(source, DiskSource):
@@ -83,5 +75,5 @@ def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu"
 
 
 def _unknown(transport: str) -> ConfigError:
-    do = f"use one of {', '.join((*TRANSPORTS, VLLM_NCCL))}"
+    do = f"use one of {', '.join(TRANSPORTS)}"
     return ConfigError(explain(f"weights.transport={transport}", "no such transport", do))
