@@ -21,7 +21,7 @@ BUDGET = {
     "commands": 1695,
     "config": 2663,
     "data": 1535,
-    "doctor": 525,
+    "doctor": 300,
     "driver": 2598,
     "environments": 2190,
     "evaluation": 80,
