@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from asyncrl.checkpoint.run_directory import package_versions
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import place_run, words
@@ -27,8 +30,6 @@ def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
     """Starts a local cluster and ends it, or joins `address`, and looks what it has."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as scratch, ray_cluster(address, Path(scratch) / "log"):
-        import ray
-
         took_s, has, nodes = time.monotonic() - began, ray.cluster_resources(), [n for n in ray.nodes() if n["Alive"]]
         text = f"{'started' if address is None else 'joined ' + address} in {took_s:.1f} s: {len(nodes)} node(s), "
         yield ok("Ray", f"{text}{has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs")
@@ -48,9 +49,6 @@ def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Obser
 
 def _of_node(node: dict[str, Any]) -> Iterator[Observation]:
     """The node has this package and the same versions, and a fast way to this machine."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     name, here = node["NodeManagerAddress"], package_versions()
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     with socket.create_server(("", 0)) as server:
