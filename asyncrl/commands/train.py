@@ -89,7 +89,8 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
     show = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    describe(recipe, found, lambda line: show("  " + hide(line)))
+    for label, text in describe(recipe, found):
+        show(f"  {label:<9} {hide(text)}")
     if dry_run:
         console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
         return 0

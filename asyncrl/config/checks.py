@@ -60,6 +60,41 @@ def require_cuda(key: str, value: str, *, is_available: bool) -> None:
     )
 
 
+def require_url(key: str, url: str, *, schemes: tuple[str, ...] = ("http", "https")) -> None:
+    """Raises ConfigError: not empty, and no address of a server."""
+    require(
+        not url or url.startswith(tuple(f"{scheme}://" for scheme in schemes)),
+        asked=f"{key}={url}",
+        found=f"no address of a server ({', '.join(schemes)})",
+        do=f"write {schemes[0]}://HOST:PORT, with a path where it has one",
+    )
+
+
+def require_at_most_one(section: str, **settings: Any) -> None:
+    """Raises ConfigError: two settings are given, and each stands for the other."""
+    require(
+        sum(map(bool, settings.values())) <= 1,
+        asked=" and ".join(f"{section}.{key}={value}" for key, value in settings.items()),
+        found="they exclude each other",
+        do="set one of them",
+    )
+
+
+def require_one_group(key: str, pattern: str) -> None:
+    """Raises ConfigError: no regular expression with exactly one group."""
+    try:
+        groups = re.compile(pattern).groups
+        found = f"it has {groups} groups"
+    except re.error as error:
+        groups, found = 0, f"no regular expression: {error}"
+    require(
+        groups == 1,
+        asked=f"{key}={pattern!r}",
+        found=found,
+        do="write one with one group, such as 'Verdict: (yes|no)'",
+    )
+
+
 def require_stop_text(key: str, text: str) -> None:
     """Raises ConfigError: no end of a response can be found by this text."""
     require(

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import check_ranges, require, require_stop_text
+from asyncrl.config.checks import (
+    check_ranges,
+    require,
+    require_at_most_one,
+    require_one_group,
+    require_stop_text,
+    require_url,
+)
 from asyncrl.ranges import Positive, PositiveInt
 
 JUDGES = ("gymnasium", "openenv", "verifiers")
@@ -36,12 +43,7 @@ class McpServerConfig:
             found="a server is either started or asked at its address",
             do="set one of command and url",
         )
-        require(
-            not self.url or self.url.startswith(("http://", "https://")),
-            asked=f"rollout.tool_use.mcp with url={self.url}",
-            found="no http address",
-            do="write http://HOST:PORT/PATH",
-        )
+        require_url("rollout.tool_use.mcp.url", self.url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +154,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.agent.", self)
-        require(
-            not (self.function and self.command),
-            asked=f"rollout.agent.function={self.function} with command={self.command}",
-            found="an agent is either a function or a program",
-            do="set one of them",
-        )
+        require_at_most_one("rollout.agent", function=self.function, command=self.command)
         plain = re.sub(r"\{(host|port)\}", "1", self.advertise)
         require(
             not self.advertise or re.fullmatch(r"https?://[^\s{}]+/v1", plain) is not None,
@@ -197,13 +194,9 @@ class GymnasiumConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.gymnasium.", self)
-        require(
-            not (self.id and self.factory),
-            asked=f"rollout.gymnasium.id={self.id} with factory={self.factory}",
-            found="both make environments",
-            do="set one of them",
-        )
-        check_action_pattern("rollout.gymnasium.", self.action_pattern)
+        require_at_most_one("rollout.gymnasium", id=self.id, factory=self.factory)
+        if self.action_pattern:
+            require_one_group("rollout.gymnasium.action_pattern", self.action_pattern)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,12 +224,7 @@ class OpenEnvConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.openenv.", self)
-        require(
-            not self.url or self.url.startswith(("http://", "https://", "ws://", "wss://")),
-            asked=f"rollout.openenv.url={self.url}",
-            found="no address of a server",
-            do="write http://HOST:PORT",
-        )
+        require_url("rollout.openenv.url", self.url, schemes=("http", "https", "ws", "wss"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,19 +239,3 @@ class VerifiersConfig:
 
     def __post_init__(self) -> None:
         check_ranges("rollout.verifiers.", self)
-
-
-def check_action_pattern(prefix: str, pattern: str) -> None:
-    """Raises ConfigError: no regular expression, or not with exactly one group. Empty passes."""
-    found = ""
-    try:
-        groups = re.compile(pattern).groups
-        found = "" if groups == 1 or not pattern else f"it has {groups} groups"
-    except re.error as error:
-        found = f"no regular expression: {error}"
-    require(
-        not found,
-        asked=f"{prefix}action_pattern={pattern}",
-        found=found,
-        do="write one with one group, such as <action>(.*?)</action>",
-    )

@@ -90,7 +90,7 @@ def require_wakes(
     )
     on_gpus = trainer.device.startswith("cuda")
     require(
-        weights.transport != "vllm_nccl" and not (on_gpus and weights.transport == "collective"),
+        not (on_gpus and weights.transport == "collective"),
         asked=f"{asked} with weights.transport={weights.transport}",
         found="NCCL connects no two processes of one GPU, and a rank shares its GPU with a replica",
         do="set weights.transport=ipc (or disk), or placement=separate",

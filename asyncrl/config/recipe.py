@@ -115,12 +115,6 @@ class Recipe:
             do=f"set staleness.publish_every_steps to at most {self.max_lag + 1}, or raise staleness.max_lag",
         )
         length_key = f"rollout.{self.rollout.engine}.max_model_len"
-        require(
-            self.rollout.sampling.max_response_tokens < self.rollout.max_model_len,
-            asked=f"rollout.sampling.max_response_tokens={self.rollout.sampling.max_response_tokens}",
-            found=f"{length_key}={self.rollout.max_model_len} leaves no room for a prompt",
-            do=f"raise {length_key} or leave it out, or shorten the responses",
-        )
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens
         require(
             longest <= self.rollout.max_model_len,
@@ -152,7 +146,7 @@ class Recipe:
         )
         self._check_algorithm()
         self._check_branches()
-        self._check_teacher()
+        self._check_pools()
         self._check_rewards()
         self._check_schedule()
         self._check_weights()
@@ -173,21 +167,20 @@ class Recipe:
             object.__setattr__(self, "algorithm", replace(self.algorithm, overlong=overlong))
 
     def _check_algorithm(self) -> None:
-        """Checks what the algorithm requires of batch and rollout."""
+        """Checks what algorithm and reward require of batch and rollout."""
         algorithm, group_size = self.algorithm, self.batch.group_size
         relative = ADVANTAGES[algorithm.advantage].is_relative
-        require(
-            group_size >= 2 or not relative,
-            asked=f"batch.group_size={group_size} with algorithm.advantage={algorithm.advantage}",
-            found="a group-relative advantage of one trajectory is always 0: nothing would be learned",
-            do="set batch.group_size to 2 or more",
-        )
-        require(
-            group_size >= 2 or not algorithm.dynamic_sampling,
-            asked=f"batch.group_size={group_size} with algorithm.dynamic_sampling=true",
-            found="the rewards of a group of one are always equal: every group would be filtered",
-            do="set batch.group_size to 2 or more, or algorithm.dynamic_sampling=false",
-        )
+        for asked, compares in (
+            (f"algorithm.advantage={algorithm.advantage}", relative),
+            ("algorithm.dynamic_sampling=true", algorithm.dynamic_sampling),
+            ("a pairwise reward", self.reward.compares),
+        ):
+            require(
+                group_size >= 2 or not compares,
+                asked=f"batch.group_size={group_size} with {asked}",
+                found="it compares the trajectories of a group, and one alone has no other to be compared with",
+                do="set batch.group_size to 2 or more",
+            )
         require(
             self.rollout.sampling.temperature > 0 or not relative,
             asked=f"rollout.sampling.temperature=0 with algorithm.advantage={algorithm.advantage}",
@@ -230,56 +223,43 @@ class Recipe:
             do="set trainer.router_replay=off, or rollout.agent.train=last_branch",
         )
 
-    def _check_teacher(self) -> None:
-        """Checks that a teacher is there if, and only if, it is asked, and sees the distribution that is trained."""
-        for key in ("teacher", "judge"):
-            check_ranges(f"{key}.", getattr(self, key))
-        distills, sampling = self.algorithm.distillation.coefficient > 0, self.rollout.sampling
+    def _check_pools(self) -> None:
+        """Checks that teacher and judge are there if, and only if, they are asked, and that a teacher sees the
+        distribution that is trained."""
+        distillation, sampling = self.algorithm.distillation, self.rollout.sampling
+        for key, pool, weight_key, weight in (
+            ("teacher", self.teacher, "algorithm.distillation.coefficient", distillation.coefficient),
+            ("judge", self.judge, "reward.judge.weight", self.reward.judge.weight),
+        ):
+            check_ranges(f"{key}.", pool)
+            require(
+                bool(weight) == (pool.path is not None),
+                asked=f"{key}.path={pool.path} with {weight_key}={weight:g}",
+                found=f"there is no {key}" if weight else f"nobody asks the {key}",
+                do="set both, or neither",
+            )
         require(
-            distills == (self.teacher.path is not None),
-            asked=f"teacher.path={self.teacher.path} with algorithm.distillation.coefficient="
-            f"{self.algorithm.distillation.coefficient:g}",
-            found="there is no teacher" if distills else "nobody asks the teacher",
-            do="set both, or neither",
-        )
-        require(
-            not distills or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0),
+            not distillation.coefficient or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0),
             asked=f"algorithm.distillation with rollout.sampling: temperature={sampling.temperature:g}, "
             f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
             found="the teacher's log-probabilities are those at temperature 1 without filters",
             do="leave temperature, top_p and top_k of rollout.sampling out",
         )
-        require(
-            not sampling.keep_sets or self.trainer.backend == "fsdp",
-            asked=f"rollout.sampling.keep_sets=true with trainer.backend={self.trainer.backend}",
-            found="only backend fsdp computes probabilities among the tokens that were kept",
-            do="set trainer.backend=fsdp, or keep_sets=false",
-        )
-        top_k = self.algorithm.distillation.top_k
-        require(
-            top_k == 0 or self.trainer.backend == "fsdp",
-            asked=f"algorithm.distillation.top_k={top_k} with trainer.backend={self.trainer.backend}",
-            found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
-            do="set trainer.backend=fsdp, or top_k=0: the estimate from the sampled token",
-        )
+        for key, is_set in (
+            ("rollout.sampling.keep_sets", sampling.keep_sets),
+            ("algorithm.distillation.top_k", distillation.top_k > 0),
+        ):
+            require(
+                not is_set or self.trainer.backend == "fsdp",
+                asked=f"{key} with trainer.backend={self.trainer.backend}",
+                found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
+                do=f"set trainer.backend=fsdp, or leave {key} out",
+            )
         self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
 
     def _check_rewards(self) -> None:
-        """Checks that a judge is there if, and only if, it is asked, that pairs exist, and that something is learned
-        from."""
-        reward, judges = self.reward, self.reward.judge.weight != 0
-        require(
-            judges == (self.judge.path is not None),
-            asked=f"judge.path={self.judge.path} with reward.judge.weight={reward.judge.weight:g}",
-            found="there is no judge" if judges else "nobody asks the judge",
-            do="set both, or neither",
-        )
-        require(
-            self.batch.group_size >= 2 or not reward.compares,
-            asked=f"batch.group_size={self.batch.group_size} with a pairwise reward",
-            found="there is nothing to compare a single response with",
-            do="set batch.group_size to 2 or more",
-        )
+        """Checks that something is learned from."""
+        reward = self.reward
         own = self.rollout.environment in JUDGES
         require(
             not own or reward.names == ("zero",),
@@ -287,7 +267,7 @@ class Recipe:
             found="this environment gives the reward itself: no other would be asked",
             do="set reward.function=zero",
         )
-        teaches = own or judges or reward.group.function or self.algorithm.distillation.coefficient
+        teaches = own or reward.judge.weight or reward.group.function or self.algorithm.distillation.coefficient
         require(
             reward.names != ("zero",) or bool(teaches),
             asked="reward zero",
@@ -312,8 +292,8 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """Checks what vLLM's own weight transfer requires of the other parts; the preflight checks its engine. And that
-        those who wait for a publish outwait it: ranks, in a collective, and requests, at the gates of the replicas."""
+        """Checks that those who wait for a publish outwait it: ranks in a collective, and requests at the gates of
+        replicas. And that the other parts can send and take it."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
             self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
@@ -335,33 +315,6 @@ class Recipe:
             require_takes_publishes(remote, self.weights, lora_rank=rank, start_timeout_s=self.ray.start_timeout_s)
         if self.weights.encoding == "delta":
             self._check_delta()
-        if self.weights.transport != "vllm_nccl":
-            return
-        require(
-            not self.weights.stage,
-            asked="weights.transport=vllm_nccl with weights.stage=true",
-            found="vLLM's own backend loads what it receives",
-            do="set weights.stage=false, or weights.transport to ipc or collective",
-        )
-        require(
-            self.trainer.lora.rank == 0,
-            asked=f"weights.transport=vllm_nccl with trainer.lora.rank={self.trainer.lora.rank}",
-            found="vLLM's own backend loads what it receives: nothing merges adapters",
-            do="set weights.transport to ipc or collective",
-        )
-        require(
-            self.trainer.device == "auto" or self.trainer.device.startswith("cuda"),
-            asked=f"weights.transport=vllm_nccl with trainer.device={self.trainer.device}",
-            found="NCCL moves the memory of GPUs only",
-            do="set trainer.device=cuda, or weights.transport to ipc or collective",
-        )
-        stages = self.trainer.megatron.pipeline_parallel
-        require(
-            self.trainer.backend != "megatron" or stages == 1,
-            asked=f"weights.transport=vllm_nccl with trainer.megatron.pipeline_parallel={stages}",
-            found="each pipeline stage sends its own tensors, and vLLM's own backend receives from one sender",
-            do="set weights.transport to collective, or trainer.megatron.pipeline_parallel=1",
-        )
 
     def _check_shared_gpus(self) -> None:
         """Checks what GPUs that replicas share with trainer ranks require of the other parts."""
@@ -382,12 +335,6 @@ class Recipe:
     def _check_delta(self) -> None:
         """Checks what differences require of the other parts."""
         weights, rank = self.weights, self.trainer.lora.rank
-        require(
-            weights.transport != "vllm_nccl",
-            asked="weights.encoding=delta with weights.transport=vllm_nccl",
-            found="vLLM's own backend loads what it receives: nothing applies differences",
-            do="set weights.transport to collective or disk, or weights.encoding=full",
-        )
         require(
             weights.verify != "off",
             asked="weights.encoding=delta with weights.verify=off",

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import check_ranges, require, require_one_group, require_url
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
@@ -51,12 +50,7 @@ class RemoteRewardConfig:
 
     def __post_init__(self) -> None:
         check_ranges("reward.remote.", self)
-        require(
-            not self.url or self.url.startswith(("http://", "https://")),
-            asked=f"reward.remote.url={self.url}",
-            found="no http address",
-            do="write http://HOST:PORT/PATH",
-        )
+        require_url("reward.remote.url", self.url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,18 +128,8 @@ class JudgeConfig:
             found="an empty answer, or the worth of a comparison outside of 0 to 1",
             do="name each answer, and give a comparison a worth from 0 (second is better) to 1 (first is better)",
         )
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            groups, why = 0, f"it is no regular expression: {error}"
-        else:
-            why = f"it has {groups} groups"
-        require(
-            self.read == "expected" or groups == 1,
-            asked=f"{asked} and reward.judge.pattern={self.pattern!r}",
-            found=why,
-            do="write one with one group, such as 'Verdict: (yes|no)'",
-        )
+        if self.read == "text":
+            require_one_group("reward.judge.pattern", self.pattern)
         places = ("{first}", "{second}") if self.pairwise else ("{response}",)
         missing = [place for place in places if place not in self.prompt]
         require(
@@ -201,18 +185,11 @@ class RewardConfig:
             do="give one of them another weight",
         )
         used = self.names
-        require(
-            "remote" not in used or bool(self.remote.url),
-            asked="reward remote",
-            found="reward.remote.url is not set",
-            do="set it to the address of the reward model",
-        )
-        require(
-            "regex" not in used or bool(self.pattern),
-            asked="reward regex",
-            found="reward.pattern is not set",
-            do="set it to a regular expression",
-        )
+        for name, key, value in (
+            ("remote", "reward.remote.url", self.remote.url),
+            ("regex", "reward.pattern", self.pattern),
+        ):
+            require(name not in used or bool(value), asked=f"reward {name}", found=f"{key} is not set", do=f"set {key}")
         require(
             "code" not in used or self.code.timeout_s + _END_S <= self.timeout_s,
             asked=f"reward.code.timeout_s={self.code.timeout_s}",

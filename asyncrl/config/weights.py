@@ -11,10 +11,9 @@ from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
-    transport: Literal["ipc", "collective", "disk", "vllm_nccl"] = "ipc"
+    transport: Literal["ipc", "collective", "disk"] = "ipc"
     """ipc: same node, shared memory or GPU memory. collective: torch.distributed broadcast (nccl on GPU, gloo on CPU).
-    disk: safetensors files in a directory that all machines reach. vllm_nccl: vLLM's own NCCL backend, from GPU to GPU;
-    needs rollout.engine=vllm."""
+    disk: safetensors files in a directory that all machines reach."""
     disk_directory: str = ""
     """With transport=disk: the directory for publishes, with the same path on every machine; or a URL of object storage
     that fsspec knows (s3://bucket/path, with s3fs installed everywhere). Empty: the system's directory for temporary

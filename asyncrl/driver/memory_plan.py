@@ -63,6 +63,16 @@ def ranks_memory(recipe: Recipe, facts: ModelFacts, trainer: TrainerConfig | Non
     )
 
 
+def served_bytes(recipe: Recipe, facts: ModelFacts) -> int | None:
+    """Weights of a replica, and of a whole publish; None where the model's config does not say enough."""
+    tensors = model_tensors(facts)
+    return None if tensors is None else _itemsize(recipe) * sum(map(prod, tensors.values()))
+
+
+def _itemsize(recipe: Recipe) -> int:
+    return 4 if recipe.model.inference_dtype == "float32" else 2
+
+
 def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> None:
     """Raises ConfigError: a trainer rank or a replica does not fit into a GPU of `gpu` bytes. The error names the
     nearest layouts that do."""
@@ -192,8 +202,7 @@ def _word(value: object) -> str:
 def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape], gpu: int) -> None:
     rollout, sizes = recipe.rollout, facts.sizes
     settings = rollout.settings
-    width = 4 if recipe.model.inference_dtype == "float32" else 2
-    weights = width * sum(map(prod, tensors.values()))
+    width, weights = _itemsize(recipe), served_bytes(recipe, facts) or 0
     key_width = sum(shape[0] for name, shape in tensors.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     cache = width * key_width * rollout.max_model_len
     share = getattr(settings, "memory_share", None)

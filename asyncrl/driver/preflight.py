@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +44,6 @@ from asyncrl.inference.engines import (
     require_runs,
     require_sleep,
     require_staging,
-    require_transport,
 )
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
@@ -137,7 +136,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     train = training_prompts(recipe.data, renderer, may_read) if trains else None
     if train is not None:
         check_rows(recipe.reward, train.rows)
-        notes += _mark_notes(recipe, train.rows)
+        notes += [*_mark_notes(recipe, train.rows), *_dropped_notes(train)]
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
     return Preflight(facts, train, held_out, tuple(notes))
 
@@ -170,7 +169,6 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
         on_cpu = recipe.trainer.device == "cpu" or _is_cpu_build()
         if recipe.is_colocated and on_cpu:
             require_sleep(recipe.rollout.engine)
-        require_transport(recipe.rollout.engine, recipe.weights.transport)
         if recipe.weights.stage:
             require_staging(recipe.rollout.engine)
         require_trains(recipe.trainer.backend, facts)
@@ -265,6 +263,12 @@ def _mark_notes(recipe: Recipe, rows: Iterable[PromptRow]) -> list[str]:
     ]
 
 
+def _dropped_notes(train: TrainingSet) -> list[str]:
+    kept, dropped = len(train.rows), train.num_duplicates + train.num_dropped
+    told = f"{dropped} of {dropped + kept} rows are dropped: see data.max_prompt_tokens, and which dataset it is"
+    return [told] if dropped > kept else []
+
+
 def _sandbox_notes(recipe: Recipe) -> list[str]:
     """What confines programs here. Raises ConfigError: none can run, or less confines them than the recipe allows."""
     tools, users = recipe.rollout.tool_use, {}
@@ -307,21 +311,14 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
         devices["rollout.torch.device"] = recipe.rollout.torch.device
     wanting = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     require(
-        not wanting or not _is_cpu_build() or not _sees_gpus(recipe),
+        not wanting or not _is_cpu_build() or not sees_gpus(recipe),
         asked=f"{' and '.join(wanting)} on this machine, which has NVIDIA GPUs",
         found=f"torch {metadata.version('torch')} is built without CUDA",
         do="install torch with CUDA, or compute on the CPUs alone: set CUDA_VISIBLE_DEVICES='' for the command",
     )
-    if recipe.weights.transport == "vllm_nccl":
-        require(
-            not _is_cpu_build(),
-            asked="weights.transport=vllm_nccl",
-            found=f"torch {metadata.version('torch')} is built without CUDA: it has no NCCL",
-            do="install torch and vllm with CUDA, or set weights.transport to ipc or collective",
-        )
 
 
-def _sees_gpus(recipe: Recipe) -> bool:
+def sees_gpus(recipe: Recipe) -> bool:
     """True where Ray will find NVIDIA GPUs: its cluster is this machine, which has some that are not hidden."""
     hidden = visible_gpus() in (frozenset(), frozenset({"-1"}))
     return not hidden and NVIDIA_GPU.exists() and joined_address(recipe.ray.address) is None
@@ -331,56 +328,61 @@ def _is_cpu_build() -> bool:
     return metadata.version("torch").endswith("+cpu")
 
 
-def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> None:
-    """The resolved plan in a few lines."""
+def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
+    """The resolved plan: (label, text) of each line. A note is what may be overlooked, advice what would be faster."""
     batch, rollout, trainer = recipe.batch, recipe.rollout, recipe.trainer
     slots = (recipe.max_lag + 1) * batch.groups_per_step
     trajectories = batch.groups_per_step * batch.group_size
     workers = rollout.settings.num_workers
     detail = f" of {workers} workers" if workers > 1 else ""
-    emit(
-        f"mode      {recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
-        f"step(s), generations in flight: {recipe.interrupt}"
+    yield (
+        "mode",
+        f"{recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
+        f"step(s), generations in flight: {recipe.interrupt}",
     )
     if recipe.is_colocated:
-        emit(f"placement colocated, in turns: {TURNS[recipe.mode]}")
-    emit(
-        f"batch     {batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
+        yield "placement", f"colocated, in turns: {TURNS[recipe.mode]}"
+    yield (
+        "batch",
+        f"{batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
         f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "
-        f"trajectories) exist at once"
+        f"trajectories) exist at once",
     )
     detail += f", up to {rollout.max_replicas} where there is room" if rollout.max_replicas else ""
-    emit(
-        f"rollout   {rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
-        f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
+    yield (
+        "rollout",
+        f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
+        f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}",
     )
     for key, (pool, replicas) in recipe.pools.items():
-        emit(
-            f"{key:<10}{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, max_model_len "
-            f"{replicas.max_model_len}"
+        yield (
+            key,
+            f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, max_model_len "
+            f"{replicas.max_model_len}",
         )
-    emit(
-        f"trainer   {trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
-        f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
+    yield (
+        "trainer",
+        f"{trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
+        f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}",
     )
-    emit(f"GPUs      {describe_demand(Demand.of(recipe))}")
+    yield "GPUs", describe_demand(Demand.of(recipe))
     if not trainer.device.startswith("cuda"):
         cores = local_cores()
-        emit(
-            f"threads   on CPUs with {cores} cores: {trainer_threads(recipe, cores=cores)} for each trainer rank, "
-            f"{replica_threads(recipe)} for each replica"
+        yield (
+            "threads",
+            f"on CPUs with {cores} cores: {trainer_threads(recipe, cores=cores)} for each trainer rank, "
+            f"{replica_threads(recipe)} for each replica",
         )
     if layout := _layout(trainer):
-        emit(f"layout    {layout}")
-    for label, text in trainer_plan(_placed(recipe), found.facts):
-        emit(f"{label:<10}{text}")
-    _describe_server(recipe, emit)
+        yield "layout", layout
+    yield from trainer_plan(_placed(recipe), found.facts)
+    yield from _describe_server(recipe)
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens
-        emit(
-            f"overlong  a penalty up to {overlong.penalty:g} over the last {overlong.buffer_tokens} of {longest} "
-            "response tokens"
+        yield (
+            "overlong",
+            f"a penalty up to {overlong.penalty:g} over the last {overlong.buffer_tokens} of {longest} response tokens",
         )
     total = recipe.run.max_steps * batch.groups_per_step
     if found.train is None:
@@ -395,14 +397,14 @@ def describe(recipe: Recipe, found: Preflight, emit: Callable[[str], None]) -> N
         if left_out:
             prompts += f" ({', '.join(left_out)})"
         epochs = f" = {total / len(found.train.rows):.2f} epochs"
-    emit(f"data      {prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}")
-    _describe_sources(found.train, total, emit)
+    yield "data", f"{prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}"
+    yield from _describe_sources(found.train, total)
     for name, prompts in found.held_out.items():
-        _describe_held_out(recipe, name, prompts, emit)
+        yield from _describe_held_out(recipe, name, prompts)
     for note in (*_ratio_notes(recipe), *found.notes):
-        emit(f"note      {note}")
-    for text in advice(recipe, cores=local_cores() if _computes_here(recipe) else None):
-        emit(f"advice    {text}")
+        yield "note", note
+    for text in advice(recipe, cores=local_cores() if computes_here(recipe) else None):
+        yield "advice", text
 
 
 def _ratio_notes(recipe: Recipe) -> list[str]:
@@ -415,7 +417,7 @@ def _ratio_notes(recipe: Recipe) -> list[str]:
 
 def _placed(recipe: Recipe) -> Recipe:
     """As a run would place it, with GPUs for all that may have some, unless the CPUs of this machine compute."""
-    demand, here = Demand.of(recipe), _computes_here(recipe)
+    demand, here = Demand.of(recipe), computes_here(recipe)
     return recipe.placed(
         ranks_on_gpus=not here and demand.rank_gpus > 0,
         replicas_on_gpus=not here and demand.replica_gpus > 0,
@@ -423,7 +425,7 @@ def _placed(recipe: Recipe) -> Recipe:
     )
 
 
-def _computes_here(recipe: Recipe) -> bool:
+def computes_here(recipe: Recipe) -> bool:
     """True where the CPUs of this machine compute."""
     on_gpus = recipe.trainer.device.startswith("cuda") or gpu_bytes(recipe) is not None
     return not on_gpus and joined_address(recipe.ray.address) is None
@@ -441,17 +443,18 @@ def _layout(trainer: TrainerConfig) -> str:
     return f"{shared} ranks share the tokens of a micro-batch, {plans} micro-batches at once" if shared > 1 else ""
 
 
-def _describe_server(recipe: Recipe, emit: Callable[[str], None]) -> None:
+def _describe_server(recipe: Recipe) -> Iterator[tuple[str, str]]:
     serve, places = recipe.rollout.serve, recipe.rollout.settings.decodes_at_once
     if serve.enabled:
         limits, port = ExternalLimits.of(places, serve.share), serve.port or "(a free one)"
-        emit(
-            f"serve     on {serve.host} port {port} during the run: clients have at most {limits.external} of {places} "
-            "places of each replica"
+        yield (
+            "serve",
+            f"on {serve.host} port {port} during the run: clients have at most {limits.external} of {places} "
+            "places of each replica",
         )
 
 
-def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | None, emit: Callable[[str], None]) -> None:
+def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | None) -> Iterator[tuple[str, str]]:
     config = recipe.eval
     number = config.max_prompts if prompts is None else len(prompts.rows)
     said = f"{'at most ' if prompts is None else ''}{number} prompts"
@@ -460,23 +463,24 @@ def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | Non
     if config.every_steps:
         said += f" x {config.samples} = {number * config.samples} responses of up to {recipe.longest_response_tokens} "
         said += f"tokens, every {config.every_steps} steps, within {config.timeout_s:g} s"
-    emit(f"held out  {name}: {said}")
+    yield "held out", f"{name}: {said}"
     questions = Counter(row.messages for row in prompts.rows) if prompts is not None else Counter()
     if 0 < len(questions) < number:
-        emit(
-            f"note      held-out set {name} asks {len(questions)} different questions, up to "
-            f"{max(questions.values())} times each: eval.samples multiplies that, and intervals count questions"
+        yield (
+            "note",
+            f"held-out set {name} asks {len(questions)} different questions, up to "
+            f"{max(questions.values())} times each: eval.samples multiplies that, and intervals count questions",
         )
 
 
-def _describe_sources(train: TrainingSet | None, num_groups: int, emit: Callable[[str], None]) -> None:
+def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tuple[str, str]]:
     if train is None:
         return
     whole = sum(source.weight for source in train.sources)
     for source in train.sources:
         share, rows = source.weight / whole, source.stop - source.start
         epochs = share * num_groups / rows
-        emit(f"source    {source.name}: {rows} prompts, {share:.1%} of the groups = {epochs:.2f} epochs of it")
+        yield "source", f"{source.name}: {rows} prompts, {share:.1%} of the groups = {epochs:.2f} epochs of it"
     if train.curriculum is not None and train.ease is not None:
         key, easy, hard = train.curriculum.key, train.ease.max(), train.ease.min()
-        emit(f"curriculum {key} from {easy:g} to {hard:g} in the first {train.curriculum.epochs} epoch(s)")
+        yield "curriculum", f"{key} from {easy:g} to {hard:g} in the first {train.curriculum.epochs} epoch(s)"

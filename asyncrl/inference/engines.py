@@ -17,7 +17,6 @@ from asyncrl.weights.experts import MODEL_TYPES
 
 SCRATCH = "{scratch}"
 """Stands in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
-_EVERYWHERE = ("ipc", "collective", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,6 @@ class EngineSpec:
     them."""
     stop_timeout_s: float = 3.0
     """Longest time that a replica may take to stop before its process is killed."""
-    transports: tuple[str, ...] = _EVERYWHERE
-    """Values of `weights.transport` that the workers receive from."""
     stages: bool = False
     """It can receive a publish while it samples (`StagingEngine`)."""
     sleeps_on_cpu: bool = False
@@ -88,7 +85,6 @@ ENGINES: dict[str, EngineSpec] = {
         takes_whole_gpus=True,
         stages=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
-        transports=(*_EVERYWHERE, "vllm_nccl"),
         records=("experts",),
         records_on_cpu=False,
         environment={"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"},
@@ -142,18 +138,6 @@ def require_package(rollout: RolloutConfig) -> None:
         asked=f"rollout.engine={rollout.engine}",
         found=f"the package {spec.package} is not installed",
         do=spec.install,
-    )
-
-
-def require_transport(engine: str, transport: str) -> None:
-    """Raises ConfigError: the engine's workers do not receive by this transport."""
-    able = ENGINES[engine].transports
-    others = [name for name, spec in ENGINES.items() if transport in spec.transports]
-    require(
-        transport in able,
-        asked=f"weights.transport={transport} with rollout.engine={engine}",
-        found=f"engine {engine} receives by {', '.join(able)}",
-        do=f"set weights.transport to one of these, or rollout.engine={' or '.join(others)}",
     )
 
 

@@ -56,7 +56,6 @@ from asyncrl.types.weights import (
     TensorSlice,
     TensorSpec,
     TransferSource,
-    VllmNcclSource,
 )
 
 __all__ = [
@@ -115,5 +114,4 @@ __all__ = [
     "TrajectoryGroup",
     "TrajectoryKey",
     "TransferSource",
-    "VllmNcclSource",
 ]

@@ -160,13 +160,6 @@ class DiskSource(TransferSource):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmNcclSource(TransferSource):
-    """`host`: where vLLM's NCCL group meets; the sender sends the port with each publish."""
-
-    host: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartsSource(TransferSource):
     """Several senders, each of a run of the tensors; the fields above are those of the first.
 

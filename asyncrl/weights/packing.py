@@ -69,11 +69,6 @@ class Digester:
             self._scratch = make_scratch(data.device)
         self._totals[tensor] = combine(self._totals[tensor], slice_digest(data, offset, self._kind, self._scratch))
 
-    def add_whole(self, tensor: int, data: torch.Tensor) -> None:
-        """As `add`, of all of tensor number `tensor`."""
-        if self.enabled:
-            self.add(tensor, 0, byte_view(data))
-
     def copy(self, tensor: int, offset: int, data: torch.Tensor, out: torch.Tensor) -> None:
         """As `add`, and copies `data` to `out`; together they cost less than one after the other."""
         if self.enabled and self._kind == "xxh3" and data.device.type == out.device.type == "cpu":

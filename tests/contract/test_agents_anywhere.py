@@ -359,7 +359,7 @@ async def names_its_host(base_url, api_key, task):
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
-        (["rollout.agent.function=a:b", "rollout.agent.command=[c]"], "either a function or a program"),
+        (["rollout.agent.function=a:b", "rollout.agent.command=[c]"], "they exclude each other"),
         (["rollout.agent.advertise=host:80"], "no base URL of an OpenAI client"),
         (["rollout.agent.advertise='http://{name}/v1'"], "no base URL of an OpenAI client"),
         (["rollout.agent.advertise=http://host:80/"], "no base URL of an OpenAI client"),

@@ -211,7 +211,7 @@ def test_an_environment_that_cannot_be_used_is_refused_before_the_run(settings, 
 
 def test_settings_that_make_no_sense_are_refused():
     for settings, found in (
-        ({"id": "FrozenLake-v1", "factory": "x:y"}, "both make environments"),
+        ({"id": "FrozenLake-v1", "factory": "x:y"}, "they exclude each other"),
         ({**LAKE, "action_pattern": "("}, "no regular expression"),
         ({**LAKE, "action_pattern": "<go>.*</go>"}, "it has 0 groups"),
     ):

@@ -300,7 +300,7 @@ async def test_two_tools_of_one_name_are_refused():
     [
         ("{}", "either started or asked at its address"),
         ('{command: [x], url: "http://x"}', "either started or asked at its address"),
-        ("{url: 'x:80'}", "no http address"),
+        ("{url: 'x:80'}", "no address of a server"),
     ],
 )
 def test_settings_that_name_no_server_are_refused(settings, found):

@@ -34,10 +34,6 @@ def colocated(*overrides, mode="sync"):
         (("weights.rolling=true",), r"weights\.rolling=true"),
         (("weights.encoding=delta",), r"weights\.encoding=delta(?s:.*)drop the weights"),
         (("trainer.device=cuda", "weights.transport=collective"), r"transport=collective(?s:.*)NCCL connects no two"),
-        (
-            ("trainer.device=cuda", "weights.transport=vllm_nccl", "rollout.engine=vllm"),
-            r"transport=vllm_nccl(?s:.*)NCCL connects no two",
-        ),
         (("rollout.engine=vllm", "rollout.vllm.tensor_parallel_size=2"), r"vllm\.tensor_parallel_size=2"),
         (("mode=one_step_off",), r"rollout\.gate_timeout_s=300(?s:.*)= 3900(?s:.*)at least 3900"),
         (

@@ -179,10 +179,6 @@ async def test_without_the_encoding_nothing_is_encoded_or_kept():
     [
         (["weights.verify=off"], r"weights\.verify=off(?s:.)*digest"),
         (["trainer.lora.rank=8"], r"trainer\.lora\.rank=8(?s:.)*adapters"),
-        (
-            ["weights.transport=vllm_nccl", "rollout.engine=vllm"],
-            r"weights\.transport=vllm_nccl(?s:.)*nothing applies",
-        ),
     ],
 )
 def test_what_differences_cannot_go_with_is_refused_when_the_recipe_is_read(overrides, found):

@@ -11,7 +11,6 @@ from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engine import SleepingEngine, StagingEngine
@@ -186,21 +185,12 @@ def test_a_reference_model_is_asked_like_the_policy(model_of):
         check_recipe(recipe, use_hub=False)
 
 
-def test_a_transport_that_the_engine_does_not_receive_by_is_refused(model_of):
-    changes = ["weights.transport=vllm_nccl"]
-    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [*overrides(model_of("llama"), "torch"), *changes])
-    with pytest.raises(ConfigError, match=r"weights\.transport=vllm_nccl with rollout\.engine=torch(?s:.)*engine=vllm"):
-        check_recipe(recipe, use_hub=False)
-
-
-def test_weights_are_staged_by_an_engine_that_can_and_by_a_transport_that_lets_it(model_of):
+def test_weights_are_staged_by_an_engine_that_can(model_of):
     asked, quickstart = "weights.stage=true", ROOT / "recipes" / "quickstart.yaml"
     torch, sglang = (load_recipe(quickstart, [*overrides(model_of("llama"), e), asked]) for e in ("torch", "sglang"))
     check_recipe(torch, use_hub=False)
     with pytest.raises(ConfigError, match=r"weights\.stage=true with rollout\.engine=sglang(?s:.)*torch or vllm"):
         check_recipe(sglang, use_hub=False)
-    with pytest.raises(ConfigError, match=r"vllm_nccl with weights\.stage=true(?s:.)*ipc or collective"):
-        load_recipe(quickstart, ["weights.transport=vllm_nccl", "rollout.engine=vllm", asked])
 
 
 def test_every_engine_of_a_recipe_has_one_description_and_one_section():
@@ -213,7 +203,6 @@ def test_every_engine_of_a_recipe_has_one_description_and_one_section():
         assert settings.num_workers == 1
         known = {field.name for field in fields(settings)}
         assert {key.partition("=")[0] for key in (*spec.serving, "max_model_len")} <= known
-        assert set(spec.transports) <= set(get_args(get_type_hints(WeightsConfig)["transport"]))
         engine = build_engine(rollout, ModelConfig(path="m"), load_real_weights=False)
         assert isinstance(engine, SleepingEngine) != spec.elsewhere
         assert isinstance(engine, StagingEngine) == spec.stages

@@ -169,24 +169,12 @@ def test_the_ranks_of_the_quickstart_share_one_plan():
     assert recipe.trainer.layout.num_plans == 1
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (
-            ["weights.overlap=false", "trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"],
-            "collective_timeout_s above 5",
-        ),
-        (
-            ["weights.transport=vllm_nccl", "trainer.device=auto"],
-            "parallel=2.*one sender",
-        ),
-    ],
-)
-def test_stages_that_send_have_what_they_need(changed, words):
+def test_stages_that_send_have_what_they_need():
     staged = ["trainer.megatron.tensor_parallel=1", "trainer.megatron.pipeline_parallel=2"]
     assert load_recipe(QUICKSTART, staged).trainer.megatron.pipeline_parallel == 2
-    with pytest.raises(ConfigError, match=f"(?s){words}"):
-        load_recipe(QUICKSTART, [*staged, *changed])
+    short = ["weights.overlap=false", "trainer.collective_timeout_s=5", "weights.transfer_timeout_s=5"]
+    with pytest.raises(ConfigError, match=r"collective_timeout_s above 5"):
+        load_recipe(QUICKSTART, [*staged, *short])
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():

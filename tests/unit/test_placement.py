@@ -199,8 +199,6 @@ def test_a_shared_gpu_takes_ipc_and_one_rank():
     shared = (*VLLM, "rollout.vllm.gpu_share=0.4")
     with pytest.raises(ConfigError, match=r"gpu_share=0\.4 with weights\.transport=collective(.|\n)*Duplicate GPU"):
         recipe(*shared)
-    with pytest.raises(ConfigError, match=r"vllm_nccl(.|\n)*Duplicate GPU"):
-        recipe(*shared, "weights.transport=vllm_nccl")
     with pytest.raises(ConfigError, match=r"trainer\.device=cpu"):
         recipe(*shared, "weights.transport=ipc", "trainer.device=cpu")
     found = place_run(recipe(*shared, "weights.transport=ipc"), [2])

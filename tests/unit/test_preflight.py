@@ -32,9 +32,7 @@ def checked(tmp_path: Path):
         files = [f"data.train={tmp_path}/train.jsonl", f"data.eval.held_out={tmp_path}/test.jsonl"]
         overrides = (f"model.path={tmp_path}", *files, "data.max_prompt_tokens=450", *overrides)
         recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", list(overrides))
-        lines = []
-        describe(recipe, check_recipe(recipe, use_hub=False), lines.append)
-        return lines
+        return [f"{label:<9} {text}" for label, text in describe(recipe, check_recipe(recipe, use_hub=False))]
 
     return call
 
@@ -95,6 +93,13 @@ def test_questions_that_ask_for_no_mark_are_told(checked, tmp_path: Path) -> Non
     assert told not in "\n".join(checked(gsm8k, "data.system_prompt='End with a line Answer: and the number.'"))
     assert told not in "\n".join(checked(gsm8k, "reward.function=numeric"))
     assert told not in "\n".join(checked())
+
+
+def test_a_dataset_most_of_which_is_dropped_is_told(checked) -> None:
+    told = "3 of 4 rows are dropped"
+    lines = checked("data.on_long_prompt=drop", rows=("1", "1", "1", "long"))
+    assert told in "\n".join(lines)
+    assert "are dropped" not in "\n".join(checked("data.on_long_prompt=drop", rows=("1", "long")))
 
 
 def test_what_an_evaluation_takes_is_told(checked) -> None:

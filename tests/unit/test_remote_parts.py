@@ -15,7 +15,7 @@ from asyncrl.inference.remote.orders import read_order, write_order
 from asyncrl.inference.remote.publish_calls import require_reachable
 from asyncrl.inference.remote.server_client import read_key
 from asyncrl.inference.remote.vllm_requests import body_of, output_of
-from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec, VllmNcclSource
+from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
 from tests.unit.test_recipes import ROOT
@@ -40,11 +40,6 @@ def test_an_order_says_everything_about_a_publish(source):
     assert read_order(write_order(manifest, source, 12.5))[1].key == source.key, "which equality may leave out"
     delta = replace(manifest, version=None, encoding="delta", base_digest=(2**64 - 1, 0), verify=False)
     assert read_order(write_order(delta, source, 1.0))[0] == delta
-
-
-def test_a_source_that_only_engines_of_this_run_receive_from_is_refused():
-    with pytest.raises(ValueError, match="VllmNcclSource"):
-        write_order(make_manifest(3, 8, TENSORS, 4096), VllmNcclSource(**COMMON, host="h"), 1.0)
 
 
 @pytest.mark.parametrize(

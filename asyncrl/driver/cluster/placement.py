@@ -138,7 +138,7 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
         do="set weights.transport=collective, or disk with weights.disk_directory on shared storage",
     )
     require(
-        not found.shares_gpus or transport not in ("collective", "vllm_nccl"),
+        not found.shares_gpus or transport != "collective",
         asked=f"weights.transport={transport}; {words(found.bundles)}",
         found=f"processes share the {sum(node_gpus)} GPUs, and NCCL refuses two processes on one GPU",
         do="set weights.transport=ipc (disk on several nodes), or use fewer processes or more GPUs",

@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.checkpoint.run_directory import package_versions
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import place_run, words
+from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.driver.doctor.observation import Observation, bad, guarded, ok, warning
 from asyncrl.errors import Process
 from asyncrl.remote.reply import reply_now
@@ -23,25 +28,16 @@ SLOW_BYTES_PER_S = 5e8
 
 def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
     """Starts a local cluster and ends it, or joins `address`, and looks what it has."""
-    from asyncrl.driver.cluster.ray_session import ray_cluster
-
-    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as scratch:
-        began = time.monotonic()
-        with ray_cluster(address, Path(scratch) / "log.txt"):
-            import ray
-
-            took_s, has, nodes = (
-                time.monotonic() - began,
-                ray.cluster_resources(),
-                [n for n in ray.nodes() if n["Alive"]],
-            )
-            gpus = has.get("GPU", 0)
-            text = f"{'started' if address is None else 'joined ' + address} in {took_s:.1f} s: {len(nodes)} node(s), "
-            text += f"{has.get('CPU', 0):g} CPUs, {gpus:g} GPUs"
-            yield ok("Ray", text)
-            yield from guarded("placement", lambda: _of_placement(recipe, nodes))
-            if address is not None:
-                yield from _of_nodes(recipe, nodes)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as scratch, ray_cluster(address, Path(scratch) / "log"):
+        took_s, has, nodes = time.monotonic() - began, ray.cluster_resources(), [n for n in ray.nodes() if n["Alive"]]
+        text = f"{'started' if address is None else 'joined ' + address} in {took_s:.1f} s: {len(nodes)} node(s), "
+        yield ok("Ray", f"{text}{has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs")
+        yield from guarded("placement", lambda: _of_placement(recipe, nodes))
+        here = ray.get_runtime_context().get_node_id()
+        for node in nodes:
+            if node["NodeID"] != here:
+                yield from guarded("nodes", lambda node=node: _of_node(node))
 
 
 def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
@@ -51,48 +47,30 @@ def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Obser
     yield ok("placement", f"{words(placement.bundles)}; {how[placement.strategy]}")
 
 
-def _of_nodes(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
-    """Every node has this package, reaches this machine, and shares the run directory if it must."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = ray.get_runtime_context().get_node_id()
-    others = [node for node in nodes if node["NodeID"] != here]
-    if not others:
-        yield ok("nodes", "this machine only")
-        return
-    if recipe.weights.transport == "ipc":
-        text = f"weights.transport=ipc reaches one machine; the cluster has {len(nodes)}"
-        yield warning("nodes", text, "set weights.transport=collective, or keep all replicas on one node")
-    for node in others:
-        name = node["NodeManagerAddress"]
-        with socket.create_server(("", 0)) as server:
-            server.settimeout(TIMEOUT_S)
-            port = server.getsockname()[1]
-            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0)(_probe).options(scheduling_strategy=place)
-            asked = task.remote(ray.util.get_node_ip_address(), port)
-            try:
-                speed = _received(server)
-                versions = reply_now(
-                    asked, timeout_s=TIMEOUT_S, call="the probe of the network", process=Process(f"node {name}")
-                )
-            except Exception as error:  # noqa: BLE001 - whatever keeps that machine from answering is the finding
-                do = "open the network between the nodes, and install the same packages there"
-                yield bad("nodes", f"{name}: {type(error).__name__}: {str(error)[:300]}", do)
-                continue
-        from asyncrl.checkpoint.run_directory import package_versions
-
-        different = [
-            f"{n} {v} ({package_versions().get(n)} here)" for n, v in versions.items() if package_versions().get(n) != v
-        ]
-        text = f"{name}: {speed / 1e9:.2f} GB/s to this machine" + (f"; {', '.join(different)}" if different else "")
-        if different:
-            yield bad("nodes", text, "install the same versions on every node")
-        elif speed < SLOW_BYTES_PER_S:
-            yield warning("nodes", text, "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast network")
-        else:
-            yield ok("nodes", text)
+def _of_node(node: dict[str, Any]) -> Iterator[Observation]:
+    """The node has this package and the same versions, and a fast way to this machine."""
+    name, here = node["NodeManagerAddress"], package_versions()
+    place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    with socket.create_server(("", 0)) as server:
+        server.settimeout(TIMEOUT_S)
+        probe = ray.remote(num_cpus=0, max_retries=0)(_probe).options(scheduling_strategy=place)
+        asked = probe.remote(ray.util.get_node_ip_address(), server.getsockname()[1])
+        try:
+            speed = _received(server)
+            there = reply_now(
+                asked, timeout_s=TIMEOUT_S, call="a probe of the network", process=Process(f"node {name}")
+            )
+        except Exception as error:  # noqa: BLE001 - whatever keeps that machine from answering is the finding
+            do = "open the network between the nodes, and install the same packages there"
+            yield bad("nodes", f"{name}: {type(error).__name__}: {str(error)[:300]}", do)
+            return
+    text = f"{name}: {speed / 1e9:.2f} GB/s to this machine"
+    if different := [f"{n} {version} ({here.get(n)} here)" for n, version in there.items() if here.get(n) != version]:
+        yield bad("nodes", f"{text}; {', '.join(different)}", "install the same versions on every node")
+    elif speed < SLOW_BYTES_PER_S:
+        yield warning("nodes", text, "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast network")
+    else:
+        yield ok("nodes", text)
 
 
 def _received(server: socket.socket) -> float:
@@ -108,8 +86,6 @@ def _received(server: socket.socket) -> float:
 
 def _probe(address: str, port: int) -> dict[str, Any]:
     """Runs on another node: sends to this one, and says which packages are there."""
-    from asyncrl.checkpoint.run_directory import package_versions
-
     with socket.create_connection((address, port), timeout=TIMEOUT_S) as out:
         out.settimeout(TIMEOUT_S)
         out.sendall(bytes(PROBE_BYTES))

@@ -1,120 +1,93 @@
-"""The examination: all checks in the order in which a run would meet their subjects."""
+"""The examination: all checks in the order in which a run would meet their subjects. The preflight says what is wrong
+with the recipe and what the run takes; the doctor compares that with the machine, the cluster, and calls of the reward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
-from asyncrl.config.load import Loaded, load
+from asyncrl.config.load import Loaded, load, serving_api_key
 from asyncrl.config.recipe import Recipe
+from asyncrl.data.rows import PromptRow
+from asyncrl.driver import preflight
 from asyncrl.driver.cluster.address import joined_address
+from asyncrl.driver.doctor import machine
 from asyncrl.driver.doctor.cluster import check_cluster
-from asyncrl.driver.doctor.machine import (
-    check_address,
-    check_compiled,
-    check_disk,
-    check_files,
-    check_gpus,
-    check_processors,
-    check_shared_memory,
-    check_versions,
-)
-from asyncrl.driver.doctor.observation import Observation, guarded, ok, warning
-from asyncrl.driver.doctor.plan import (
-    check_data,
-    check_memory,
-    check_publish,
-    check_reward,
-    check_staleness,
-    trained_bytes,
-)
-from asyncrl.driver.preflight import Preflight, check_packages, check_recipe, hub_names
+from asyncrl.driver.doctor.observation import Observation, bad, guarded, ok, warning
+from asyncrl.driver.memory_plan import ranks_memory, served_bytes
+from asyncrl.inference.engines import ENGINES
+from asyncrl.rewards.reward_pool import RewardPool
+
+TRIED_ROWS = 4
+REMEDIES = {"note": "see whether it is meant", "advice": "set it, unless another reason counts more"}
+"""Label of a line of the plan that is a warning -> what to do."""
 
 
 def examine(path: Path, overrides: list[str], *, use_hub: bool = True, use_ray: bool = True) -> Iterator[Observation]:
-    """As `_examine`, without what the recipe takes from the environment."""
-    loaded: list[Loaded] = []
-    for found in _examine(path, overrides, loaded, use_hub=use_hub, use_ray=use_ray):
-        hide = loaded[0].hide if loaded else Hidden()
-        yield replace(found, text=hide(found.text), remedy=hide(found.remedy))
-
-
-def _examine(
-    path: Path, overrides: list[str], loaded: list[Loaded], *, use_hub: bool, use_ray: bool
-) -> Iterator[Observation]:
-    """Findings, one by one as they are made. Starts reward processes and Ray, and ends them; trains nothing and writes
-    nothing.
+    """Findings, one by one as they are made, without what the recipe takes from the environment. Starts reward
+    processes and Ray, and ends them; trains nothing and writes nothing.
 
     Args:
-        loaded: gets the recipe.
         use_hub: look up models and data of the hub, which downloads tokenizer and data.
         use_ray: start Ray, or join its cluster.
     """
-    yield from guarded("versions", check_versions)
+    yield from guarded("versions", machine.check_versions)
+    read: list[Loaded] = []
+    yield from guarded("recipe", lambda: read.append(load(path, overrides)))
+    for loaded in read:
+        yield ok("recipe", f"{path} is valid")
+        for found in _of_recipe(loaded.recipe, path, use_hub=use_hub, use_ray=use_ray):
+            yield replace(found, text=loaded.hide(found.text), remedy=loaded.hide(found.remedy))
 
-    def read() -> Iterator[Observation]:
-        loaded.append(load(path, overrides))
-        recipe = loaded[0].recipe
-        batch = f"{recipe.batch.groups_per_step} groups x {recipe.batch.group_size}"
-        yield ok("recipe", f"{path}: {batch}, {recipe.mode}, max_lag {recipe.max_lag}")
 
-    yield from guarded("recipe", read)
-    if not loaded:
-        return
-    recipe = loaded[0].recipe
-    address = joined_address(recipe.ray.address)
-    found: list[Preflight] = []
-    yield from guarded("packages", lambda: _packages(recipe))
-    yield from guarded("packages", check_compiled)
-    for area, check in (
-        ("GPUs", lambda: check_gpus(recipe, joins=address is not None)),
-        ("processors", lambda: check_processors(recipe)),
-        ("shared memory", check_shared_memory),
-        ("open files", lambda: check_files(recipe)),
-        ("network", check_address),
-        ("model and data", lambda: _preflight(recipe, found, use_hub=use_hub)),
-    ):
-        yield from guarded(area, check)
-    if found:
-        yield from _of_plan(recipe, found[0], path)
-    yield from guarded("staleness", lambda: check_staleness(recipe))
+def _of_recipe(recipe: Recipe, path: Path, *, use_hub: bool, use_ray: bool) -> Iterator[Observation]:
+    yield from guarded("packages", lambda: preflight.check_packages(recipe))
+    yield from guarded("packages", machine.check_compiled)
+    yield from guarded("GPUs", lambda: machine.check_gpus(recipe))
+    yield from guarded("shared memory", machine.check_shared_memory)
+    yield from guarded("open files", lambda: machine.check_files(recipe))
+    yield from guarded("network", machine.check_address)
+    passed: list[preflight.Preflight] = []
+    yield from guarded("plan", lambda: _plan(recipe, passed, use_hub=use_hub))
+    for found in passed:
+        yield from guarded("memory and disk", lambda found=found: _sizes(recipe, found, path))
+        if found.train is not None:
+            rows = [found.train.rows[i] for i in range(min(TRIED_ROWS, len(found.train.rows)))]
+            yield from guarded("reward", lambda rows=rows: [asyncio.run(_tried(recipe, rows))])
+    yield from guarded("server", lambda: preflight.check_server(recipe.rollout.serve, serving_api_key()))
     if "wandb" in recipe.observability.sinks:
         yield from guarded("W&B", _wandb)
     if use_ray:
-        yield from guarded("Ray", lambda: check_cluster(recipe, address))
+        yield from guarded("Ray", lambda: check_cluster(recipe, joined_address(recipe.ray.address)))
 
 
-def _of_plan(recipe: Recipe, found: Preflight, path: Path) -> Iterator[Observation]:
-    directory = Path(recipe.run.dir or Path("runs") / (recipe.run.name or path.stem))
-    size = trained_bytes(recipe, found.facts)
-    for area, check in (
-        ("data", lambda: check_data(found)),
-        ("reward", lambda: check_reward(recipe, found)),
-        ("memory", lambda: check_memory(recipe, found.facts)),
-        ("disk", lambda: check_disk(directory, size, recipe.checkpoint.keep)),
-        ("publish", lambda: check_publish(recipe, found.facts)),
-    ):
-        yield from guarded(area, check)
-
-
-def _packages(recipe: Recipe) -> Iterator[Observation]:
-    check_packages(recipe)
-    text = f"engine {recipe.rollout.engine} and backend {recipe.trainer.backend} are installed"
-    yield ok("packages", text)
-
-
-def _preflight(recipe: Recipe, found: list[Preflight], *, use_hub: bool) -> Iterator[Observation]:
-    """Keeps what it finds, and yields what is to be said of it."""
+def _plan(recipe: Recipe, passed: list[preflight.Preflight], *, use_hub: bool) -> Iterator[Observation]:
+    """The preflight, and the plan that a dry run prints."""
     if use_hub:
-        use_cache_if_unreachable(hub_names(recipe))
-    found.append(check_recipe(recipe, use_hub=use_hub))
-    facts = found[0].facts
-    yield ok("model and data", f"engine and backend can run {facts.name}; every row was read")
-    for note in found[0].notes:
-        yield warning("model and data", note, "see whether it is meant")
+        use_cache_if_unreachable(preflight.hub_names(recipe))
+    passed.append(preflight.check_recipe(recipe, use_hub=use_hub))
+    area = ""
+    for label, text in preflight.describe(recipe, passed[0]):
+        area = label or area
+        yield warning(area, text, REMEDIES[area]) if area in REMEDIES else ok(area, text)
+
+
+def _sizes(recipe: Recipe, found: preflight.Preflight, path: Path) -> Iterator[Observation]:
+    """Memory of the processes that compute on the CPUs of this machine, and the size of checkpoints, against what it
+    has."""
+    ranks, weights, trainer = ranks_memory(recipe, found.facts) or [], served_bytes(recipe, found.facts), recipe.trainer
+    if ranks and weights and preflight.computes_here(recipe):
+        largest = max(memory.peak or memory.total for memory in ranks)
+        replicas = 0 if ENGINES[recipe.rollout.engine].elsewhere else recipe.rollout.num_replicas
+        yield machine.check_memory(largest * trainer.num_ranks + weights * replicas)
+    checkpoint = sum((memory.weights + memory.optimizer) * trainer.shard_ranks for memory in ranks[:1])
+    directory = Path(recipe.run.dir or Path("runs") / (recipe.run.name or path.stem))
+    yield machine.check_disk(directory, checkpoint * (recipe.checkpoint.keep + 1))
 
 
 def _wandb() -> Iterator[Observation]:
@@ -125,3 +98,27 @@ def _wandb() -> Iterator[Observation]:
     else:
         do = "`wandb login`; or later `asyncrl-dashboard sync RUN_DIR`"
         yield warning("W&B", "nobody is logged in: the run is recorded offline", do)
+
+
+async def _tried(recipe: Recipe, rows: Sequence[PromptRow]) -> Observation:
+    """Rewards a right and an empty answer to a few rows, in the processes that the run would use."""
+    names, pool = ", ".join(recipe.reward.names), RewardPool(recipe.reward)
+    try:
+        await pool.start()
+        began, calls, told_apart = time.perf_counter(), 0, 0
+        for row in rows:
+            answers = [form.format(row.ground_truth) for form in ("{}", "\\boxed{{{}}}", "#### {}")]
+            empty, *paid = [(await pool.score(answer, row)).reward for answer in ("", *answers)]
+            told_apart += max(paid) > empty
+            calls += 1 + len(paid)
+        took_ms = 1000 * (time.perf_counter() - began) / calls
+    except Exception as error:  # noqa: BLE001 - whatever a user's reward raises is the finding
+        do = "repair the reward, or the rows that it cannot read"
+        return bad("reward", f"{names}: {type(error).__name__}: {error}", do)
+    finally:
+        await pool.close()
+    text = f"{names}: {told_apart} of {len(rows)} rows pay their ground truth more than an empty answer; "
+    text += f"{took_ms:.1f} ms a call"
+    if told_apart:
+        return ok("reward", text)
+    return warning("reward", text, "see that a right answer of the model's form is paid: docs/rewards.md")

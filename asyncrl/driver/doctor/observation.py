@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,26 +37,12 @@ def bad(area: str, text: str, remedy: str) -> Observation:
     return Observation(area, "bad", text, remedy)
 
 
-def guarded(area: str, check: Callable[[], Iterator[Observation]]) -> Iterator[Observation]:
+def guarded(area: str, check: Callable[[], Iterable[Observation] | None]) -> Iterator[Observation]:
     """The findings of a check; one that fails is a finding itself."""
     try:
-        yield from check()
-    except AsyncRLError as error:
-        asked, found, do = _parts(str(error))
-        yield Observation(area, "bad", f"{asked}: {found}" if asked else found, do)
+        yield from check() or ()
+    except AsyncRLError as error:  # in the words of `explain`
+        text, _, remedy = str(error).partition("\ndo:")
+        yield bad(area, text.removeprefix("asked: ").replace("\nfound:", ":"), remedy.strip())
     except Exception as error:  # noqa: BLE001 - a doctor reports, whatever a machine is like
-        yield Observation(
-            area, "warning", f"could not be checked: {type(error).__name__}: {error}", "see whether it matters"
-        )
-
-
-def _parts(message: str) -> tuple[str, str, str]:
-    """asked, found and do of an error made by `explain`; others are found."""
-    fields = {"asked": "", "found": "", "do": ""}
-    name = "found"
-    for line in message.splitlines():
-        head, colon, rest = line.partition(":")
-        if colon and head in fields:
-            name, line = head, rest
-        fields[name] = f"{fields[name]} {line.strip()}".strip()
-    return fields["asked"], fields["found"], fields["do"]
+        yield warning(area, f"could not be checked: {type(error).__name__}: {error}", "see whether it matters")

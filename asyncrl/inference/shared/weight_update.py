@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -28,10 +28,6 @@ _CLOSE_S = 30.0
 """Time for an abandoned publish to end, and its receiver to disconnect from its sender."""
 _GRACE_S = 5.0
 """Time that a receiver has beyond its deadline before it is abandoned."""
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class WeightLoader(Protocol):
@@ -83,7 +79,7 @@ class WorkerUpdate:
         """The publish that was loaded and not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
-        self._receiver: Closable | None = None
+        self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
         self._staged: Future[tuple[Plan, Digest | None]] | None = None
         """The last publish that was to be staged, until it is loaded."""
@@ -151,20 +147,10 @@ class WorkerUpdate:
         self._executor.submit(self._close_receiver)
         self._executor.shutdown(wait=False)  # the process ends with it
 
-    # -- for subclasses ------------------------------------------------------------------------------------------
-
-    def _build_receiver(self, source: TransferSource) -> Closable:
-        return build_receiver(source, device=self._device)
-
-    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
-        """In the receiver's thread: moves one publish into `feed`."""
-        sink = CheckedSink(self._loader.check, feed.offer)
-        return self._decode(receiver, manifest, plan, sink, timeout_s)
-
     def _decode(
-        self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        return self._decoder.receive(cast(WeightReceiver, receiver), manifest, plan, sink, timeout_s)
+        return self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -204,9 +190,10 @@ class WorkerUpdate:
         self._loaded = manifest
 
     def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
-        """In the receiver's thread."""
+        """In the receiver's thread: moves one publish into `feed`."""
+        sink = CheckedSink(self._loader.check, feed.offer)
         try:
-            return self._take(self._joined(), manifest, plan, feed, timeout_s)
+            return self._decode(self._joined(), manifest, plan, sink, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
@@ -226,10 +213,10 @@ class WorkerUpdate:
         self._loader.load(iter(self._staging), names)
         self._loaded = manifest
 
-    def _joined(self) -> Closable:
+    def _joined(self) -> WeightReceiver:
         if self._receiver is None:
             assert self._source is not None, "receive before join"
-            self._receiver = self._build_receiver(self._source)
+            self._receiver = build_receiver(self._source, device=self._device)
         return self._receiver
 
     def _close_receiver(self) -> None:

@@ -13,16 +13,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
-from asyncrl.inference.shared.tensor_feed import Feed
-from asyncrl.inference.shared.weight_update import Closable, WorkerUpdate
+from asyncrl.inference.shared.weight_update import WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
-from asyncrl.inference.vllm.nccl_receiver import NativeReceiver, VllmNccl
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
-from asyncrl.types import Digest, Manifest, TransferSource, VllmNcclSource
+from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
-from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transport import WeightReceiver, WeightSink
 
 
 @dataclass
@@ -79,28 +77,15 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class _VllmUpdate(WorkerUpdate):
-    """A `WorkerUpdate` that can also receive by vLLM's own NCCL backend."""
+    """The `WorkerUpdate` of vLLM's workers."""
 
     def __init__(self, engine: AsyncrlWeightTransfer, reload: Reload, decoder: Decoder) -> None:
         super().__init__(reload, decoder, engine.device)
         self._engine = engine
         self._reload = reload
 
-    def _build_receiver(self, source: TransferSource) -> Closable:
-        if not isinstance(source, VllmNcclSource):
-            return super()._build_receiver(source)
-        engine, parallel = self._engine, self._engine.parallel_config
-        worker_rank = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM's engine counts
-        backend = VllmNccl(engine.config, engine.vllm_config, engine.device)
-        return NativeReceiver(source, self._reload.expected, worker_rank, backend)
-
-    def _take(self, receiver: Closable, manifest: Manifest, plan: Plan, feed: Feed, timeout_s: float) -> Digest | None:
-        if isinstance(receiver, NativeReceiver):
-            return receiver.receive(manifest, feed, timeout_s)
-        return super()._take(receiver, manifest, plan, feed, timeout_s)
-
     def _decode(
-        self, receiver: Closable, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
         with unpinned_nccl_env():  # a group with the trainer may form: VLLM_BATCH_INVARIANT pins variables of NCCL
             return super()._decode(receiver, manifest, plan, sink, timeout_s)

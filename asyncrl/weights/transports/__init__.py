@@ -8,16 +8,7 @@ from dataclasses import replace
 import torch
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import (
-    CollectiveSource,
-    Digest,
-    DiskSource,
-    IpcSource,
-    Manifest,
-    PartsSource,
-    TransferSource,
-    VllmNcclSource,
-)
+from asyncrl.types import CollectiveSource, Digest, DiskSource, IpcSource, Manifest, PartsSource, TransferSource
 from asyncrl.weights.object_store import is_url
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightReceiver, WeightSender, WeightSink
@@ -27,14 +18,12 @@ from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import GuardedSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
-from asyncrl.weights.transports.vllm_nccl import VLLM_NCCL, VllmNcclSender
 
 TRANSPORTS = {
     "ipc": (IpcSender, IpcReceiver),
     "collective": (CollectiveSender, CollectiveReceiver),
     "disk": (DiskSender, DiskReceiver),
 }
-"""The transports that serve every engine. `vllm_nccl` has only a sender here: its receiver is in vLLM's workers."""
 
 
 def build_sender(
@@ -49,8 +38,7 @@ def build_sender(
     """The sender of `weights.transport`, not yet open.
 
     Args:
-        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`. A GPU for
-            `vllm_nccl`.
+        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`.
         host: an address of this machine that the replicas reach; for all but `ipc`, across machines.
         directory: `weights.disk_directory`, for `disk`; a URL for object storage.
 
@@ -66,8 +54,6 @@ def build_sender(
             if is_url(directory)
             else DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
         )
-    elif transport == VLLM_NCCL:
-        sender = VllmNcclSender(bucket_bytes, num_receivers, device=device, host=host)
     elif transport == "ipc":
         sender = IpcSender(bucket_bytes, num_receivers, device=device)
     else:
@@ -77,13 +63,10 @@ def build_sender(
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:
     """The receiver that joins `source`. `device`: where the sink's tensors live; for `collective` of the sender's kind.
-    Raises ConfigError: unknown transport, or one that only vLLM's workers receive."""
+    Raises ConfigError: unknown transport."""
     if isinstance(source, PartsSource):
         parts = [replace(part, receiver=source.receiver) for part in source.parts]
         return PartsReceiver(source, [build_receiver(part, device=device) for part in parts])
-    if isinstance(source, VllmNcclSource):
-        do = "set rollout.engine=vllm, or weights.transport to ipc, collective or disk"
-        raise ConfigError(explain(f"weights.transport={VLLM_NCCL}", "an engine other than vLLM as receiver", do))
     if isinstance(source, CollectiveSource):
         return CollectiveReceiver(source, device=device)
     if isinstance(source, DiskSource):
@@ -94,7 +77,7 @@ def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu"
 
 
 def _unknown(transport: str) -> ConfigError:
-    do = f"use one of {', '.join((*TRANSPORTS, VLLM_NCCL))}"
+    do = f"use one of {', '.join(TRANSPORTS)}"
     return ConfigError(explain(f"weights.transport={transport}", "no such transport", do))
 
 
