@@ -17,16 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import uvicorn
 from h11 import LocalProtocolError
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from asyncrl.errors import explain
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +186,10 @@ class GuardedProtocol(H11Protocol):
         self._guard.count(reason)
         self.transport.abort()
 
-    async def _answer(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, for which `send` returns when the client, or the kernel, has taken everything."""
 
-        async def send_all(message: ASGISendEvent) -> None:
+        async def send_all(message: Message) -> None:
             await send(message)
             await self.flow.drain()
 

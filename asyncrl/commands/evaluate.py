@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -45,14 +45,10 @@ from asyncrl.inference.engines import STANDALONE
 from asyncrl.registry import make_importable
 from asyncrl.types import Admission, EvalResult, ReplicaTable, Ticket, TrajectoryGroup
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
 EXIT_PROGRAM_ERROR = 1
 EXIT_SIGNAL_BASE = 128
-"""Longest time for one part to stop before its process is killed."""
 ALL_ROWS = 1 << 52
 DEFAULT_LENGTH = 4096
 """Longest prompt and response together, in tokens, for a model whose config states no length."""
@@ -312,9 +308,10 @@ def run(
     """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises an
     error."""
     from asyncrl.driver.cluster.ray_session import ray_cluster
+    from asyncrl.rollout.user_code import run_to_its_end
 
     with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env, forks) as cluster:
-        return asyncio.run(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
+        return run_to_its_end(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
 
 
 class _Stopped(BaseException):

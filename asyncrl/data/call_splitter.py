@@ -148,12 +148,6 @@ class CallSplitter:
         parts.extend(kept)
 
 
-def split_calls(text: str, form: CallFormat) -> tuple[Part, ...]:
-    """The parts of a whole reply."""
-    splitter = CallSplitter(form)
-    return joined_parts([*splitter.feed(text), *splitter.finish()])
-
-
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """With neighbouring pieces of text as one."""
     made: list[Part] = []

@@ -33,7 +33,8 @@ class Turns:
         """Seconds asleep and waking of each replica process at the last line of metrics."""
 
     async def take(self, step: int) -> None:
-        """Returns when the trainer has the devices for this step. Raises what `ReplicaPool.sleep` raises."""
+        """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises what
+        `ReplicaPool.sleep` raises."""
         if not self._is_colocated:
             return
         began = time.monotonic()
@@ -42,7 +43,7 @@ class Turns:
         self._begin_s += time.monotonic() - began
         up = self._parts.replicas.table.those("newcomer", "serving")
         asleep = [i for i, row in up.items() if row.asleep]
-        self._parts.events.write(EnginesSlept(step, replicas=tuple(sorted(asleep)), begin_s=self._begin_s))
+        self._parts.events.write(EnginesSlept(step + 1, replicas=tuple(sorted(asleep)), begin_s=self._begin_s))
 
     async def give(self) -> None:
         """A publish to all replicas begins: the engines may take their memory back."""

@@ -241,6 +241,7 @@ class Coordinator:
         put together while the next one trains.
         """
         recipe, parts = self._recipe, self._parts
+        done = self._step + 1  # `global_steps` after this step: also the number of the next one
         manifest, self._ahead, waited_s = self._ahead, None, 0.0
         self._clock.start()
         if manifest is None:
@@ -250,7 +251,7 @@ class Coordinator:
                 return False
             waited_s = self._clock.lap()
             self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
-        await self._turns.take(self._step + 1)
+        await self._turns.take(self._step)
         self._clock.start()  # the engines' way to sleep is no part of the optimizer step
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         bounds = self._guard.correction_bounds
@@ -259,9 +260,9 @@ class Coordinator:
             with self._clock.time.during(Metric.TRAINER_TRAINING):
                 reference_kl = await parts.trainers.reference_kl(plans)
             plans = self._planner.plan(manifest, reference_kl, correction_bounds=bounds)
-        last = self._step + 1 >= recipe.run.max_steps
+        last = done >= recipe.run.max_steps
         if recipe.max_lag > 0 and not last:
-            self._foresight.begin(self._step + 1, bounds)
+            self._foresight.begin(done, bounds)
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
@@ -270,16 +271,16 @@ class Coordinator:
         await self._recorded()
         parts.events.write(
             StepTrained(
-                step=self._step + 1,
+                step=done,
                 ordinals=tuple(group.ordinal for group in manifest.groups),
                 lag_max=max(group.lag_max for group in manifest.groups),
             )
         )
-        publishes = not self._stop.is_set() and recipe.publishes_after(self._step + 1)
+        publishes = not self._stop.is_set() and recipe.publishes_after(done)
         is_beside = publishes and recipe.overlaps_publish and not last
         committed, stats = await self._commit(copies=is_beside, leases_next=self._leases_ahead())
         self._ahead = committed.lease
-        self._step += 1
+        self._step = done
         parts.saw("step", self._step)
         ended = _EndedStep(manifest, metrics, train_s, waited_s, committed.counts, committed.shares, stats)
         if is_beside:

@@ -25,7 +25,12 @@ class Foresight:
         self._foreseen: tuple[LeaseManifest, float, tuple[RankPlan, ...]] | None = None
 
     def begin(self, step: int, correction_bounds: float) -> None:
-        """Called while the step before `step` trains, after `end`. `correction_bounds`: see `RankPlan`."""
+        """Called while the step before trains, after `end`.
+
+        Args:
+            step: `global_steps` when the foreseen step starts.
+            correction_bounds: see `RankPlan`.
+        """
         assert self._task is None, "one step is foreseen at a time"
         self._task = asyncio.create_task(self._prepare(step, correction_bounds), name=f"preparing step {step + 1}")
 

@@ -73,12 +73,6 @@ class StalenessPolicy:
         """
         return max(0, (version + self.max_lag - step + 1) * self.groups_per_step - active)
 
-    def is_feasible(self, deadlines: Sequence[int], step: int) -> bool:
-        ordered = sorted(deadlines)
-        return all(
-            position + 1 <= (deadline - step + 1) * self.groups_per_step for position, deadline in enumerate(ordered)
-        )
-
     def surplus(self, candidates: Sequence[Candidate], step: int) -> tuple[int, ...]:
         """The fewest groups to remove so that the rest is feasible. Empty under mask, which also trains late groups."""
         if self.on_overdue == "mask":

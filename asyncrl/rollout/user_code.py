@@ -95,7 +95,6 @@ class UserCode:
         for task in tasks:
             if not task.done():
                 logger.warning("%s goes on %g s after it was cancelled: nobody waits for it", task.get_name(), LEAVE_S)
-                asyncio.tasks._unregister_task(task)  # otherwise `asyncio.run` would wait for it without limit
                 self._left.add(task)
                 task.add_done_callback(self._left.discard)
 
@@ -107,6 +106,29 @@ class UserCode:
         if users:
             self._started.add(task)
         return task
+
+
+def run_to_its_end(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, for a program with user code: `asyncio.run` waits without limit for tasks that ignore their
+    cancellation; here they are abandoned after `LEAVE_S`."""
+    runner = asyncio.Runner()
+    try:
+        return runner.run(main)
+    finally:
+        runner.run(_end_the_others())
+        runner.get_loop().close()  # `runner.close()` would wait for those that are left
+        asyncio.set_event_loop(None)
+
+
+async def _end_the_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=LEAVE_S)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
 
 
 def escaped(error: BaseException, code: str) -> RuntimeError:

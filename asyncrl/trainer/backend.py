@@ -32,7 +32,7 @@ class TrainBackend(Protocol):
         self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
     ) -> dict[TrajectoryKey, torch.Tensor]:
         """Log-probabilities of the response tokens of the plan's sequences, [T] float32 each, no gradient.
-        Collective over ranks. At temperature 1."""
+        Collective over ranks. At temperature 1. A run never calls it: the tests of numerics measure backends by it."""
         ...
 
     def reference_kl(

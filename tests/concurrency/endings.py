@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 
 from asyncrl.rewards import RewardResult
@@ -50,8 +51,21 @@ async def _scope():
         scope.__exit__(None, None, None)
 
 
+_given_up = threading.Event()
+
+
+async def give_up():
+    """Ends what ignores its cancellation in this event loop: whoever closes the loop of a test waits for every task."""
+    _given_up.set()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    _given_up.clear()
+
+
 async def _swallows_and_waits():
-    while True:
+    while not _given_up.is_set():
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -490,6 +490,16 @@ async def test_the_next_step_is_planned_and_fetched_while_one_trains(tmp_path, i
     assert {s.ordinal for p in rig.trainers.plans for m in p.microbatches for s in m} == {0}
 
 
+async def test_parts_count_steps_from_0_and_people_from_1(tmp_path):
+    rig = Rig(tmp_path, max_steps=2)
+    rig.trainers.on_step[0] = lambda: until(lambda: rig.trainers.ahead)
+    await rig.run()
+    assert [plan.step for plan in rig.trainers.plans] == rig.queue.committed == [0, 1]
+    assert rig.trainers.ahead == [1], "the next step, while the step before it trains"
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [event["step"] for event in rig.events("step")] == [1, 2]
+
+
 async def test_a_rank_that_dies_while_it_fetches_ahead_ends_the_step_with_its_error(tmp_path):
     rig, tried = Rig(tmp_path, max_steps=3), asyncio.Event()
 

@@ -20,7 +20,7 @@ from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.user_code import UserCode
 from asyncrl.types import Admission, Ticket
 from asyncrl_testing.local import publish
-from tests.concurrency.endings import ENDINGS, IGNORES
+from tests.concurrency.endings import ENDINGS, IGNORES, give_up
 from tests.concurrency.test_rollouter import Queue, Rig, until
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
 
@@ -180,6 +180,7 @@ class Bench:
     def close(self):
         if self.entered is not None:
             self.runner.run(self.stop())
+        self.runner.run(give_up())
         self.runner.close()
 
 
@@ -371,12 +372,13 @@ async def test_an_environment_that_exits_in_its_start_is_told_and_one_that_hangs
     for Held.bad in ("close", "exits"):
         async with Rig(tmp_path, tokenizer, f"rollout.environment={__name__}:Held").start(Queue()):
             pass
+    await give_up()
 
 
 LEFT = """
 import asyncio
 from asyncrl.rollout.active_clock import ActiveClock
-from asyncrl.rollout.user_code import UserCode
+from asyncrl.rollout.user_code import UserCode, run_to_its_end
 from tests.concurrency.endings import IGNORES
 
 async def starts_another():
@@ -391,7 +393,7 @@ async def main():
         print(error)
     await code.close()
 
-asyncio.run(main())
+run_to_its_end(main())
 """
 
 

@@ -49,7 +49,6 @@ def test_a_program_reads_and_prints(level):
     result = run_python(program, "abc\n", LIMITS, level=level)
     assert (result.stdout, result.stderr, result.exit_code, result.limit) == ("cba\n", "to err\n", 0, "")
     assert result.succeeded
-    assert not result.timed_out
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -96,7 +95,7 @@ def test_the_deadline_is_wall_time(level):
     started = time.monotonic()
     limits = SandboxLimits(timeout_s=0.5)
     result = run_python("import time; print('begun', flush=True); time.sleep(1000)", limits=limits, level=level)
-    assert result.timed_out
+    assert result.limit == "time"
     assert result.exit_code is None
     assert time.monotonic() - started < 5.0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.call_splitter import CallFormat, CallSplitter, joined_parts, split_calls
+from asyncrl.data.call_splitter import CallFormat, CallSplitter, joined_parts
 from asyncrl.data.tool_calls import PARSERS, ToolCall, ToolSignature, written
 
 pytestmark = pytest.mark.unit
@@ -25,6 +25,12 @@ CALLS = st.builds(
     st.sampled_from(sorted(PARSERS)),
 )
 TEXT = st.lists(WORDS | CALLS, max_size=8).map("".join)
+
+
+def split_calls(text, form):
+    """The parts of a whole reply."""
+    splitter = CallSplitter(form)
+    return joined_parts([*splitter.feed(text), *splitter.finish()])
 
 
 @given(TEXT, FORMATS, st.lists(st.integers(0, 400), max_size=20))

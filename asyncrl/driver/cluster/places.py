@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 from ray._private import state as ray_state
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -238,7 +237,7 @@ def _await(places: Places, group: PlacementGroup, timeout_s: float) -> None:
 
 def _free() -> str:
     """What the living nodes have free, in words."""
-    free = available_resources_per_node()
+    free = ray_state.available_resources_per_node()
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     gpus = sorted((free.get(node, {}).get("GPU", 0) for node in alive), reverse=True)
     return f"{len(alive)} node(s) with {', '.join(f'{number:g}' for number in gpus)} GPUs free"

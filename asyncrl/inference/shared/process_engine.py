@@ -45,9 +45,9 @@ class ProcessEngine(ABC, Generic[S]):
     _scores: ClassVar[bool] = False
     """The engine scores given tokens (`SamplingParams.score_from`)."""
     _max_top: int | None = None
+    """Largest `SamplingParams.score_top`; None: the vocabulary."""
     _records: tuple[str, ...] = ()
     """As `misfit`."""
-    """Largest `SamplingParams.score_top`; None: the vocabulary."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ def complete_loaded_functions() -> None:
     functions have: without it every start compiles the model again, five seconds for the smallest. Functions that lack
     the method get one that does nothing: there is nothing to finish. Idempotent."""
     load: Any = torch.compiler.load_compiled_function
-    if getattr(load, "_completes", False):
+    if getattr(load, "completes", False):
         return
 
     @functools.wraps(load)
@@ -26,5 +26,5 @@ def complete_loaded_functions() -> None:
             setattr(function, _FINISH, lambda config: None)
         return loaded
 
-    completing._completes = True  # type: ignore[attr-defined]
+    completing.completes = True  # type: ignore[attr-defined]
     torch.compiler.load_compiled_function = completing

@@ -99,7 +99,7 @@ def _instructions() -> str:
 def _has_amx() -> bool:
     import torch
 
-    return torch.cpu._is_amx_tile_supported()
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 def owner_pid() -> int:

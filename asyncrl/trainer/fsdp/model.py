@@ -55,7 +55,8 @@ def load_model(
     register_packed_attention()
     kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    how = {"dtype": dtype, "attn_implementation": choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))}
+    attention = choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))
+    how = {"dtype": dtype, "attn_implementation": attention}
     try:
         if _reads(mesh):
             found = kind.from_pretrained(model.path, **hub, **how)
@@ -70,7 +71,8 @@ def load_model(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
     check_supported(found, head=head)
-    _without_dropout(found, fsdp)
+    if attention == VARLEN:
+        _without_dropout(found, fsdp)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
@@ -158,10 +160,10 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
 
 
 def _without_dropout(model: PreTrainedModel, fsdp: FsdpConfig) -> None:
-    """Puts another attention in place of the kernel without dropout, where the model drops weights of attention in
-    training and the recipe leaves the choice open. Raises ConfigError: it does not."""
+    """Replaces the kernel without dropout by another attention, where the model drops weights of attention in training
+    and the recipe leaves the choice open. Raises ConfigError: it does not."""
     dropout = getattr(model.config, "attention_dropout", 0.0) or 0.0
-    if not dropout or model.config._attn_implementation != VARLEN:
+    if not dropout:
         return
     if fsdp.attention == VARLEN:
         found = f"the model drops attention weights in training (attention_dropout={dropout}), and this kernel cannot"

@@ -26,9 +26,8 @@ def import_megatron() -> None:
 
     Call it before anything else imports Megatron-core. Idempotent.
     """
-    # what Megatron-core decorates with torch.compile at import, and what it says of packages that are for GPUs
-    with _replaced((torch, "compile", _as_it_is)), warnings.catch_warnings(), without_wandb():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(), without_wandb():
+        warnings.simplefilter("ignore")  # of packages that are for GPUs
         utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         importlib.import_module("megatron.core.models.gpt.gpt_model")
@@ -51,7 +50,8 @@ def cuda_as_cpu() -> Iterator[None]:
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
     )
-    with _replaced(*answers), _CudaAsCpu():
+    eager = torch.compiler.set_stance("force_eager")  # else torch compiles what Megatron-core decorates
+    with eager, _replaced(*answers), _CudaAsCpu():
         yield
 
 
@@ -92,11 +92,6 @@ class _Stream:
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """In place of `maybe_move_tensor_to_cpu`, which leaves a tensor that is on the CPU already as it is."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _as_it_is(function: Any = None, **options: Any) -> Any:
-    """In place of `torch.compile`, also where it is called with options alone."""
-    return function if function is not None else _as_it_is
 
 
 @contextmanager

@@ -97,12 +97,9 @@ class DistributedUpdate:
         self._host_state.to_device()  # before the gradients of the master weights are there
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        share = self._max_grad_norm / (norm + 1e-6)
-        if self._max_grad_norm > 0 and math.isfinite(norm) and share < 1:
+        if self._max_grad_norm > 0 and math.isfinite(norm):
             for part in self._parts():
-                gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
-                if gradients:
-                    torch._foreach_mul_(gradients, share)
+                nn.utils.clip_grads_with_norm_(part.get_parameters(), self._max_grad_norm, torch.tensor(norm))
         return norm
 
     def step(self, rate: float) -> None:
@@ -126,7 +123,8 @@ class DistributedUpdate:
             models = (*part.model_float16_groups, *part.model_fp32_groups)
             masters = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
             for model, master in zip(chain(*models), chain(*masters), strict=True):
-                place = part._get_model_param_range_map(model)["param"]
+                buffer, dtype, bucket = part.model_param_gbuf_map[model]
+                place = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][model]["param"]
                 yield model, Share(place.start, place.end, master, part.optimizer.state[master])
 
     def _slots(self) -> Iterator[Slot]:

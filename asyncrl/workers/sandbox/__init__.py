@@ -76,10 +76,6 @@ class SandboxResult:
     wall_s: float
 
     @property
-    def timed_out(self) -> bool:
-        return self.limit == "time"
-
-    @property
     def succeeded(self) -> bool:
         return self.exit_code == 0 and not self.limit
 
