@@ -147,6 +147,9 @@ class WorkerUpdate:
         self._executor.submit(self._close_receiver)
         self._executor.shutdown(wait=False)  # the process ends with it
 
+    def _build_receiver(self, source: TransferSource) -> WeightReceiver:
+        return build_receiver(source, device=self._device)
+
     def _decode(
         self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
@@ -216,7 +219,7 @@ class WorkerUpdate:
     def _joined(self) -> WeightReceiver:
         if self._receiver is None:
             assert self._source is not None, "receive before join"
-            self._receiver = build_receiver(self._source, device=self._device)
+            self._receiver = self._build_receiver(self._source)
         return self._receiver
 
     def _close_receiver(self) -> None:
