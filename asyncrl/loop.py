@@ -40,7 +40,7 @@ from asyncrl.remote.waits import deadline
 from asyncrl.rewards.math import math_reward
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import Router
-from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.trainer.backends import build_backend
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, LeaseManifest, SamplingParams, Ticket, Trajectory, TrajectoryGroup
@@ -86,7 +86,7 @@ class Loop:
         try:
             async with deadline(DEADLINE_S, "start", do="raise DEADLINE_S"):
                 rank = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
-                self.backend = await asyncio.to_thread(FsdpBackend, self.spec, **rank)
+                self.backend = await asyncio.to_thread(build_backend, self.spec, **rank)
                 self.source = await asyncio.to_thread(self.sender.open)
                 await asyncio.gather(*(engine.start() for engine in self.engines))
             async with asyncio.TaskGroup() as self.tasks:  # a task for each group that is being generated
