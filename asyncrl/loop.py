@@ -84,12 +84,13 @@ class Loop:
         asyncio.get_running_loop().set_default_executor(self.thread)  # where `asyncio.to_thread` goes from here on
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
-            async with deadline(DEADLINE_S, "start", do="raise DEADLINE_S"):
-                rank = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
-                self.backend = await asyncio.to_thread(build_backend, self.spec, **rank)
-                self.source = await asyncio.to_thread(self.sender.open)
-                await asyncio.gather(*(engine.start() for engine in self.engines))
             async with asyncio.TaskGroup() as self.tasks:  # a task for each group that is being generated
+                async with deadline(DEADLINE_S, "start", do="raise DEADLINE_S"):
+                    rank = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
+                    self.backend = await asyncio.to_thread(build_backend, self.spec, **rank)
+                    self.source = await asyncio.to_thread(self.sender.open)
+                    await asyncio.gather(*(engine.start() for engine in self.engines))
+                    await self.publish(version=0)
                 return await self.train()
         except ExceptionGroup as errors:
             raise cause(errors.exceptions) from errors
@@ -134,7 +135,6 @@ class Loop:
         """Lease, optimizer step, publish, and again. The engines generate all the while."""
         leases, advantage, max_lag = [], build_advantage(ALGORITHM.advantage), self.policy.max_lag
         rules = PackingRules(num_plans=1, max_tokens_per_microbatch=16384, share_prompts=True)
-        await self.publish(version=0)
         for step in range(self.steps):
             async with deadline(DEADLINE_S, f"step {step}", do="raise DEADLINE_S"):
                 # Those of the ready groups that must be trained first: ready -> leased.
