@@ -31,7 +31,8 @@ from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
-from asyncrl.errors import DeadlineExceeded, ProcessDied, explain
+from asyncrl.errors import ProcessDied, explain
+from asyncrl.remote.waits import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,12 @@ class AgentServer:
             self.url = config.advertise.replace("{host}", socket.gethostname()).replace("{port}", port)
         server = self._server = Server(self._app(), self.guard, grace_s=1)
         self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="agent endpoint")
-        try:
-            async with asyncio.timeout(_START_S):
-                while not server.started:
-                    if self._serving.done():
-                        found = repr(self._serving.exception())
-                        raise ProcessDied(explain("serve agents", found, "see the log"))
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            found = f"it does not listen after {_START_S:g} s"
-            raise DeadlineExceeded(explain("serve agents", found, "see the log")) from None
+        async with deadline(_START_S, "serve agents", found="it does not listen", do="see the log"):
+            while not server.started:
+                if self._serving.done():
+                    found = repr(self._serving.exception())
+                    raise ProcessDied(explain("serve agents", found, "see the log"))
+                await asyncio.sleep(0.005)
 
     async def close(self) -> None:
         """Ends it and what it is answering. Idempotent."""

@@ -1,13 +1,15 @@
-"""The waits of this process on other processes: the open ones, and how near ended ones came to their deadlines."""
+"""Waits of this process: a deadline for any of them. Of those on other processes the open ones, and how near ended ones
+came to their deadlines."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
-from asyncrl.errors import Process
+from asyncrl.errors import DeadlineExceeded, Process, explain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,19 @@ class Waits:
         now = time.monotonic()
         found = sorted(self._open, key=lambda wait: wait.since_s)
         return [f"{now - w.since_s:8.1f} s of {w.timeout_s:g} s  {w}" for w in found]
+
+
+@contextlib.asynccontextmanager
+async def deadline(timeout_s: float, asked: str, *, found: str = "it has not ended", do: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded, which says these three, when what is inside has not ended after `timeout_s`."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded(explain(f"{asked} within {timeout_s:g} s", found, do)) from error
 
 
 FOREVER_S = 10 * 365 * 86400.0

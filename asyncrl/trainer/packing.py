@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from asyncrl.config.recipe import Recipe
 from asyncrl.types import LeaseManifest, Microbatch, RankPlan, TrainSequence
+
+if TYPE_CHECKING:
+    from asyncrl.config.recipe import Recipe
 
 FAMILIES_PER_RANK = 8
 """So many parts of groups for each rank differ little in sum."""
@@ -115,10 +117,7 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
             )
     updates = [_update(part, rules) for part in _minibatches(sequences, manifest.step, rules)]
     return tuple(
-        RankPlan(
-            step=manifest.step,
-            updates=tuple(update[rank] for update in updates),
-        )
+        RankPlan(step=manifest.step, updates=tuple(update[rank] for update in updates))
         for rank in range(rules.num_plans)
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.recipe import Recipe
 from asyncrl.config.trainer import TrainerConfig
+
+if TYPE_CHECKING:
+    from asyncrl.config.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from asyncrl.config.checks import require_cuda
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.errors import DeadlineExceeded, GenerationError, WeightTransferError, explain
+from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
@@ -35,6 +35,7 @@ from asyncrl.inference.torch_engine.messages import (
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.kernels.cpu_products import use_onednn
+from asyncrl.remote.waits import deadline
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
 
 logger = logging.getLogger(__name__)
@@ -145,13 +146,8 @@ class TorchEngine:
 
     async def load_staged(self, timeout_s: float) -> None:
         """As `StagingEngine.load_staged`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._loadable("load_staged").load_staged()
-        except TimeoutError:
-            asked = f"load staged weights within {timeout_s:g} s"
-            do = "raise weights.transfer_timeout_s"
-            raise DeadlineExceeded(explain(asked, "the copy has not ended", do)) from None
+        async with deadline(timeout_s, "load staged weights", do="raise weights.transfer_timeout_s"):
+            await self._loadable("load_staged").load_staged()
 
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`. On a CPU level 1 gives the memory of the KV cache back and leaves the weights
