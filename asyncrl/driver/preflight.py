@@ -355,11 +355,8 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
         f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}",
     )
     for key, (pool, replicas) in recipe.pools.items():
-        yield (
-            key,
-            f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, max_model_len "
-            f"{replicas.max_model_len}",
-        )
+        length = f"max_model_len {replicas.max_model_len}"
+        yield key, f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, {length}"
     yield (
         "trainer",
         f"{trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
@@ -401,10 +398,8 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     yield from _describe_sources(found.train, total)
     for name, prompts in found.held_out.items():
         yield from _describe_held_out(recipe, name, prompts)
-    for note in (*_ratio_notes(recipe), *found.notes):
-        yield "note", note
-    for text in advice(recipe, cores=local_cores() if computes_here(recipe) else None):
-        yield "advice", text
+    yield from (("note", note) for note in (*_ratio_notes(recipe), *found.notes))
+    yield from (("advice", do) for do in advice(recipe, cores=local_cores() if computes_here(recipe) else None))
 
 
 def _ratio_notes(recipe: Recipe) -> list[str]:
@@ -447,11 +442,8 @@ def _describe_server(recipe: Recipe) -> Iterator[tuple[str, str]]:
     serve, places = recipe.rollout.serve, recipe.rollout.settings.decodes_at_once
     if serve.enabled:
         limits, port = ExternalLimits.of(places, serve.share), serve.port or "(a free one)"
-        yield (
-            "serve",
-            f"on {serve.host} port {port} during the run: clients have at most {limits.external} of {places} "
-            "places of each replica",
-        )
+        clients = f"clients have at most {limits.external} of {places} places of each replica"
+        yield "serve", f"on {serve.host} port {port} during the run: {clients}"
 
 
 def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | None) -> Iterator[tuple[str, str]]:
