@@ -230,7 +230,7 @@ async def ask(control, versions=None):
 
 def trainer_pids():
     tree = psutil.Process().children(recursive=True)
-    return {p.pid for p in tree if "ray::TrainerActor" in " ".join(p.cmdline())}
+    return {p.pid for p in tree if "ray::TrainerWorker" in " ".join(p.cmdline())}
 
 
 def weight_files(pids):
