@@ -311,9 +311,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
         "driver/preload.py",
     }  # those of other processes
     allowed |= {"kernels/cpu_products.py"}  # what oneDNN takes from nowhere else
-    allowed |= {
-        "trainer/trainer_worker.py"
-    }  # whether Ray warns of a wait in a thread, which it takes from nowhere else
+    allowed |= {"trainer/trainer_worker.py"}  # whether Ray warns of a wait in a thread
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}
     allowed |= {"inference/vllm/fork_server.py"}  # a process that vLLM starts has that of its maker
