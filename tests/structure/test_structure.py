@@ -34,9 +34,9 @@ PARTS = {
     "workers": {"sandbox"},
     "rewards": {"data", "sandbox", "workers"},
     "weights": set(),
-    "publish": {"weights"},
+    "publish": {"weights", "inference", "trainer"},
     "kernels": set(),
-    "inference": {"weights", "sandbox", "kernels"},
+    "inference": {"weights", "sandbox", "kernels", "cluster"},
     "evaluation": set(),
     "rollout": {"data", "rewards", "environments", "inference", "evaluation", "queue"},
     "serving": {"data", "inference", "rollout"},
@@ -165,7 +165,7 @@ for module in {modules!r}:
 
 
 MANY_METHODS = {
-    **{"ReplicaPool": 24, "Ledger": 20, "MessageQueue": 18},
+    **{"ReplicaPool": 22, "Ledger": 20, "MessageQueue": 18},
     **dict.fromkeys(("TrainerPool", "TrainerWorker"), 17),
 }
 """Classes that may have more than 15 public methods: a state with many transitions, the actor in front of one, and a
