@@ -149,7 +149,11 @@ def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    preload = ["asyncrl.trainer.trainer_worker", "asyncrl_testing.backend_suite"]
+    preload = [
+        "asyncrl.trainer.rank_device",
+        "asyncrl.weights.encodings.delta_encoder",
+        "asyncrl_testing.backend_suite",
+    ]
     ranks = run_ranks(
         publish_on_a_rank,
         tmp_path / "ranks",

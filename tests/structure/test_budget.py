@@ -22,7 +22,7 @@ BUDGET = {
     "config": 2663,
     "data": 1535,
     "doctor": 525,
-    "driver": 2620,
+    "driver": 2626,
     "environments": 2190,
     "evaluation": 80,
     "inference": 8083,
