@@ -75,8 +75,8 @@ class FakeTrainer:
 
 
 class FakeReplica:
-    """`outcomes`: what the next receives end with, by turn; then always `GOOD`. `pause_error`, `commit_error`: raised
-    by every such call."""
+    """A `ReplicaControl` and its replica. `outcomes`: what the next receives end with, by turn; then always `GOOD`.
+    `pause_error`, `commit_error`: raised by every such call."""
 
     def __init__(
         self,
@@ -95,7 +95,10 @@ class FakeReplica:
         """Versions, in order."""
         return [call[2] for call in self.calls if call[0] in ("commit", "adopt")]
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None:
+    async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any) -> Any:
+        return await getattr(self, method.__name__)(*args)
+
+    async def pause(self, mode: PauseMode) -> None:
         self.calls.append(("pause", mode))
         if self.pause_error is not None:
             raise self.pause_error
@@ -107,7 +110,7 @@ class FakeReplica:
             raise outcome
         return outcome if manifest.verify else None
 
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None:
+    async def commit(self, publish_id: int, version: int | None, digest: Digest | None) -> None:
         if self.commit_error is not None:
             raise self.commit_error
         self.calls.append(("commit", publish_id, version, digest))

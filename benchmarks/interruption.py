@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.inference.engines import ENGINES
+from asyncrl.inference.replica import Replica
 from asyncrl.inference.replica_actor import spawn_replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -134,6 +136,9 @@ class Fleet:
             self.client.set_replicas(self.rows.table)
 
     async def stats(self) -> None: ...
+
+    def publishing(self) -> nullcontext[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -332,7 +337,8 @@ async def measure(engine: str, path: Path, rounds: int) -> list[str]:
     trainer = None
     try:
         trainer, *_ = await asyncio.gather(
-            TrainerPool.start(spec, None, 0, START_S), *(control.start(START_S) for control in controls.values())
+            TrainerPool.start(spec, None, 0, START_S),
+            *(control.call(START_S, Replica.start) for control in controls.values()),
         )
         bench = Bench(size, controls, trainer, rollout.poll_every_s)
         for mode in MODES:

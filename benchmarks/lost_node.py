@@ -119,13 +119,13 @@ def one_round(scratch: Path) -> tuple[Loss, Loss]:
     run = Run(scratch / "run", cluster.address)
     try:
         run.wait("first checkpoint", lambda: run.steps >= 12)
-        of_trainer = nodes_with("TrainerActor", cluster)
+        of_trainer = nodes_with("TrainerWorker", cluster)
         (alone, *_) = nodes_with("Replica", cluster) - of_trainer
         replica = lose(run, cluster, alone)
         cluster.add_node(num_cpus=1)
         reached = run.steps
         run.wait("calm", lambda: run.steps >= reached + 12)
-        (node,) = nodes_with("TrainerActor", cluster)
+        (node,) = nodes_with("TrainerWorker", cluster)
         trainer = lose(run, cluster, node)
         return replica, trainer
     finally:

@@ -104,7 +104,7 @@ def pinned(driver: int, place: str) -> Iterator[None]:
             for process in processes_of(driver):
                 try:
                     title = title_of(process)
-                    if "TrainerActor" in title:
+                    if "TrainerWorker" in title:
                         cores = {TRAINER_CORE}
                     elif "ReplicaActor" in title or place == "beside":
                         cores = {REPLICA_CORE}
@@ -204,7 +204,7 @@ def generation_alone(job: tuple[Path, Path], directory: Path, place: str) -> flo
     whole = GROUPS * (ALONE_LAG + 1)
     with training_run(job, directory, place, steps=1000, max_lag=ALONE_LAG) as run:
         until(run, directory, lambda: bool(ready_at(directory)))
-        trainers = [process for process in processes_of(run.pid) if "TrainerActor" in title_of(process)]
+        trainers = [process for process in processes_of(run.pid) if "TrainerWorker" in title_of(process)]
         for trainer in trainers:
             trainer.suspend()
         try:

@@ -43,6 +43,7 @@ from asyncrl.config.load import environment_defaults
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
 from asyncrl.inference.engines import ENGINES
+from asyncrl.inference.replica import Replica
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import replica as replica_process
@@ -441,7 +442,7 @@ async def measure_size(
     bare = Bare(engine, path)
     replicas = {i: spawn(engine, path, i) for i in range(2 if cache_rounds else 1)}
     try:
-        started = await asyncio.gather(*(control.start(START_S) for control in replicas.values()))
+        started = await asyncio.gather(*(control.call(START_S, Replica.start) for control in replicas.values()))
         of_bare, block_tokens = await bare.answer(START_S)
         await check_equal(of_bare, replicas[0], engine)
         compared = await compare(size, bare, replicas[0], started[0].pid, repeats)
@@ -450,7 +451,9 @@ async def measure_size(
         return compared, routed, block_tokens
     finally:
         bare.close()
-        await asyncio.gather(*(control.stop(30.0) for control in replicas.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(control.call(30.0, Replica.stop) for control in replicas.values()), return_exceptions=True
+        )
         for control in replicas.values():
             control.kill()
 

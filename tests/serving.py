@@ -146,15 +146,9 @@ class LocalControl:
 
     async def placed(self, timeout_s): ...
 
-    async def start(self, timeout_s):
-        await self._replica.start()
-
-    async def stats(self, timeout_s):
+    async def call(self, timeout_s, method, *args):
         self.channel._require_alive()
-        return await asyncio.wait_for(self._replica.stats(), timeout_s)
-
-    async def stop(self, timeout_s):
-        await self._replica.stop()
+        return await asyncio.wait_for(method(self._replica, *args), timeout_s)
 
     def kill(self):
         self.channel.die()

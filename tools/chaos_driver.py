@@ -19,7 +19,7 @@ COMMANDS = {
     "replica": ("ray::Replica",),
     "engine": ("EngineCore", "sglang::scheduler"),
     "rollouter": ("ray::Rollouter",),
-    "trainer": ("ray::TrainerActor",),
+    "trainer": ("ray::TrainerWorker",),
     "queue": ("ray::MessageQueue",),
     "reward": ("asyncrl.rewards.reward_worker",),
 }

@@ -23,6 +23,7 @@ from asyncrl.driver.cluster.places import Places
 from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.fleet.actor_channels import QueueChannel, RolloutControl
 from asyncrl.driver.fleet.device_turns import SharedDevices
+from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.pool_settings import PoolSettings
@@ -75,6 +76,7 @@ class Actors:
             recipe, gpus=_gpus_beside(places), environment=cluster.engine_environment, on_event=events.write
         )
         recovery = recipe.recovery
+        devices = SharedDevices() if recipe.is_colocated else None
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         self.replicas = ReplicaPool(
             self._spawn_replica,
@@ -91,17 +93,18 @@ class Actors:
                 is_resized=True,
             ),
             on_event=events.write,
-            devices=SharedDevices() if recipe.is_colocated else None,
+            devices=devices,
         )
+        start_s = recipe.ray.start_timeout_s
+        self.engines = None if devices is None else EngineTurns(self.replicas, devices, start_timeout_s=start_s)
+        """Of a run whose engines share their devices with the trainer."""
         fixed_by = "rollout.engine=remote" if recipe.rollout.engine == "remote" else ""
         limits = FleetLimits(
             recipe.rollout.num_replicas,
             recipe.rollout.max_replicas,
             "placement=colocated" if recipe.is_colocated else fixed_by,
         )
-        self.fleet_size = FleetSize(
-            self.replicas, places, limits, start_timeout_s=recipe.ray.start_timeout_s, on_event=events.write
-        )
+        self.fleet_size = FleetSize(self.replicas, places, limits, start_timeout_s=start_s, on_event=events.write)
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
@@ -111,9 +114,9 @@ class Actors:
     async def start(self) -> None:
         """Starts all of them at once; where they share devices, the trainer ranks when the engines have loaded and
         sleep. The server of the run comes after them. Raises what any of them raises."""
-        if self._recipe.is_colocated:
+        if self.engines is not None:
             await self.replicas.start()
-            await self.replicas.sleep()
+            await self.engines.sleep()
             await self._start_training_side(self.pools.start())
         else:
             await self._start_training_side(self.replicas.start(), self.pools.start())
@@ -134,8 +137,8 @@ class Actors:
         for client_id in self.rollouter.client_ids:
             await self._forget_client(client_id)
         await self.replicas.fence()
-        if self._recipe.is_colocated:  # the new ranks load in the trainer's turn
-            await self.replicas.sleep()
+        if self.engines is not None:  # the new ranks load in the trainer's turn
+            await self.engines.sleep()
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         await self._start_training_side()

@@ -2,8 +2,7 @@
 
     generate -> every engine sleeps -> train -> publish, which wakes the engines -> generate
 
-`inference.device_turns` has the rules, the replica pool calls the engines, and the coordinator and the publisher say
-when: this is what they share.
+`inference.device_turns` has the rules, `engine_turns` calls the engines; the coordinator and the publisher say when.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import StepClock
 from asyncrl.types import ReplicaStats
@@ -23,10 +21,10 @@ class Turns:
     """Gives the devices to the trainer before a step and to the engines before a publish; does nothing in a run whose
     parts have devices of their own. Knows how long the engines of this run have slept."""
 
-    def __init__(self, recipe: Recipe, parts: Parts, clock: Callable[[], StepClock]) -> None:
+    def __init__(self, parts: Parts, clock: Callable[[], StepClock]) -> None:
         """`clock`: returns the clock of the run; the time that training waits is booked there."""
-        self._is_colocated = recipe.is_colocated
         self._parts = parts
+        self._engines = parts.engines
         self._clock = clock
         self._begin_s = 0.0
         self._before: dict[tuple[int, int], tuple[float, float]] = {}
@@ -34,12 +32,12 @@ class Turns:
 
     async def take(self, step: int) -> None:
         """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises what
-        `ReplicaPool.sleep` raises."""
-        if not self._is_colocated:
+        `EngineTurns.sleep` raises."""
+        if self._engines is None:
             return
         began = time.monotonic()
         with self._clock().time.during(Metric.TRAINER_SLEEP):
-            await self._parts.replicas.sleep()
+            await self._engines.sleep()
         self._begin_s += time.monotonic() - began
         up = self._parts.replicas.table.those("newcomer", "serving")
         asleep = [i for i, row in up.items() if row.asleep]
@@ -47,12 +45,12 @@ class Turns:
 
     async def give(self) -> None:
         """A publish to all replicas begins: the engines may take their memory back."""
-        if self._is_colocated:
-            await self._parts.replicas.wake()
+        if self._engines is not None:
+            await self._engines.wake()
 
     def take_metrics(self, stats: Sequence[ReplicaStats]) -> dict[str, float]:
         """The metrics `sleep/` since the last call; empty in a run whose parts have devices of their own."""
-        if not self._is_colocated:
+        if self._engines is None:
             return {}
         now = {(s.replica_id, s.pid): (s.asleep_s, s.waking_s) for s in stats}
         since = [

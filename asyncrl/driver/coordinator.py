@@ -97,7 +97,7 @@ class Coordinator:
         self._finishing = False
         """The last step is done; what is left, its publish and its checkpoint, has deadlines of its own."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
-        self._turns = Turns(recipe, parts, lambda: self._clock)
+        self._turns = Turns(parts, lambda: self._clock)
         self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares, turns=self._turns)
         self._evaluations = Evaluations(
             recipe,

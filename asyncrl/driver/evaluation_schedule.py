@@ -15,14 +15,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
-from asyncrl.types import EvalResult, ReplicaHandle, ReplicaTable
+from asyncrl.types import EvalResult, ReplicaTable
 from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
 from asyncrl.types.metrics import Metric
+
+if TYPE_CHECKING:
+    from asyncrl.inference.replica_actor import ReplicaControl
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +164,7 @@ class Evaluations:
         work = asyncio.create_task(self._by_leased(leases, version), name=f"evaluation of version {version}")
         self._beside = _Beside(step, version, tries, work)
 
-    async def _by_leased(self, leases: Mapping[int, ReplicaHandle], version: int) -> list[EvalResult]:
+    async def _by_leased(self, leases: Mapping[int, ReplicaControl], version: int) -> list[EvalResult]:
         """Evaluates every held-out set on these replicas, then ends their lease."""
         results = []
         try:
@@ -178,7 +181,7 @@ class Evaluations:
                 await self._parts.replicas.end_lease(leases)
         return results
 
-    def _still_leased(self, leases: Mapping[int, ReplicaHandle]) -> ReplicaTable:
+    def _still_leased(self, leases: Mapping[int, ReplicaControl]) -> ReplicaTable:
         table = self._parts.replicas.table
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.observability.events import EventLog
@@ -21,15 +20,16 @@ from asyncrl.types import (
     LeaseWait,
     LedgerCounts,
     PartialGroup,
-    RankPlan,
-    ReplicaHandle,
-    ReplicaStats,
     ReplicaTable,
     RolloutStats,
     RunServerReport,
-    TrainMetrics,
-    TrajectoryKey,
 )
+
+if TYPE_CHECKING:  # the coordinator is tested without Ray
+    from asyncrl.driver.fleet.engine_turns import EngineTurns
+    from asyncrl.driver.fleet.model_pools import ModelPools
+    from asyncrl.driver.fleet.replica_pool import ReplicaPool
+    from asyncrl.driver.fleet.trainer_pool import TrainerPool
 
 
 class Queue(Protocol):
@@ -48,17 +48,6 @@ class Queue(Protocol):
     async def ping(self, timeout_s: float) -> float: ...
 
 
-class Trainers(Protocol):
-    async def fetch_ahead(self, plans: tuple[RankPlan, ...]) -> None: ...
-    async def train_step(self, plans: tuple[RankPlan, ...]) -> TrainMetrics: ...
-    async def reference_kl(self, plans: tuple[RankPlan, ...]) -> dict[TrajectoryKey, float]: ...
-    async def snapshot_weights(self) -> None: ...
-    async def capture(self) -> None: ...
-    async def save(self, path: Path, timeout_s: float) -> Mapping[str, FileDigest]: ...
-    async def load(self, path: Path) -> None: ...
-    async def ping(self, timeout_s: float) -> float: ...
-
-
 class RolloutSide(Protocol):
     async def run(self) -> None: ...
     async def evaluate(
@@ -68,45 +57,19 @@ class RolloutSide(Protocol):
     async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
 
 
-class Pools(Protocol):
-    """The pools of other models: `driver.model_pools.ModelPools`. False where there are none."""
-
-    def __bool__(self) -> bool: ...
-    async def watch(self) -> None: ...
-
-
-class Replicas(Protocol):
-    """The replicas of the run: `inference.replica_pool.ReplicaPool`."""
-
-    @property
-    def newcomers(self) -> Mapping[int, ReplicaHandle]: ...
-    @property
-    def leased(self) -> Mapping[int, ReplicaHandle]: ...
-    @property
-    def serving(self) -> Mapping[int, ReplicaHandle]: ...
-    @property
-    def table(self) -> ReplicaTable: ...
-    async def lease(self, count: int) -> Mapping[int, ReplicaHandle]: ...
-    async def end_lease(self, controls: Mapping[int, ReplicaHandle]) -> None: ...
-    async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
-    async def stats(self) -> list[ReplicaStats]: ...
-    async def watch(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Everything that the coordinator drives, built by the composition root.
 
     `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
     `server()` reports on the server of the run, None where there is none. `loops`: by name, what runs as long as a
-    coordinator; the error of one ends the run.
+    coordinator; the error of one ends the run. `engines`: of a run whose engines and ranks share devices.
     """
 
     queue: Queue
-    trainers: Trainers
+    trainers: TrainerPool
     rollouter: RolloutSide
-    replicas: Replicas
+    replicas: ReplicaPool
     weights: CheckpointEngine
     checkpoints: CheckpointStore
     metrics: MetricsLog
@@ -115,5 +78,6 @@ class Parts:
     prompts_digest: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
-    pools: Pools | None = None
+    pools: ModelPools | None = None
+    engines: EngineTurns | None = None
     loops: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)

@@ -16,6 +16,14 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 OF_RAY = ("jsonschema", "requests", "msgpack", "uvloop", "google.protobuf")
 """What Ray imports: half of the time of its own import, which is each process's own."""
 
+OF_RANKS = (
+    "asyncrl.trainer.trainer_worker",
+    "asyncrl.trainer.rank_device",
+    "asyncrl.trainer.host_copies",
+    "asyncrl.weights.encodings.delta_encoder",
+)
+"""A trainer rank, and what its class imports in a rank's process only."""
+
 
 def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) -> None:
     """Starts the server where Ray is started here. `trains`: False where there are replicas alone."""
@@ -24,7 +32,7 @@ def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) 
     engine = ENGINES[recipe.rollout.engine]
     modules = ["torch", "transformers", "transformers.models.auto.modeling_auto"]
     if trains:
-        modules += [BACKENDS[recipe.trainer.backend].backend.partition(":")[0], "asyncrl.trainer.trainer_worker"]
+        modules += [BACKENDS[recipe.trainer.backend].backend.partition(":")[0], *OF_RANKS]
     modules += engine.preload
     if trains:
         modules += ["asyncrl.rollout.rollouter", "asyncrl.queue.message_queue"]

@@ -255,6 +255,7 @@ class _Run:
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
             pools=actors.pools,
+            engines=actors.engines,
             loops={
                 "number of replicas": actors.fleet_size.watch,
                 "requests of asyncrl-scale": ScaleDesk(self._spec.directory.scale, actors.fleet_size).serve,

@@ -42,6 +42,10 @@ from asyncrl.types import (
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 5.0
+"""Time that a call has beyond a deadline that the replica keeps itself (`receive_weights`, `adopt`, `reset`), so that
+its error arrives."""
+
 
 class Outbox:
     """The chunks that one client has not collected yet. Tokens of one request and version leave it as one chunk,

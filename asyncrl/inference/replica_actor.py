@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import math
 import os
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import ray
 
@@ -23,13 +24,7 @@ from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.waits import replica
-from asyncrl.types import Digest, Manifest, PauseMode, ReplicaStats, TransferSource
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-GRACE_S = 5.0
-"""Time that a call has beyond the replica's own deadline, so that the replica's error arrives."""
 NOTICE_S = 60.0
 """Time in which a replica that was asked to end is stopped by its pool. After it, and at a second SIGTERM, its process
 ends by itself."""
@@ -150,17 +145,13 @@ def spawn_replica(
     return ReplicaControl(replica_id, handle, place)
 
 
-class ReplicaControl:
-    """The calls of the pool and the checkpoint engine to one replica."""
+class ReplicaControl(ActorClient):
+    """How its owner reaches one replica: `call(timeout_s, Replica.pause, mode)`. A replaced or suspended replica gets
+    another control, so a control also says which incarnation is meant."""
 
-    def __init__(
-        self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None, actor: ActorClient | None = None
-    ) -> None:
-        """`actor`: what a former control called it by; calls of both begin in their order."""
-        self._id = replica_id
-        self.handle = handle
+    def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None) -> None:
+        super().__init__(handle, replica(replica_id), has_line=True)
         self._place = place
-        self._actor = ActorClient(handle, replica(replica_id), has_line=True) if actor is None else actor
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()
 
@@ -169,73 +160,32 @@ class ReplicaControl:
         if self._place is not None:
             await self._place.ready(timeout_s)
 
-    async def start(self, timeout_s: float) -> ReplicaStats:
-        return await self._call(timeout_s, Replica.start)
-
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        await self._call(timeout_s, Replica.pause, mode)
-
-    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        return await self._call(timeout_s + GRACE_S, Replica.receive_weights, manifest, source, timeout_s)
-
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None:
-        await self._call(timeout_s, Replica.commit, publish_id, version, digest)
-
-    async def adopt(
-        self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
-    ) -> float:
-        return await self._call(timeout_s + GRACE_S, Replica.adopt, publish_id, version, digest, mode, timeout_s)
-
-    async def stats(self, timeout_s: float) -> ReplicaStats:
-        return await self._call(timeout_s, Replica.stats)
-
-    async def reset(self, timeout_s: float) -> None:
-        """As `Replica.reset`. Raises DeadlineExceeded, ProcessDied."""
-        await self._call(timeout_s + GRACE_S, Replica.reset, timeout_s)
-
-    async def forget_client(self, client_id: str, timeout_s: float) -> None:
-        await self._call(timeout_s, Replica.forget_client, client_id)
-
-    async def sleep(self, timeout_s: float) -> None:
-        await self._call(timeout_s, Replica.sleep)
-
-    async def stop(self, timeout_s: float) -> None:
-        await self._call(timeout_s, Replica.stop)
-
     def abandon(self) -> ReplicaControl:
-        """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a new control for the time
-        when the replica answers again; `kill` works on both."""
+        """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a control for the time when
+        the replica answers again: calls of both begin in their order, and `kill` works on both."""
+        later = copy.copy(self)
+        later._open = set()
         self._abandoned = True
         for ended in self._open:
             if not ended.done():
                 ended.set_result(None)
-        return ReplicaControl(self._id, self.handle, self._place, self._actor)
+        return later
 
-    def kill(self) -> None:
-        self._actor.kill()
-
-    async def ended(self, timeout_s: float) -> None:
-        """Returns when the killed process has exited. Raises DeadlineExceeded."""
-        await self._actor.ended(timeout_s, Replica.ping)
-
-    async def _call(
-        self, timeout_s: float, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._abandoned:
-            raise self._late(method.__name__)
-        answer = asyncio.ensure_future(self._actor.call(timeout_s, method, *args, **kwargs))
+            raise self._late(name)
+        answer = asyncio.ensure_future(super()._answer(timeout_s, name, args, kwargs))
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)
         try:
             await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise self._late(method.__name__)
+                raise self._late(name)
             return answer.result()
         finally:
             self._open.discard(ended)
             answer.cancel()
 
     def _late(self, method: str) -> DeadlineExceeded:
-        process = self._actor.process
         do = "nothing: it is brought back when it answers again, or replaced"
-        return DeadlineExceeded(explain(f"{method} of {process}", "it answers too late", do)).of(process)
+        return DeadlineExceeded(explain(f"{method} of {self.process}", "it answers too late", do)).of(self.process)

@@ -52,7 +52,9 @@ class ActorClient:
     ) -> T: ...
     async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
-        name = method.__name__
+        return await self._answer(timeout_s, method.__name__, args, kwargs)
+
+    async def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._line is not None:
             return await self._over_line(self._line.call(timeout_s, name, args, kwargs), timeout_s, name)
         answer = getattr(self.handle, name).remote(*args, **kwargs)

@@ -1,27 +1,21 @@
-"""One trainer rank: a process around a TrainBackend. It knows neither Ray nor the queue, only the function `fetch`."""
+"""One trainer rank: a Ray actor around a TrainBackend. It knows the queue only by the functions that fetch from it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from transformers.utils import logging as transformers_logging
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl.checkpoint.digests import FileDigest
-from asyncrl.config.checks import require_cuda
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain, unwritable
-from asyncrl.kernels.cpu_products import use_onednn
-from asyncrl.trainer.backend import TrainBackend
+from asyncrl.errors import WeightTransferError, unwritable
+from asyncrl.remote.line import HasLine
 from asyncrl.trainer.backends import build_backend, require_written_by
-from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -35,24 +29,48 @@ from asyncrl.types import (
     TrajectoryKey,
     TransferSource,
 )
-from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.plan import part_manifests
-from asyncrl.weights.transport import WeightSender
-from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.process_group import host_store, sockets_towards
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.trainer.backend import TrainBackend
+    from asyncrl.weights.transport import WeightSender
 
 logger = logging.getLogger(__name__)
 
+W = TypeVar("W", bound="TrainerWorker")
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Fetch = Callable[[Sequence[TrajectoryKey]], Sequence[Trajectory]]
 """Sequences of leased groups, in that order. Raises what the queue raises, within its own deadline."""
+FetchAhead = Callable[[Sequence[TrajectoryKey]], Mapping[TrajectoryKey, Trajectory]]
+"""Those of these sequences that the queue has foreseen last. Raises as `Fetch`."""
 
 
-class TrainerWorker:
-    """Owns the backend, the process group and the sending end of a transport.
+def in_thread(
+    name: str,
+) -> Callable[[Callable[Concatenate[W, P], T]], Callable[Concatenate[W, P], Coroutine[Any, Any, T]]]:
+    """The method blocks: it is done in the rank's thread of this name, and the event loop answers meanwhile. Each
+    thread makes one call after the other."""
 
-    All methods except `ping`, `keep`, `close_weights` and `save` must be called from one thread: torch's thread count
-    and the order of collectives depend on it. `save` may run beside them, in one thread of its own. So may
-    `open_weights` and `send_weights`, in another one, where snapshots are sent.
+    def threaded(method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(method)
+        async def call(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return await self.threads[name].do(method, self, *args, **kwargs)
+
+        return call
+
+    return threaded
+
+
+class TrainerWorker(HasLine):
+    """Owns the backend, the process group and the sending end of a transport. The driver makes calls from this class,
+    and never imports torch: what needs it is imported in the methods.
+
+    What trains is done in one thread, since torch's thread count and the order of collectives depend on it. Checkpoints
+    are written in another one while it trains; so are weights sent, where snapshots are.
 
     Consumes: one plan per step; the groups that it names.
     Produces: optimizer steps; the tensors of a publish (the backend's sending ranks send their parts, the others help
@@ -62,66 +80,58 @@ class TrainerWorker:
     Stops when: `stop` is called or its process is killed. When a peer dies the collective in progress raises.
     """
 
-    def __init__(self, spec: TrainerSpec, rank: int, world_size: int, fetch: Fetch) -> None:
-        self._spec, self._rank, self._world_size, self._fetch = spec, rank, world_size, fetch
-        self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
-        self._store: dist.TCPStore | None = None
+    _backend: TrainBackend
+
+    def __init__(
+        self, spec: TrainerSpec, rank: int, fetch: Fetch, fetch_ahead: FetchAhead, node: Callable[[], str]
+    ) -> None:
+        """`node`: returns an address of this machine, where ranks meet and from which weights are sent."""
+        from asyncrl.trainer.host_copies import HostCopies
+        from asyncrl.trainer.rank_device import RankDevice
+        from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
+        from asyncrl.weights.transports.blocking import BlockingCalls
+
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # `fetch` blocks a thread, not the event loop
+        self._spec, self._rank, self._node = spec, rank, node
+        self._fetch, self._fetch_ahead = fetch, fetch_ahead
+        self._device = RankDevice(spec, rank)
         self._sender: WeightSender | None = None
         self._encoder = DeltaEncoder()
         self._bucket_bytes = 0
         self._copies = HostCopies()
         self._snapshot: dict[str, torch.Tensor] | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        """By thread."""
         self._kept: Mapping[TrajectoryKey, Trajectory] = {}
         """Sequences of the next step, as far as they were foreseen."""
         self._is_sending = threading.Lock()
         """Held while the snapshot is read."""
-        self._host = "127.0.0.1"
-        self._device: torch.device
-        self._backend: TrainBackend
+        self.threads = {name: BlockingCalls(name) for name in ("train", "fetch ahead", "save", "end a send")}
+        """For `in_thread`."""
+        self.threads["send"] = BlockingCalls("send") if spec.sends_snapshots else self.threads["train"]
 
-    def address(self, host: str) -> tuple[str, int]:
-        """Opens the rendezvous on `host`, an address of this machine; rank 0 only. The port is bound from here on, so
-        that nothing else can take it before `start`."""
-        self._store = host_store(host, self._world_size, self._timeout)
-        return host, self._store.port
+    @in_thread("train")
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Opens the place where the ranks meet; rank 0 only. Returns its host and port."""
+        host = self._node()
+        return host, self._device.open_rendezvous(host)
 
-    def start(self, master_addr: str, master_port: int, timeout_s: float, host: str = "127.0.0.1") -> None:
+    @in_thread("train")
+    def start(self, host: str, port: int, timeout_s: float) -> None:
         """Waits at most `timeout_s` for the peers and loads the model; returns when this rank can train.
-
-        Args:
-            host: an address of this machine, from which weights are sent.
 
         Raises:
             ConfigError: the model cannot be read or trained.
             DeadlineExceeded: a peer did not come.
         """
-        transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
-        self._host = host
-        self._device = resolve_device(self._spec.trainer.device, self._rank)
-        torch.set_num_threads(self._spec.num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
-            use_onednn(num_shapes=32)  # of one micro-batch: the next one has another number of tokens
-        if self._store is None:
-            self._store = dist.TCPStore(master_addr, master_port, self._world_size, timeout=self._timeout)
-        sockets_towards(master_addr)
-        await_peers(self._store, self._rank, self._world_size, timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
-            store=self._store,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=self._timeout,
-        )
-        self._backend = build_backend(self._spec, rank=self._rank, world_size=self._world_size, device=self._device)
-        self._leave_device()
-        logger.info(
-            "trainer rank %d of %d ready on %s, pid %d", self._rank, self._world_size, self._device, os.getpid()
-        )
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()  # one bar per rank in the driver's log says nothing
+        self._device.join(host, port, timeout_s)
+        size, device = self._spec.trainer.num_ranks, self._device.device
+        self._backend = build_backend(self._spec, rank=self._rank, world_size=size, device=device)
+        self._device.give_back()
+        logger.info("trainer rank %d of %d ready on %s, pid %d", self._rank, size, device, os.getpid())
+
+    @in_thread("train")
     def train_step(self, plan: RankPlan) -> TrainMetrics:
         """Fetches what this rank's plan names and takes one optimizer step; collective.
 
@@ -129,24 +139,20 @@ class TrainerWorker:
             RunFailed: loss or gradient is not finite; nothing was changed.
         """
         metrics = self._backend.train_step(plan, self._trajectories(plan))
-        self._leave_device()
+        self._device.give_back()
         return metrics
 
+    @in_thread("train")
     def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
         """As `TrainBackend.reference_kl`, for the sequences of this rank's plan; collective."""
         found = self._backend.reference_kl(plan, self._trajectories(plan))
-        self._leave_device()
+        self._device.give_back()
         return found
 
-    def _leave_device(self) -> None:
-        """Gives back what the allocator keeps: activations, gradients, gathered weights. Weights and, without
-        offload_optimizer, the optimizer's state stay on the device."""
-        if self._spec.shares_device and self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def keep(self, sequences: Mapping[TrajectoryKey, Trajectory]) -> None:
-        """Holds sequences for the next step, in place of those before. May be called from another thread."""
-        self._kept = sequences
+    @in_thread("fetch ahead")
+    def fetch_ahead(self, plan: RankPlan) -> None:
+        """Holds those sequences of this plan of the next step that the queue has foreseen, instead of those before."""
+        self._kept = self._fetch_ahead(plan.keys)
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
         """What the plan names: what is held as the plan describes it, the rest from the queue."""
@@ -155,29 +161,35 @@ class TrainerWorker:
         missing = [key for key in due if key not in found]
         return found | dict(zip(missing, self._fetch(missing) if missing else (), strict=True))
 
+    @in_thread("train")
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._backend.weight_specs()
 
+    @in_thread("train")
     def sending_ranks(self) -> tuple[SendingRank, ...]:
         return self._backend.sending_ranks()
 
+    @in_thread("send")
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         """Opens the sending end, and closes an earlier one; sending ranks only. Returns what receivers need to join."""
+        from asyncrl.weights.transports import build_sender
+
         if self._spec.sends_snapshots:
-            self._use_thread()
+            self._device.use_thread()
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
             config.transport,
             config.bucket_bytes,
             num_receivers,
-            device=self._device.type,
-            host=self._host,
+            device=self._device.device.type,
+            host=self._node(),
             directory=config.disk_directory,
         )
         self._sender, self._bucket_bytes = sender, config.bucket_bytes
         return sender.open()
 
+    @in_thread("train")
     def snapshot_weights(self) -> None:
         """Copies the current weights of a sending rank into host memory, for `encode_weights` and `send_weights`;
         collective. The memory of the copy before is used again, unless it is still being sent."""
@@ -192,12 +204,14 @@ class TrainerWorker:
         finally:
             _exhaust(weights)
 
+    @in_thread("send")
     def encode_weights(self) -> EncodedWeights | None:
         """A sending rank encodes its part of the weights to send as differences to those that it encoded before; the
         others gather with it and return None."""
-        with self._weights(torch.device("cpu")) as weights:
+        with self._weights("cpu") as weights:
             return self._encoder.encode(weights) if self._sends() else None
 
+    @in_thread("send")
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
         """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
         return None. Where snapshots are sent, the weights are those of the last one, and nothing is gathered. Nor is it
@@ -210,10 +224,10 @@ class TrainerWorker:
             sent = self._send(manifest, self._encoder.differences(), timeout_s)
             return None if sent is None else self._encoder.digest
         try:
-            with self._weights(self._device) as weights:
+            with self._weights(self._device.device) as weights:
                 return self._send(manifest, weights, timeout_s)
         finally:
-            self._leave_device()
+            self._device.give_back()
 
     def _send(self, manifest: Manifest, weights: Iterator[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         senders = self._backend.sending_ranks()
@@ -230,11 +244,11 @@ class TrainerWorker:
         return any(sender.rank == self._rank for sender in self._backend.sending_ranks())
 
     @contextmanager
-    def _weights(self, device: torch.device) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def _weights(self, device: torch.device | str) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """Those to send: of the last snapshot, on `device`, where snapshots are sent; else the current ones, which all
         ranks gather together."""
         if self._spec.sends_snapshots:
-            self._use_thread()
+            self._device.use_thread()
             with self._is_sending:
                 yield self._copied_weights(device)
             return
@@ -244,93 +258,57 @@ class TrainerWorker:
         finally:
             _exhaust(weights)
 
-    def _copied_weights(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def _copied_weights(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in list((self._snapshot or {}).items()):
             yield name, tensor.to(device)
 
-    def _use_thread(self) -> None:
-        """Readies a thread that works beside the one that trains. On a GPU it gets a stream of its own: on the common
-        one each copy would wait for the kernels of the step."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            stream = self._streams.setdefault(threading.get_ident(), torch.cuda.Stream())
-            torch.cuda.set_stream(stream)
-        else:
-            torch.set_num_threads(1)  # of the calling thread: a step may run beside it
-
+    @in_thread("end a send")
     def close_weights(self) -> None:
-        """Closes the sending end, which ends a send in progress. May be called from another thread. Idempotent."""
+        """Closes the sending end, which ends a send in progress. Idempotent."""
         if (sender := self._sender) is not None:
             sender.close()
 
+    @in_thread("train")
     def capture(self) -> None:
         self._backend.capture()
 
+    @in_thread("save")
     def save(self, directory: Path) -> dict[str, FileDigest]:
-        """Writes the last capture; collective, in a group of its own. May be called from another thread. Returns the
-        digests of what this rank wrote, by file name.
+        """Writes the last capture; collective, in a group of its own. Returns the digests of what this rank wrote, by
+        file name.
 
         Raises:
             StorageError: a rank could not write, or this one cannot read what it wrote.
         """
-        self._use_thread()
+        self._device.use_thread()
         written = self._backend.save(directory)
         try:
             return {name: FileDigest.of(directory / name) for name in written}
         except OSError as error:
             raise unwritable(directory, error) from error
 
+    @in_thread("train")
     def load(self, directory: Path) -> None:
         """Raises ConfigError: it is a checkpoint of another backend or model, or none."""
         require_written_by(self._spec.trainer.backend, directory)
         self._backend.load(directory)
-        self._leave_device()
+        self._device.give_back()
 
-    def ping(self) -> float:
-        """CPU seconds of this process. May be called from another thread while a step runs."""
+    async def ping(self) -> float:
+        """CPU seconds of this process."""
         cpu = os.times()
         return cpu.user + cpu.system
 
+    @in_thread("train")
     def stop(self) -> None:
         """Frees the sending end and leaves the group. Idempotent."""
-        self.close_weights()
+        if self._sender is not None:
+            self._sender.close()
         self._sender = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._device.leave()
 
 
 def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Gathering is collective: every rank must iterate to the end, also when copying or sending has failed."""
     for _ in weights:
         pass
-
-
-def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Returns when all ranks have started. It has its own timeout: on a busy machine ranks start seconds apart, and the
-    timeout of a collective is meant for ranks that run.
-
-    Raises:
-        DeadlineExceeded: some ranks have not started; the message names them.
-    """
-    here = [f"asyncrl/here/{peer}" for peer in range(world_size)]
-    store.set(here[rank], "")
-    try:
-        store.wait(here, timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        missing = [str(peer) for peer, key in enumerate(here) if not store.check([key])]
-        found = f"rank {', '.join(missing)} did not come within {timeout_s:g} s"
-        do = "see the log of that process, or raise ray.start_timeout_s"
-        raise DeadlineExceeded(explain(f"trainer rank {rank} to meet its peers", found, do)) from error
-
-
-def resolve_device(asked: str, rank: int) -> torch.device:
-    """`auto` takes a CUDA device where one is visible: the only one, or one per rank of this machine. Raises
-    ConfigError: one is asked for, and torch sees none."""
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
-    if device.type == "cuda":
-        require_cuda("trainer.device", asked, is_available=torch.cuda.is_available())
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return device

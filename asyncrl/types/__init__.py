@@ -31,7 +31,6 @@ from asyncrl.types.groups import (
 from asyncrl.types.models import LayerSizes, ModelFacts
 from asyncrl.types.replicas import (
     FleetReport,
-    ReplicaHandle,
     ReplicaRow,
     ReplicaState,
     ReplicaTable,
@@ -91,7 +90,6 @@ __all__ = [
     "PauseMode",
     "PublishReport",
     "RankPlan",
-    "ReplicaHandle",
     "ReplicaRow",
     "ReplicaState",
     "ReplicaStats",

@@ -4,50 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
-
-from asyncrl.types.generation import PauseMode, ReplicaStats
-from asyncrl.types.weights import Digest, Manifest, TransferSource
+from typing import Any, Literal
 
 ReplicaState = Literal["starting", "newcomer", "serving", "held", "leased", "suspended", "leaving", "dead"]
 """`inference.membership` defines the states and what leads from one to another."""
-
-
-class ReplicaHandle(Protocol):
-    """Reaches one replica for its owner: `inference.replica_actor.ReplicaControl`. A replaced or suspended replica gets
-    another handle, so a handle also says which incarnation is meant.
-
-    Every call raises ProcessDied when the process has died and DeadlineExceeded when it does not answer.
-    """
-
-    async def placed(self, timeout_s: float) -> None:
-        """Returns when a node has a place for the process. Raises NoPlace."""
-        ...
-
-    async def start(self, timeout_s: float) -> ReplicaStats: ...
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None: ...
-    async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None: ...
-    async def commit(self, publish_id: int, version: int | None, digest: Digest | None, timeout_s: float) -> None: ...
-    async def adopt(
-        self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
-    ) -> float:
-        """As `Replica.adopt`."""
-        ...
-
-    async def stats(self, timeout_s: float) -> ReplicaStats: ...
-    async def reset(self, timeout_s: float) -> None: ...
-    async def forget_client(self, client_id: str, timeout_s: float) -> None: ...
-    async def sleep(self, timeout_s: float) -> None: ...
-    async def stop(self, timeout_s: float) -> None: ...
-    def abandon(self) -> ReplicaHandle:
-        """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a handle to go on with when
-        the replica answers again."""
-        ...
-
-    def kill(self) -> None: ...
-    async def ended(self, timeout_s: float) -> None:
-        """Returns when the killed process has exited."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

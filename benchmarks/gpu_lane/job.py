@@ -249,7 +249,7 @@ class Trainer:
         """One optimizer step, with its figures."""
         peak_gib(reset=True)
         began = time.monotonic()
-        metrics = self.worker.train_step(plan)
+        metrics = asyncio.run(self.worker.train_step(plan))
         took_s = time.monotonic() - began
         figure(
             step_s=took_s, tokens_per_s=tokens / took_s, peak_gib=peak_gib(), grad_norm=metrics.grad_norm,
@@ -268,7 +268,7 @@ class Trainer:
             return {}
         config = json.loads((self.path / "config.json").read_text())
         used, of = config.get("num_experts_per_tok", 1), config.get("num_experts", 1)
-        shapes = {spec.name: spec.shape for spec in self.worker.weight_specs()}
+        shapes = {spec.name: spec.shape for spec in asyncio.run(self.worker.weight_specs())}
         if not config.get("tie_word_embeddings"):
             shapes.pop("model.embed_tokens.weight")  # it is looked up, not multiplied
         active = sum(math.prod(s) * (used / of if ".experts." in name else 1) for name, s in shapes.items())
@@ -290,14 +290,15 @@ def trainer(path: Path, *, compiles: bool = False, **fsdp: Any) -> Iterator[Trai
         algorithm=AlgorithmConfig(),
     )
     groups: dict[int, Any] = {}
-    worker = TrainerWorker(spec, 0, 1, lambda keys: [groups[o].sequences[i] for o, i in keys])
+    fetch = lambda keys: [groups[o].sequences[i] for o, i in keys]  # noqa: E731
+    worker = TrainerWorker(spec, 0, fetch, lambda keys: {}, lambda: "127.0.0.1")
     began = time.monotonic()
-    worker.start(*worker.address("127.0.0.1"), 300.0)
+    asyncio.run(worker.start(*asyncio.run(worker.open_rendezvous()), 300.0))
     figure(trainer_start_s=time.monotonic() - began)
     try:
         yield Trainer(worker, groups, path, spec.trainer)
     finally:
-        worker.stop()
+        asyncio.run(worker.stop())
 
 
 class Link:
@@ -308,7 +309,7 @@ class Link:
 
         self._worker, self._replica, self._bucket_bytes = trainer.worker, replica, bucket_bytes
         config = WeightsConfig(transport=transport, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
-        self._source = trainer.worker.open_weights(config, 1)
+        self._source = asyncio.run(trainer.worker.open_weights(config, 1))
         self._publishes = 0
 
     def begin(self, version: int, *, verify: bool, timeout_s: float = 120.0) -> Any:
@@ -316,7 +317,7 @@ class Link:
         from asyncrl.weights.plan import make_manifest
 
         self._publishes += 1
-        specs = self._worker.weight_specs()
+        specs = asyncio.run(self._worker.weight_specs())
         manifest = make_manifest(self._publishes, version, specs, self._bucket_bytes, verify=verify)
         self._replica.pipe.send(("receive", manifest, self._source, timeout_s))
         return manifest
@@ -342,7 +343,7 @@ class Link:
         """One publish; GB/s of the sender. Raises AssertionError: the digests differ."""
         manifest = self.begin(version, verify=verify)
         began = time.monotonic()
-        ours = self._worker.send_weights(manifest, 120.0)
+        ours = asyncio.run(self._worker.send_weights(manifest, 120.0))
         took_s = time.monotonic() - began
         theirs, received_s, replica_gib = self._replica.answer()
         assert ours == theirs, f"the digests of version {version} differ"

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.driver import coordinator, evaluation_schedule
+from asyncrl.driver import coordinator, engine_turns, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet import replica_pool
 from asyncrl.driver.fleet.device_turns import SharedDevices
+from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
@@ -35,8 +36,9 @@ PARTS = {"weights", "kv_cache"}
 def _short_times(monkeypatch):
     for module in (coordinator, evaluation_schedule):
         monkeypatch.setattr(module, "POLL_S", 0.005)
-    monkeypatch.setattr(replica_pool, "ASK_AGAIN_S", 0.002)
-    monkeypatch.setattr(replica_pool, "SLEEP_S", 0.2)
+    for module in (replica_pool, engine_turns):
+        monkeypatch.setattr(module, "ASK_AGAIN_S", 0.002)
+    monkeypatch.setattr(engine_turns, "SLEEP_S", 0.2)
 
 
 async def digest_of(manifest, source, timeout_s):
@@ -64,7 +66,7 @@ class Process:
             raise DeadlineExceeded(f"replica {self.replica_id} does not answer")
         if self.killed:
             raise ProcessDied(f"replica {self.replica_id} was killed")
-        return await method(*args)
+        return await getattr(self.replica, method.__name__)(*args)
 
     def die(self):
         self.killed = True
@@ -76,48 +78,22 @@ class Process:
 
 
 class Control:
-    """A `ReplicaHandle` of a process."""
+    """A `ReplicaControl` of a process."""
 
     def __init__(self, process):
         self.process, self.abandoned = process, False
 
-    async def _call(self, timeout_s, method, *args):
+    async def call(self, timeout_s, method, *args):
         if self.abandoned:
-            raise DeadlineExceeded("an earlier handle")
+            raise DeadlineExceeded("an earlier control")
+        if method is Replica.start:
+            assert not self.process.rig.training, "an engine loads in the trainer's turn"
+            self.process.loaded = True
+            await asyncio.sleep(self.process.rig.load_s)
         return await self.process.call(timeout_s, method, *args)
 
     async def placed(self, timeout_s):
         await self.process.rig.has_place.wait()
-
-    async def start(self, timeout_s):
-        assert not self.process.rig.training, "an engine loads in the trainer's turn"
-        self.process.loaded = True
-        await asyncio.sleep(self.process.rig.load_s)
-        return await self._call(timeout_s, self.process.replica.start)
-
-    async def pause(self, mode, timeout_s):
-        await self._call(timeout_s, self.process.replica.pause, mode)
-
-    async def receive_weights(self, manifest, source, timeout_s):
-        return await self._call(timeout_s, self.process.replica.receive_weights, manifest, source, timeout_s)
-
-    async def commit(self, publish_id, version, digest, timeout_s):
-        await self._call(timeout_s, self.process.replica.commit, publish_id, version, digest)
-
-    async def stats(self, timeout_s):
-        return await self._call(timeout_s, self.process.replica.stats)
-
-    async def reset(self, timeout_s):
-        await self._call(timeout_s, self.process.replica.reset, timeout_s)
-
-    async def forget_client(self, client_id, timeout_s):
-        await self._call(timeout_s, self.process.replica.forget_client, client_id)
-
-    async def sleep(self, timeout_s):
-        await self._call(timeout_s, self.process.replica.sleep)
-
-    async def stop(self, timeout_s):
-        await self._call(timeout_s, self.process.replica.stop)
 
     def abandon(self):
         self.abandoned = True
@@ -126,7 +102,7 @@ class Control:
     def kill(self):
         self.process.die()
 
-    async def ended(self, timeout_s):
+    async def ended(self, timeout_s, ping):
         await until(lambda: self.process.exited)
 
 
@@ -168,8 +144,10 @@ class Rig:
             num,
             PoolSettings(max_restarts, restart_delay_s=0, **times),
             on_event=self.events.write,
-            devices=SharedDevices(),
+            devices=(devices := SharedDevices()),
         )
+        self.engines = EngineTurns(self.pool, devices, start_timeout_s=times["start_timeout_s"])
+        self.turns = devices.turns
         self.queue, self.trainers, self.rollouter, self.trainer = Queue(), Steps(self), Rollouter(), FakeTrainer()
         self.coordinator = self.new_coordinator()
 
@@ -189,6 +167,7 @@ class Rig:
                 events=self.events,
                 progress=ProgressView(Console(quiet=True), max_steps=3, live=False),
                 prompts_digest="digest",
+                engines=self.engines,
             ),
             None,
         )
@@ -206,7 +185,7 @@ class Rig:
 
     async def begin(self):
         await self.pool.start()
-        await self.pool.sleep()
+        await self.engines.sleep()
         self.look()
 
     async def run(self):
@@ -360,7 +339,7 @@ async def test_a_stop_in_the_trainers_turn_leaves_a_checkpoint_and_the_engines_a
     await rig.run()
     assert rig.steps == 2
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_2"]
-    assert rig.pool._devices.turns.phase == "training"
+    assert rig.turns.phase == "training"
 
 
 async def test_a_failed_step_leaves_the_devices_to_the_next_training_side(tmp_path):
@@ -375,7 +354,7 @@ async def test_a_failed_step_leaves_the_devices_to_the_next_training_side(tmp_pa
         await asyncio.wait_for(rig.coordinator.run(), 20)
     rig.training = False
     await rig.pool.fence()
-    await rig.pool.sleep()
+    await rig.engines.sleep()
     rig.look()
     del rig.trainers.on_step[1]
     rig.coordinator = rig.new_coordinator()
@@ -391,7 +370,7 @@ async def test_a_failed_publish_leaves_the_devices_to_the_next_training_side(tmp
     with pytest.raises(ProcessDied):
         await asyncio.wait_for(rig.coordinator.run(), 20)
     await rig.pool.fence()
-    await rig.pool.sleep()
+    await rig.engines.sleep()
     rig.look()
     rig.coordinator = rig.new_coordinator()
     await asyncio.wait_for(rig.coordinator.run(), 20)
@@ -415,7 +394,7 @@ async def test_a_replica_that_waits_for_a_place_keeps_the_trainer_from_nothing(t
     rig = Rig(tmp_path, start_timeout_s=60)
     await rig.begin()
     rig.has_place.clear()
-    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its node was lost"))
+    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its node was lost"))
     await asyncio.wait_for(rig.coordinator.run(), 20)
     assert rig.steps == 3
     assert rig.pool.table.rows[0].state == "starting"
@@ -425,7 +404,7 @@ async def test_a_replica_that_waits_for_a_place_keeps_the_trainer_from_nothing(t
 async def test_a_replica_that_leaves_while_it_waits_for_its_turn_never_loads(tmp_path):
     rig = Rig(tmp_path, is_resized=True)
     await rig.begin()
-    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its engine is dead"))
+    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its engine is dead"))
     await until(lambda: len(rig.processes) == 3)
     rig.pool.leave(0, "preempted")
     await until(lambda: 0 not in rig.pool.table.rows)
@@ -436,13 +415,14 @@ async def test_a_replica_that_leaves_while_it_waits_for_its_turn_never_loads(tmp
 
 
 async def test_a_process_that_never_exits_ends_the_wait_for_the_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(replica_pool, "EXIT_S", 0.05)
+    for module in (replica_pool, engine_turns):
+        monkeypatch.setattr(module, "EXIT_S", 0.05)
     rig = Rig(tmp_path, start_timeout_s=0.2)
     rig.exit_s = 1000
     await rig.pool.start()
-    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its engine is dead"))
+    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its engine is dead"))
     with pytest.raises(DeadlineExceeded, match=r"(?s)replicas \[0\] hold memory"):
-        await asyncio.wait_for(rig.pool.sleep(), 5)
+        await asyncio.wait_for(rig.engines.sleep(), 5)
     await rig.pool.stop(1)
 
 
@@ -450,9 +430,9 @@ async def test_a_spent_budget_ends_the_wait_for_the_turn(tmp_path):
     rig = Rig(tmp_path, max_restarts=0)
     rig.exit_s = 1000
     await rig.pool.start()
-    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its engine is dead"))
+    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its engine is dead"))
     with pytest.raises(RunFailed):
-        await asyncio.wait_for(rig.pool.sleep(), 5)
+        await asyncio.wait_for(rig.engines.sleep(), 5)
     await rig.pool.stop(1)
 
 

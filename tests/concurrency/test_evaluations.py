@@ -48,10 +48,10 @@ class Control(FakeReplica):
 
     async def placed(self, timeout_s): ...
 
-    async def start(self, timeout_s):
-        await asyncio.wait_for(self.may_start.wait(), timeout_s)
+    async def start(self):
+        await self.may_start.wait()
 
-    async def stats(self, timeout_s):
+    async def stats(self):
         if self.dead:
             raise self.dead
         health = SimpleNamespace(busy_s=0.0, generated_tokens=0, version=0, preemptions=None, decode_steps=None)
@@ -62,7 +62,7 @@ class Control(FakeReplica):
         if self.dead:
             raise self.dead
 
-    async def stop(self, timeout_s): ...
+    async def stop(self): ...
 
     def kill(self): ...
 
@@ -194,7 +194,7 @@ async def test_steps_go_on_while_a_pinned_replica_answers_and_it_catches_up_afte
     assert not rig.evaluated()
     held.end.set()
     await until(lambda: rig.controls[1].committed == [0, 1, 2, 4])
-    assert rig.rollouter.routed == (0, 1), "requests reach it again once it has the version of the others"
+    await until(lambda: rig.rollouter.routed == (0, 1))  # requests reach it again: it has the version of the others
     rig.queue.ready[4].set()
     await rig.running
     assert rig.evaluated() == {5: (2, 0.5), 6: (6, 0.5)}, "it is on the line of the step that found it done"
@@ -288,7 +288,7 @@ async def test_a_leased_replica_that_dies_is_replaced_and_the_next_set_is_not_as
     assert sorted(held.replicas) == [1, 2]
     rig.controls[1].dead = ProcessDied("killed")
     await until(lambda: len(rig.controls) == 4 and rig.controls[3].committed)
-    assert sorted(rig.pool.leased) == [2]
+    assert sorted(rig.pool.those("leased")) == [2]
     assert rig.tables[-1].rows[1].incarnation > 0, "the rollout side knows, and lets the evaluation go on elsewhere"
     held.end.set()
     await rig.running
@@ -351,7 +351,9 @@ async def test_an_error_of_the_run_ends_the_evaluation_too(tmp_path):
         await rig.running
     assert held.cancelled == 1
     await rig.pool.fence()
-    assert (rig.pool.leased, sorted(rig.pool.newcomers)) == ({}, [0, 1]), "the next branch of the run has all of them"
+    assert (rig.pool.those("leased"), sorted(rig.pool.newcomers)) == ({}, [0, 1]), (
+        "the next branch of the run has all of them"
+    )
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("too slow"), GenerationError("all responses failed")])

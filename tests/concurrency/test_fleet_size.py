@@ -53,7 +53,7 @@ class Process:
         await asyncio.sleep(0.01)
         if self.killed:
             raise ProcessDied(f"replica {self.replica_id} was killed")
-        return await method(*args)
+        return await method(self.replica, *args)
 
     def die(self):
         if not self.killed:
@@ -63,45 +63,22 @@ class Process:
 
 
 class Control:
-    """A `ReplicaHandle` of a process."""
+    """A `ReplicaControl` of a process."""
 
     def __init__(self, process, places, abandoned=False):
         self.process, self.places, self.abandoned = process, places, abandoned
 
-    async def _call(self, method, *args):
+    async def call(self, timeout_s, method, *args):
         if self.abandoned:
-            raise DeadlineExceeded("an earlier handle")
-        return await self.process.call(method, *args)
+            raise DeadlineExceeded("an earlier control")
+        if method is Replica.start:
+            await asyncio.sleep(1.5)
+        found = await self.process.call(method, *args)
+        self.process.started = self.process.started or method is Replica.start
+        return found
 
     async def placed(self, timeout_s):
         await self.places.ready(self.process.replica_id, timeout_s)
-
-    async def start(self, timeout_s):
-        await asyncio.sleep(1.5)
-        found = await self._call(self.process.replica.start)
-        self.process.started = True
-        return found
-
-    async def pause(self, mode, timeout_s):
-        await self._call(self.process.replica.pause, mode)
-
-    async def receive_weights(self, manifest, source, timeout_s):
-        return await self._call(self.process.replica.receive_weights, manifest, source, timeout_s)
-
-    async def commit(self, publish_id, version, digest, timeout_s):
-        await self._call(self.process.replica.commit, publish_id, version, digest)
-
-    async def stats(self, timeout_s):
-        return await self._call(self.process.replica.stats)
-
-    async def reset(self, timeout_s):
-        await self._call(self.process.replica.reset, timeout_s)
-
-    async def forget_client(self, client_id, timeout_s):
-        await self._call(self.process.replica.forget_client, client_id)
-
-    async def stop(self, timeout_s):
-        await self._call(self.process.replica.stop)
 
     def abandon(self):
         self.abandoned = True
@@ -110,7 +87,7 @@ class Control:
     def kill(self):
         self.process.die()
 
-    async def ended(self, timeout_s):
+    async def ended(self, timeout_s, ping):
         await asyncio.sleep(0.05)
         assert self.process.killed
 

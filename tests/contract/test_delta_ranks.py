@@ -1,6 +1,7 @@
 """Trainer ranks that publish differences after optimizer steps: one that sends with the help of another (FSDP2), and
 two pipeline stages that send a part each (Megatron-core)."""
 
+import asyncio
 import importlib.util
 import threading
 import time
@@ -40,11 +41,12 @@ def started(root, rank, path, backend, beside):
     trainer = TrainerConfig(num_ranks=RANKS, **settings)
     model = ModelConfig(path=str(path), inference_dtype="bfloat16")
     spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1, sends_snapshots=beside)
-    worker = TrainerWorker(spec, rank, RANKS, lambda keys: [groups[o].sequences[i] for o, i in keys])
+    fetch = lambda keys: [groups[o].sequences[i] for o, i in keys]  # noqa: E731
+    worker = TrainerWorker(spec, rank, fetch, lambda keys: {}, lambda: "127.0.0.1")
     dist.destroy_process_group()  # the worker forms its own
     place = root / "address"
     if rank == 0:
-        host, port = worker.address("127.0.0.1")
+        host, port = asyncio.run(worker.open_rendezvous())
         (root / "half").write_text(f"{host}:{port}")
         (root / "half").rename(place)
     deadline = time.monotonic() + START_S
@@ -52,7 +54,7 @@ def started(root, rank, path, backend, beside):
         assert time.monotonic() < deadline, "rank 0 did not come"
         time.sleep(0.05)
     host, port = place.read_text().split(":")
-    worker.start(host, int(port), START_S)
+    asyncio.run(worker.start(host, int(port), START_S))
     plans = lease.plans(num_plans=trainer.layout.num_plans)
     return worker, trainer.layout.by_rank(plans)[rank]
 
@@ -67,22 +69,24 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
     """A full publish and three of differences. Rank 0 receives too. With `beside` snapshots are sent, after one step
     more. Returns bytes of the differences and of all weights."""
     worker, plan = started(root, rank, path, backend, beside)
-    senders = worker.sending_ranks()
+    senders = asyncio.run(worker.sending_ranks())
     places = [s.rank for s in senders]
     sends = rank in places
-    source = worker.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1) if sends else None
+    source = asyncio.run(worker.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1)) if sends else None
     sources = [s for s in gathered(source) if s is not None]
     source = sources[0] if len(sources) == 1 else PartsSource.of(sources, [s.first_tensor for s in senders])
-    specs, decoder, receiver = worker.weight_specs(), Decoder(str(path), None, torch.bfloat16), None
+    specs, decoder, receiver = asyncio.run(worker.weight_specs()), Decoder(str(path), None, torch.bfloat16), None
     sizes = []
     for number in range(1, 5):
         if number > 1:
-            worker.train_step(plan)
+            asyncio.run(worker.train_step(plan))
         own = {name: tensor.clone() for name, tensor in worker._backend.named_weights()}
         if beside:
-            worker.snapshot_weights()
-            worker.train_step(plan)
-        encoded = EncodedWeights.joined([part for part in gathered(worker.encode_weights()) if part is not None])
+            asyncio.run(worker.snapshot_weights())
+            asyncio.run(worker.train_step(plan))
+        encoded = EncodedWeights.joined(
+            [part for part in gathered(asyncio.run(worker.encode_weights())) if part is not None]
+        )
         if number == 1:
             assert encoded.base_digest is None
             manifest = replace(make_manifest(1, 1, specs, BUCKET_BYTES), is_kept=True)
@@ -102,7 +106,7 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
         receiving = threading.Thread(target=receive)
         if rank == 0:
             receiving.start()
-        digests = gathered(worker.send_weights(manifest, 120.0))
+        digests = gathered(asyncio.run(worker.send_weights(manifest, 120.0)))
         if rank == 0:
             receiving.join(130)
             sent = tuple(d for place in places for d in digests[place])
@@ -114,7 +118,7 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
             for name, tensor in tensors.items():
                 assert torch.equal(byte_view(tensor), byte_view(whole[name])), name
         dist.barrier()
-    worker.close_weights()
+    asyncio.run(worker.close_weights())
     return sizes, sum(spec.nbytes for spec in specs)
 
 
@@ -145,7 +149,11 @@ def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    preload = ["asyncrl.trainer.trainer_worker", "asyncrl_testing.backend_suite"]
+    preload = [
+        "asyncrl.trainer.rank_device",
+        "asyncrl.weights.encodings.delta_encoder",
+        "asyncrl_testing.backend_suite",
+    ]
     ranks = run_ranks(
         publish_on_a_rank,
         tmp_path / "ranks",

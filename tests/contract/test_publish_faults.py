@@ -26,6 +26,7 @@ from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import GenerationError, ProcessDied
+from asyncrl.inference.replica import Replica
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -201,12 +202,16 @@ class Publishing:
         return await asyncio.wait_for(publishing, 45)
 
     async def pid(self, replica_id):
-        return (await self.pool.controls[replica_id].stats(10)).pid
+        return (await control_of(self.pool, replica_id).call(10, Replica.stats)).pid
 
     async def answers(self):
         """What each replica that is up says to the prompt, greedily; an error as text."""
         members = self.pool.members
         return dict(zip(members, await asyncio.gather(*map(ask, members.values())), strict=True))
+
+
+def control_of(pool, replica_id):
+    return pool.table.rows[replica_id].handle
 
 
 async def ask(control, versions=None):
@@ -230,7 +235,7 @@ async def ask(control, versions=None):
 
 def trainer_pids():
     tree = psutil.Process().children(recursive=True)
-    return {p.pid for p in tree if "ray::TrainerActor" in " ".join(p.cmdline())}
+    return {p.pid for p in tree if "ray::TrainerWorker" in " ".join(p.cmdline())}
 
 
 def weight_files(pids):
@@ -263,7 +268,7 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
     victim = await publishing.pid(1)
     report = await publishing.publish_hit_by(1, held=victim, struck=victim, blow=signal.SIGKILL)
     assert report.replicas == 1
-    assert await ask(fleet.controls[0]) == expected
+    assert await ask(control_of(fleet, 0)) == expected
     await finished(running)
     await fleet.routes.disconnect(fleet)
 
@@ -275,18 +280,18 @@ async def test_a_replica_killed_in_the_middle_is_replaced_and_holds_up_neither_t
 
 
 async def generated(fleet, replica_id):
-    return (await fleet.controls[replica_id].stats(10)).health.generated_tokens
+    return (await control_of(fleet, replica_id).call(10, Replica.stats)).health.generated_tokens
 
 
 async def test_replicas_are_called_over_lines_also_by_the_control_that_follows_an_abandoned_one(fleet):
-    control = ReplicaControl(0, fleet.controls[0].handle)  # the pool's own must not be abandoned
-    pid = (await control.stats(10)).pid
-    line = control._actor._line
+    control = ReplicaControl(0, control_of(fleet, 0).handle)  # the pool's own must not be abandoned
+    pid = (await control.call(10, Replica.stats)).pid
+    line = control._line
     assert line._line is not None, "not through Ray"
     assert not line._line.ended
     later = control.abandon()
-    assert (await later.stats(10)).pid == pid
-    assert later._actor._line is line, "calls of both begin in their order"
+    assert (await later.call(10, Replica.stats)).pid == pid
+    assert later._line is line, "calls of both begin in their order"
 
 
 async def test_differences_reach_who_has_their_base_and_all_weights_a_replacement(fleet, trainer, expected):
@@ -335,7 +340,7 @@ async def test_a_stopped_replica_that_goes_on_rejoins_as_the_same_process_and_ha
     await whole(fleet, REJOIN_TIMEOUT_S)
     assert (await publishing.pid(0), list(fleet.newcomers), list(client.loads)) == (victim, [0], [1])
     sampled = await generated(fleet, 0)
-    stale = ReplicaActorChannel(0, fleet.controls[0].handle, "client")
+    stale = ReplicaActorChannel(0, control_of(fleet, 0).handle, "client")
     assert await stale.collect(0.2, 0.0) == [], "nothing of what it was asked before is left for anybody"
     assert (await publishing.engine.publish(13, newcomers_only=True)).replicas == 1
     versions = set()
@@ -357,7 +362,7 @@ async def test_a_stopped_replica_that_does_not_go_on_is_replaced(fleet, trainer,
     report = await publishing.publish_hit_by(4, held=victim, struck=victim, blow=signal.SIGSTOP)
     assert report.replicas == 1
     assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
-    assert await ask(fleet.controls[1]) == expected
+    assert await ask(control_of(fleet, 1)) == expected
     await whole(fleet)
     assert time.monotonic() - started > REJOIN_TIMEOUT_S
     assert await publishing.pid(0) != victim
@@ -394,7 +399,7 @@ async def test_a_replica_that_gets_sigterm_leaves_in_good_order_and_its_requests
 async def test_a_fenced_fleet_serves_the_lower_version_of_a_training_side_that_began_anew(fleet, trainer, expected):
     publishing = Publishing(trainer, fleet)
     await publishing.engine.publish(20)
-    control = fleet.controls[0]
+    control = control_of(fleet, 0)
     channel = ReplicaActorChannel(0, control.handle, "former")
     sampling = SamplingParams(temperature=1.0, max_tokens=50)
     await channel.submit([GenerationRequest("from-before", np.array(PROMPT, np.int32), sampling)])

@@ -185,7 +185,7 @@ def events(run, kind):
 def kill_a_rank(run):
     """Kills one of two trainer ranks; its name. The order of process ids is not that of ranks: Ray may hand either
     actor the process that it started first."""
-    victim = psutil.Process(run.actor_pids("TrainerActor")[1])
+    victim = psutil.Process(run.actor_pids("TrainerWorker")[1])
     log = (run.directory / "log.txt").read_text()
     (rank,) = re.findall(rf"trainer rank (\d) of 2 ready on \S+, pid {victim.pid}\b", log)
     victim.kill()

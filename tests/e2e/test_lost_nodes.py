@@ -37,7 +37,7 @@ def test_a_run_goes_on_after_a_lost_node_and_ends_with_its_checkpoint_when_no_no
     joins = f"ray.address={nodes.address}", "rollout.num_replicas=2", "run.max_steps=2000"
     run = start(*SMALL, *ALERT, *LIMITS, *joins, joined=False)
     run.wait_for_event("checkpoint")
-    (training,) = nodes_of(run, "TrainerActor", nodes)
+    (training,) = nodes_of(run, "TrainerWorker", nodes)
     (other,) = nodes.worker_nodes - {training}
     assert other in nodes_of(run, "Replica", nodes), "processes are spread over the nodes"
     nodes.remove_node(other, allow_graceful=False)

@@ -30,7 +30,7 @@ def test_a_run_listens_on_this_machine_alone_and_asks_for_its_token(start, tmp_p
     named = {p.pid: " ".join(p.cmdline()) for p in processes}
     found = {(named[pid], address) for pid, address, _ in listeners(processes)}
     assert {address for _, address in found} == {"127.0.0.1"}, found
-    for who in ("gcs/gcs_server", "raylet/raylet ", "ray::TrainerActor", "-m asyncrl.commands.train"):
+    for who in ("gcs/gcs_server", "raylet/raylet ", "ray::TrainerWorker", "-m asyncrl.commands.train"):
         assert any(who in name for name, _ in found), f"{who} listens too: {found}"
     for script in ("autoscaler/_private/monitor.py", "_private/log_monitor.py", "dashboard/dashboard.py"):
         assert not any(script in name for name in named.values()), f"{script} serves nobody here"

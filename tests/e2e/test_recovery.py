@@ -16,7 +16,7 @@ from tests.e2e.faulty import ESCAPES
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SMALL = (*SMALL_RUN, *ALERT)
-NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
+NAMES = {"TrainerWorker": "trainer rank 0", "MessageQueue": "message queue"}
 
 
 def test_what_is_lost_is_replaced_one_after_the_other(start):
@@ -33,7 +33,7 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     assert taken_back, "its tickets were taken back"
     assert not events(run, "training_failed"), "nothing was rolled back"
     run.wait_for_event("checkpoint")
-    lost = [(role, how) for role in ("TrainerActor", "MessageQueue") for how in ("killed", "stopped")]
+    lost = [(role, how) for role in ("TrainerWorker", "MessageQueue") for how in ("killed", "stopped")]
     for number, (role, how) in enumerate(lost, 1):
         process = lose(run, role, how)
         run.wait_for_event("training_restarted", count=number)

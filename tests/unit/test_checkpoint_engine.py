@@ -7,6 +7,7 @@ import pytest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
+from asyncrl.inference.replica import Replica
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
 pytestmark = pytest.mark.unit
@@ -390,10 +391,10 @@ async def test_a_replacement_that_a_publish_waited_for_is_verified():
 
 async def test_one_that_is_late_alone_while_the_others_serve_is_replaced():
     class LateTwice(FakeReplica):
-        async def pause(self, mode, timeout_s):
+        async def pause(self, mode):
             if self.calls:
                 raise DeadlineExceeded("no answer")
-            await super().pause(mode, timeout_s)
+            await super().pause(mode)
 
     made, _, fleet = engine(FakeReplica(), LateTwice(WRONG))
     report = await made.publish(1)
@@ -412,9 +413,10 @@ async def test_a_pause_leaves_time_for_a_transfer_to_the_others(interrupt, share
     limits = []
 
     class Asked(FakeReplica):
-        async def pause(self, mode, timeout_s):
-            limits.append(timeout_s)
-            await super().pause(mode, timeout_s)
+        async def call(self, timeout_s, method, *args):
+            if method is Replica.pause:
+                limits.append(timeout_s)
+            return await super().call(timeout_s, method, *args)
 
     made, _, fleet = engine(
         Asked(),

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.driver.fleet.membership import FORGETS, TRANSITIONS, Event, Membership
+from asyncrl.driver.fleet.membership import FORGETS, TRANSITIONS, Event, Member, Membership, after_failure
+from asyncrl.driver.fleet.pool_settings import AWAY_AFTER, PoolSettings
+from asyncrl.errors import DeadlineExceeded, NoPlace, ProcessDied
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaState
 
@@ -134,3 +136,32 @@ def test_every_change_has_a_generation_of_its_own_and_what_is_forgotten_an_incar
         assert after[0] >= before[0]
         member = made.members[replica_id]
         assert member.version is None or member.state in ("serving", "held", "leased")
+
+
+LATE, GONE, NOWHERE = DeadlineExceeded("no answer"), ProcessDied("gone"), NoPlace("no node has room")
+
+
+@pytest.mark.parametrize(
+    ("member", "why", "others_up", "settings", "follows"),
+    [
+        (Member("serving"), LATE, 1, {"rejoin_timeout_s": 5}, "suspend"),
+        (Member("leased"), LATE, 0, {"rejoin_timeout_s": 5}, "suspend"),
+        (Member("serving"), LATE, 1, {}, "replace"),
+        (Member("suspended"), LATE, 1, {"rejoin_timeout_s": 5}, "replace"),
+        (Member("starting"), LATE, 1, {"rejoin_timeout_s": 5}, "replace"),
+        (Member("serving"), GONE, 1, {"rejoin_timeout_s": 5}, "replace"),
+        (Member("serving"), "wrong weights", 1, {"rejoin_timeout_s": 5}, "replace"),
+        (Member("starting"), NOWHERE, 1, {"is_resized": True}, "leave"),
+        (Member("starting"), NOWHERE, 0, {"is_resized": True}, "replace"),
+        (Member("starting"), NOWHERE, 1, {}, "replace"),
+        (Member("starting", failures=AWAY_AFTER), GONE, 2, {"quorum": 2}, "stay_away"),
+        (Member("starting", failures=AWAY_AFTER), GONE, 1, {"quorum": 2}, "replace"),
+        (Member("starting", failures=AWAY_AFTER - 1), GONE, 2, {"quorum": 2}, "replace"),
+        (Member("starting", failures=AWAY_AFTER, served=True), GONE, 2, {"quorum": 2}, "replace"),
+        (Member("starting", failures=AWAY_AFTER), GONE, 2, {}, "replace"),
+    ],
+)
+def test_what_becomes_of_a_replica_that_failed(member, why, others_up, settings, follows):
+    times = {"start_timeout_s": 5, "health_interval_s": 1, "health_timeout_s": 1}
+    found = after_failure(0, member, why, others_up=others_up, settings=PoolSettings(2, **times, **settings))
+    assert found == follows

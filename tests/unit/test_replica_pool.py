@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.driver.fleet.replica_pool import AWAY_AFTER, PoolSettings, ReplicaPool
+from asyncrl.driver.fleet.pool_settings import AWAY_AFTER, PoolSettings
+from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
+from asyncrl.inference.replica import Replica
 
 pytestmark = pytest.mark.unit
 
@@ -35,46 +37,47 @@ class Control:
         if self.place_error:
             raise self.place_error
 
-    async def start(self, timeout_s):
-        await asyncio.wait_for(self.may_start.wait(), timeout_s)
+    async def call(self, timeout_s, method, *args):
+        """Ends when the process runs; killed, it is dead."""
+        if method is Replica.reset:
+            (timeout_s,) = args
+        waits_for = {"start": self.may_start, "stop": None}.get(method.__name__, self.runs)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if waits_for is not None:
+                    await waits_for.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("no answer in time") from None
+        return getattr(self, method.__name__)(*args)
+
+    def start(self):
         if self.start_error:
             raise self.start_error
 
-    async def stats(self, timeout_s):
-        await self._answer(timeout_s)
+    def stats(self):
         if self.stats_error:
             raise self.stats_error
         return SimpleNamespace(replica_id=self.replica_id, must_leave=self.must_leave)
 
-    async def reset(self, timeout_s):
-        await self._answer(timeout_s)
+    def reset(self, timeout_s):
         if self.reset_error:
             raise self.reset_error
         self.calls.append("reset")
 
-    async def forget_client(self, client_id, timeout_s):
-        await self._answer(timeout_s)
+    def forget_client(self, client_id):
         self.calls.append(("forget", client_id))
+
+    def stop(self):
+        self.calls.append("stop")
+        if self.killed:
+            raise ProcessDied("it was killed")
 
     def abandon(self):
         """Another control of the same process: it shares everything but its identity."""
         self.renewed.append(copy.copy(self))
         return self.renewed[-1]
 
-    async def _answer(self, timeout_s):
-        """Ends when the process runs; killed, it is dead."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.runs.wait()
-        except TimeoutError:
-            raise DeadlineExceeded("no answer in time") from None
-
-    async def stop(self, timeout_s):
-        self.calls.append("stop")
-        if self.killed:
-            raise ProcessDied("it was killed")
-
-    async def ended(self, timeout_s):
+    async def ended(self, timeout_s, ping):
         assert self.killed
 
     def kill(self):
@@ -288,10 +291,10 @@ async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
 
     rig = Rig(num=3, quorum=3, prepare=lost, max_restarts=4, is_resized=True)
     await rig.pool.start()
-    await rig.pool.committed(rig.pool.controls)
+    await rig.pool.committed(rig.pool.members)
     rig.events.clear()
     for replica_id in (1, 2):
-        rig.pool.fail(replica_id, rig.pool.controls[replica_id], ProcessDied("its node was lost"))
+        rig.pool.fail(replica_id, rig.pool.table.rows[replica_id].handle, ProcessDied("its node was lost"))
     await settled()
     assert (sorted(rig.pool.serving), sorted(rig.pool.table.rows)) == ([0], [0])
     assert rig.kinds == ["replica_failed", "replica_failed", "replica_left", "replica_left"]
@@ -307,7 +310,7 @@ async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
     assert rig.pool.newcomers == {2: rig.made[-1]}, "a node has room again"
     rig.pool.fail(2, rig.made[-1], ProcessDied("its node was lost again"))
     await settled()
-    rig.pool.fail(0, rig.pool.controls[0], ProcessDied("its node was lost too"))
+    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its node was lost too"))
     await settled()
     with pytest.raises(RunFailed, match="no node had room"):
         await watching
@@ -655,7 +658,7 @@ async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(
     rig = Rig(num=3)
     await rig.begin()
     leases = await rig.pool.lease(1)
-    assert leases == rig.pool.leased == {2: rig.made[2]}
+    assert leases == rig.pool.those("leased") == {2: rig.made[2]}
     assert (rig.withdrawn, rig.retired) == ([2], [])
     assert sorted(rig.pool.members) == sorted(rig.pool.serving) == [0, 1]
     assert rig.pool.newcomers == {}, "a catch-up passes it by"
@@ -663,7 +666,7 @@ async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(
     await rig.pool.end_lease(leases)
     assert rig.made[2].calls == ["reset"]
     assert rig.pool.newcomers == {2: rig.made[2]}
-    assert rig.pool.leased == {}
+    assert rig.pool.those("leased") == {}
     await rig.pool.committed(rig.pool.members)
     assert rig.announced == [(2, rig.made[2])]
     assert rig.kinds == ["replica_leased", "replica_returned", "replica_serving"]
@@ -691,7 +694,7 @@ async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_t
     rig.made[1].stats_error = ProcessDied("gone")
     await rig.pool.stats()
     await settled()
-    assert (rig.pool.leased, rig.pool.newcomers) == ({}, {1: rig.made[2]})
+    assert (rig.pool.those("leased"), rig.pool.newcomers) == ({}, {1: rig.made[2]})
     assert (rig.withdrawn, rig.tables[-1].rows[1].incarnation) == ([1], 1), "its evaluation sees another incarnation"
     await rig.pool.end_lease(leases)
     assert rig.made[2].calls == [], "its replacement is none of that lease"
@@ -704,7 +707,7 @@ async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_ne
     rig.made[1].stop_it()
     await rig.pool.stats()
     await settled()
-    assert (rig.pool.leased, sorted(rig.pool.members)) == ({}, [0])
+    assert (rig.pool.those("leased"), sorted(rig.pool.members)) == ({}, [0])
     assert rig.tables[-1].rows[1].state == "suspended"
     await rig.pool.end_lease(leases)
     rig.made[1].go_on()
@@ -730,7 +733,7 @@ async def test_a_fence_ends_leases():
     await rig.begin()
     await rig.pool.lease(1)
     await rig.pool.fence()
-    assert (rig.pool.leased, sorted(rig.pool.newcomers)) == ({}, [0, 1])
+    assert (rig.pool.those("leased"), sorted(rig.pool.newcomers)) == ({}, [0, 1])
     assert rig.made[1].calls == ["reset"]
 
 
@@ -795,7 +798,7 @@ async def test_one_that_dies_while_it_leaves_costs_nothing():
     rig.may_listen.set()
     await settled()
     assert (sorted(pool.table.rows), rig.kinds) == ([0], ["replica_left"])
-    assert pool._failure is None
+    assert pool.failure is None
     await pool.stop(1)
 
 
@@ -830,7 +833,7 @@ async def test_one_whose_machine_asked_it_to_end_leaves_and_the_budget_stays_who
     assert (sorted(pool.table.rows), rig.made[1].killed) == ([0], 1)
     assert [(kind, fields["why"]) for kind, fields in rig.events] == [("replica_left", "preempted")]
     await pool.stats()
-    assert pool._failure is None
+    assert pool.failure is None
     await pool.stop(1)
 
 
@@ -868,7 +871,7 @@ async def test_a_leased_replica_may_leave_and_its_evaluation_sees_it():
     leases = await pool.lease(1)
     pool.leave(2, "scaled")
     await settled()
-    assert (pool.leased, sorted(pool.table.rows)) == ({}, [0, 1])
+    assert (pool.those("leased"), sorted(pool.table.rows)) == ({}, [0, 1])
     await pool.end_lease(leases)
     assert "reset" not in rig.made[2].calls
     await pool.stop(1)

@@ -11,10 +11,14 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl.errors import ConfigError, NoPlace, explain
-from asyncrl.types import FleetReport, ReplicaState, ReplicaTable, events
+from asyncrl.types import FleetReport, ReplicaState, events
+
+if TYPE_CHECKING:
+    from asyncrl.driver.cluster.places import Places
+    from asyncrl.driver.fleet.replica_pool import ReplicaPool
 
 logger = logging.getLogger(__name__)
 
@@ -22,32 +26,6 @@ LOOK_S = 1.0
 """Between two looks at the table and at the nodes."""
 SPARED: tuple[ReplicaState, ...] = ("dead", "starting", "suspended", "newcomer", "serving", "held", "leased")
 """Which replicas leave first when fewer are wanted: those that do the least for the run."""
-
-
-class ResizedPool(Protocol):
-    """The replicas: `inference.replica_pool.ReplicaPool`."""
-
-    @property
-    def table(self) -> ReplicaTable: ...
-    def join(self, replica_id: int) -> None: ...
-    def leave(self, replica_id: int, why: events.Departure) -> None: ...
-
-
-class ReplicaPlaces(Protocol):
-    """Where replicas may start: `cluster.places.Places`."""
-
-    async def ready(self, replica_id: int, timeout_s: float) -> None:
-        """Returns when a node has the place of this replica, which is asked for first if it is not reserved. Raises
-        NoPlace: none has so far; Ray looks on for one."""
-        ...
-
-    async def give_back(self, replica_id: int) -> None:
-        """Gives the place back, unless it is reserved for the whole run."""
-        ...
-
-    async def ending(self) -> Collection[int]:
-        """The replicas whose node was asked to end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +89,8 @@ class FleetSize:
 
     def __init__(
         self,
-        pool: ResizedPool,
-        places: ReplicaPlaces,
+        pool: ReplicaPool,
+        places: Places,
         limits: FleetLimits,
         *,
         start_timeout_s: float,

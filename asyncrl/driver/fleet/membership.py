@@ -16,7 +16,7 @@
 * *leaving*: it gets no requests and no publish any more; its process is stopped, and the replica dropped.
 * *dead*: its process is killed. A replacement is another incarnation under the same id.
 
-`remote.failure_policy` decides whether a failure suspends a replica or kills it.
+`after_failure` decides what a failure leads to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.driver.fleet.pool_settings import AWAY_AFTER, PoolSettings
+from asyncrl.errors import NoPlace
+from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
+from asyncrl.remote.waits import replica
 from asyncrl.types import ReplicaState
 
 Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed", "leave"]
@@ -57,6 +60,29 @@ class Member:
     version: int | None = None
     served: bool = False
     failures: int = 0
+
+
+Followup = Literal["suspend", "leave", "replace", "stay_away"]
+
+
+def after_failure(
+    replica_id: int, member: Member, why: BaseException | str, *, others_up: int, settings: PoolSettings
+) -> Followup:
+    """What becomes of a replica that failed because of `why`, an error or what it did wrong.
+
+    * suspend: it was late, and gets time to answer again.
+    * leave: no node has a place for it, and others are up. `fleet_size` brings it back when a node has room.
+    * stay_away: it never came up, and a quorum is up: another try would spend the budget of the others.
+    * replace: its process is killed, and another one started, if the budget allows one.
+    """
+    may_rejoin = settings.rejoin_timeout_s > 0 and member.state in TRANSITIONS["late"]
+    action = failure_action(replica(replica_id), why, restarts_left=True, may_rejoin=may_rejoin)
+    if action is FailureAction.SUSPEND_REPLICA:
+        return "suspend"
+    if isinstance(why, NoPlace) and settings.is_resized and others_up:
+        return "leave"
+    has_quorum = settings.quorum is not None and others_up >= settings.quorum
+    return "stay_away" if has_quorum and not member.served and member.failures >= AWAY_AFTER else "replace"
 
 
 class Membership:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,12 @@ import ray
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
-from asyncrl.remote.line import HasLine
 from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.trainer.trainer_worker import TrainerWorker
 from asyncrl.types import (
     Digest,
     EncodedWeights,
@@ -50,93 +50,23 @@ STOP_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class QueueFetch:
-    """Fetches tokens for a rank directly from the queue actor."""
+    """Fetches tokens for a rank directly from the queue actor; `TrainerWorker` says what."""
 
     queue: ActorHandle
     timeout_s: float = FETCH_TIMEOUT_S
 
-    def __call__(self, keys: Sequence[TrajectoryKey]) -> Sequence[Trajectory]:
-        return self._reply(self.queue.fetch, keys)
+    def leased(self, keys: Sequence[TrajectoryKey]) -> Sequence[Trajectory]:
+        return self._reply(MessageQueue.fetch, keys)
 
-    def ahead(self, keys: Sequence[TrajectoryKey]) -> Mapping[TrajectoryKey, Trajectory]:
-        """Those that were foreseen last: `MessageQueue.fetch_ahead`."""
-        return self._reply(self.queue.fetch_ahead, keys)
+    def foreseen(self, keys: Sequence[TrajectoryKey]) -> Mapping[TrajectoryKey, Trajectory]:
+        return self._reply(MessageQueue.fetch_ahead, keys)
 
-    def _reply(self, method: Any, keys: Sequence[TrajectoryKey]) -> Any:
+    def _reply(
+        self, method: Callable[[MessageQueue, list[TrajectoryKey]], Awaitable[T]], keys: Sequence[TrajectoryKey]
+    ) -> T:
+        answer = getattr(self.queue, method.__name__).remote(list(keys))
         call = f"fetch({len(keys)} sequences)"
-        return reply_now(method.remote(list(keys)), timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
-
-
-class TrainerActor(HasLine):
-    """A TrainerWorker as a Ray actor. Its constructor imports the worker, so that the driver never imports torch.
-
-    What the worker does blocks: it is done in threads, and the event loop answers meanwhile. Each thread does one thing
-    after the other: one trains, others fetch for the next step, write a checkpoint, and end a send in progress. Where
-    snapshots are sent, that has a thread of its own too.
-    """
-
-    def __init__(self, spec: TrainerSpec, rank: int, fetch: QueueFetch) -> None:
-        from asyncrl.trainer.trainer_worker import TrainerWorker
-        from asyncrl.weights.transports.blocking import BlockingCalls
-
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # `fetch` blocks a thread, not the event loop
-        self._fetch = fetch
-        self._worker = TrainerWorker(spec, rank, spec.trainer.num_ranks, fetch)
-        self._training, self._fetching, self._saving, self._ending = (
-            BlockingCalls(name) for name in ("train", "fetch ahead", "save", "end a send")
-        )
-        self._sending = BlockingCalls("send") if spec.sends_snapshots else self._training
-
-    async def open_rendezvous(self) -> tuple[str, int]:
-        return await self._training.do(self._worker.address, ray.util.get_node_ip_address())
-
-    async def start(self, host: str, port: int, timeout_s: float) -> None:
-        await self._training.do(self._worker.start, host, port, timeout_s, ray.util.get_node_ip_address())
-
-    async def train_step(self, plan: RankPlan) -> TrainMetrics:
-        return await self._training.do(self._worker.train_step, plan)
-
-    async def reference_kl(self, plan: RankPlan) -> dict[TrajectoryKey, float]:
-        return await self._training.do(self._worker.reference_kl, plan)
-
-    async def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return await self._training.do(self._worker.weight_specs)
-
-    async def sending_ranks(self) -> tuple[SendingRank, ...]:
-        return await self._training.do(self._worker.sending_ranks)
-
-    async def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        return await self._sending.do(self._worker.open_weights, config, num_receivers)
-
-    async def encode_weights(self) -> EncodedWeights | None:
-        return await self._sending.do(self._worker.encode_weights)
-
-    async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        return await self._sending.do(self._worker.send_weights, manifest, timeout_s)
-
-    async def snapshot_weights(self) -> None:
-        await self._training.do(self._worker.snapshot_weights)
-
-    async def capture(self) -> None:
-        await self._training.do(self._worker.capture)
-
-    async def load(self, path: Path) -> None:
-        await self._training.do(self._worker.load, path)
-
-    async def stop(self) -> None:
-        await self._training.do(self._worker.stop)
-
-    async def save(self, path: Path) -> dict[str, FileDigest]:
-        return await self._saving.do(self._worker.save, path)
-
-    async def fetch_ahead(self, keys: Sequence[TrajectoryKey]) -> None:
-        self._worker.keep(await self._fetching.do(self._fetch.ahead, keys))
-
-    async def ping(self) -> float:
-        return self._worker.ping()
-
-    async def close_weights(self) -> None:
-        await self._ending.do(self._worker.close_weights)
+        return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
 
 
 class TrainerPool:
@@ -189,16 +119,17 @@ class TrainerPool:
             options["runtime_env"] = {"env_vars": spec.environment}
         elif spec.trainer.device == "auto":  # its GPU is there: no rank may train on a CPU unnoticed
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
-        actor_class: Any = ray.remote(**options)(TrainerActor)
+        actor_class: Any = ray.remote(**options)(TrainerWorker)
         fetch = QueueFetch(queue_handle)
         chosen = ["DEFAULT"] * spec.trainer.num_ranks if places is None else places
         actors = [actor_class.options(scheduling_strategy=place) for place in chosen]
-        pool = cls(spec, [actor.remote(spec, rank, fetch) for rank, actor in enumerate(actors)])
+        node = ray.util.get_node_ip_address
+        pool = cls(spec, [a.remote(spec, rank, fetch.leased, fetch.foreseen, node) for rank, a in enumerate(actors)])
         deadline = time.monotonic() + timeout_s
         try:
-            host, port = await pool._actors[0].call(timeout_s, TrainerActor.open_rendezvous)
+            host, port = await pool._actors[0].call(timeout_s, TrainerWorker.open_rendezvous)
             left_s = max(deadline - time.monotonic(), 0)
-            await pool._on_all(left_s, TrainerActor.start, host, port, left_s)
+            await pool._on_all(left_s, TrainerWorker.start, host, port, left_s)
         except BaseException:  # also a cancelled start leaves no actor behind; re-raised
             pool.kill()
             raise
@@ -207,37 +138,38 @@ class TrainerPool:
     async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
         """One optimizer step; one plan for each data-parallel index. Raises RunFailed (not finite; nothing changed),
         DeadlineExceeded, ProcessDied, and what the queue raises for groups that are not leased."""
-        return (await self._with_plans(TrainerActor.train_step, plans))[0]
+        return (await self._with_plans(TrainerWorker.train_step, plans))[0]
 
     async def reference_kl(self, plans: Sequence[RankPlan]) -> dict[TrajectoryKey, float]:
         """Divergence from the reference model of every trajectory in the plans, over all ranks; see
         `TrainBackend.reference_kl`. Raises as `train_step`."""
-        found = await self._with_plans(TrainerActor.reference_kl, plans)
+        found = await self._with_plans(TrainerWorker.reference_kl, plans)
         return {key: nats for part in found for key, nats in part.items()}
-
-    async def _with_plans(
-        self, method: Callable[[TrainerActor, RankPlan], Awaitable[T]], plans: Sequence[RankPlan]
-    ) -> list[T]:
-        timeout_s, by_rank = self._spec.trainer.step_timeout_s, self._spec.trainer.layout.by_rank(plans)
-        calls = [actor.call(timeout_s, method, plan) for actor, plan in zip(self._actors, by_rank, strict=True)]
-        return await self._together(calls, method.__name__)
 
     async def fetch_ahead(self, plans: Sequence[RankPlan]) -> None:
         """Every rank fetches what these plans of the next step name, of the groups that the queue has foreseen last.
         Raises DeadlineExceeded, ProcessDied."""
-        by_rank, method = self._spec.trainer.layout.by_rank(plans), TrainerActor.fetch_ahead
-        limit_s = FETCH_TIMEOUT_S + BLAME_S
-        calls = [actor.call(limit_s, method, plan.keys) for actor, plan in zip(self._actors, by_rank, strict=True)]
-        await self._together(calls, method.__name__)
+        await self._with_plans(TrainerWorker.fetch_ahead, plans, FETCH_TIMEOUT_S + BLAME_S)
+
+    async def _with_plans(
+        self,
+        method: Callable[[TrainerWorker, RankPlan], Awaitable[T]],
+        plans: Sequence[RankPlan],
+        timeout_s: float | None = None,
+    ) -> list[T]:
+        """`timeout_s` None: that of a step."""
+        limit_s = self._spec.trainer.step_timeout_s if timeout_s is None else timeout_s
+        by_rank = zip(self._actors, self._spec.trainer.layout.by_rank(plans), strict=True)
+        return await self._together([actor.call(limit_s, method, plan) for actor, plan in by_rank], method.__name__)
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
-        return await self._actors[0].call(timeout_s, TrainerActor.weight_specs)
+        return await self._actors[0].call(timeout_s, TrainerWorker.weight_specs)
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
         """Opens the sending end of every rank that sends."""
         await self._sending_ranks(timeout_s)
         calls = [
-            self._actors[sender.rank].call(timeout_s, TrainerActor.open_weights, config, num_receivers)
+            self._actors[sender.rank].call(timeout_s, TrainerWorker.open_weights, config, num_receivers)
             for sender in self._senders
         ]
         sources = await asyncio.gather(*calls)
@@ -247,13 +179,13 @@ class TrainerPool:
 
     async def _sending_ranks(self, timeout_s: float) -> tuple[SendingRank, ...]:
         if not self._senders:  # asked once: later a step may be in progress
-            self._senders = await self._actors[0].call(timeout_s, TrainerActor.sending_ranks)
+            self._senders = await self._actors[0].call(timeout_s, TrainerWorker.sending_ranks)
         return self._senders
 
     async def interrupt_weights(self, timeout_s: float) -> None:
         """Closes the sending ends, which ends a send in progress; `open_weights` opens them again. Does not raise."""
         actors = [self._actors[sender.rank] for sender in self._senders] if self._actors else []
-        calls = [actor.call(timeout_s, TrainerActor.close_weights) for actor in actors]
+        calls = [actor.call(timeout_s, TrainerWorker.close_weights) for actor in actors]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, DeadlineExceeded | ProcessDied):
                 logger.warning("a send in progress was not ended: %s", outcome)
@@ -264,8 +196,7 @@ class TrainerPool:
         """Every sending rank encodes its part of the current weights as differences to those before. Raises as
         `send_weights`."""
         senders = await self._sending_ranks(timeout_s)
-        calls = [actor.call(timeout_s, TrainerActor.encode_weights) for actor in self._actors]
-        found = await self._together(calls, TrainerActor.encode_weights.__name__)
+        found = await self._on_all(timeout_s, TrainerWorker.encode_weights)
         parts = [found[sender.rank] for sender in senders]
         return EncodedWeights.joined([part for part in parts if part is not None])
 
@@ -282,26 +213,25 @@ class TrainerPool:
         async def send(actor: ActorClient) -> Digest | None:
             nonlocal failed
             try:
-                return await actor.call(limit_s, TrainerActor.send_weights, manifest, timeout_s)
+                return await actor.call(limit_s, TrainerWorker.send_weights, manifest, timeout_s)
             except AsyncRLError:
                 if len(self._senders) > 1 and not failed:
                     failed = True
                     await self.interrupt_weights(BLAME_S)
                 raise
 
-        found = await self._together([send(actor) for actor in self._actors], TrainerActor.send_weights.__name__)
+        found = await self._together([send(actor) for actor in self._actors], TrainerWorker.send_weights.__name__)
         if not manifest.verify:
             return None
         return tuple(number for sender in self._senders for number in found[sender.rank] or ())
 
     async def snapshot_weights(self) -> None:
         """The ranks that send copy their part of the current weights; `send_weights` sends this copy until the next."""
-        await self._on_all(self._spec.trainer.step_timeout_s, TrainerActor.snapshot_weights)
+        await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.snapshot_weights)
 
-    async def capture(self, timeout_s: float | None = None) -> None:
-        """Every rank copies its state into host memory. `timeout_s` None: that of a step."""
-        step_s = self._spec.trainer.step_timeout_s
-        await self._on_all(step_s if timeout_s is None else timeout_s, TrainerActor.capture)
+    async def capture(self) -> None:
+        """Every rank copies its state into host memory."""
+        await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.capture)
 
     async def save(self, path: Path, timeout_s: float) -> dict[str, FileDigest]:
         """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
@@ -312,20 +242,20 @@ class TrainerPool:
             StorageError: a rank could not write. The ranks remain usable.
             ProcessDied, DeadlineExceeded: naming the rank.
         """
-        written = await self._on_all(timeout_s, TrainerActor.save, path)
+        written = await self._on_all(timeout_s, TrainerWorker.save, path)
         return {name: digest for files in written for name, digest in files.items()}
 
     async def load(self, path: Path) -> None:
-        await self._on_all(self._spec.trainer.step_timeout_s, TrainerActor.load, path)
+        await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.load, path)
 
     async def ping(self, timeout_s: float) -> float:
         """CPU seconds of all ranks, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
-        return sum(await asyncio.gather(*(actor.call(timeout_s, TrainerActor.ping) for actor in self._actors)))
+        return sum(await asyncio.gather(*(actor.call(timeout_s, TrainerWorker.ping) for actor in self._actors)))
 
     async def stop(self) -> None:
         """Stops every rank, and kills it after a few seconds. Idempotent; does not raise for ranks that have died."""
         await self.interrupt_weights(STOP_TIMEOUT_S)
-        waits = [actor.call(STOP_TIMEOUT_S, TrainerActor.stop) for actor in self._actors]
+        waits = [actor.call(STOP_TIMEOUT_S, TrainerWorker.stop) for actor in self._actors]
         for rank, outcome in enumerate(await asyncio.gather(*waits, return_exceptions=True)):
             if isinstance(outcome, BaseException):
                 logger.warning("trainer rank %d did not stop by itself: %s", rank, outcome)
@@ -340,12 +270,12 @@ class TrainerPool:
 
     async def ended(self, timeout_s: float) -> None:
         """Returns when the killed ranks have exited and their memory is free. Raises DeadlineExceeded."""
-        await asyncio.gather(*(actor.ended(timeout_s, TrainerActor.ping) for actor in self._killed))
+        await asyncio.gather(*(actor.ended(timeout_s, TrainerWorker.ping) for actor in self._killed))
 
     async def _on_all(
         self,
         timeout_s: float,
-        method: Callable[Concatenate[TrainerActor, P], Awaitable[T]],
+        method: Callable[Concatenate[TrainerWorker, P], Awaitable[T]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
@@ -381,7 +311,7 @@ class TrainerPool:
         first = cause(errors.values())
         if isinstance(first, ProcessDied):
             return first
-        pings = (actor.call(BLAME_S, TrainerActor.ping) for actor in unanswered)
+        pings = (actor.call(BLAME_S, TrainerWorker.ping) for actor in unanswered)
         silent = await asyncio.gather(*pings, return_exceptions=True)
         for kind in (ProcessDied, DeadlineExceeded):
             for lost in silent:

@@ -29,19 +29,17 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.driver.publish.participants import PublishingTrainer, PublishTargets
+from asyncrl.driver.publish.verdict import all_late, any_late, blamed, is_gone, is_trainers, verdict
 from asyncrl.errors import (
     DeadlineExceeded,
-    GenerationError,
-    ProcessDied,
-    TransferEnded,
     WeightTransferError,
     explain,
 )
+from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.types import (
     Digest,
     EncodedWeights,
@@ -49,17 +47,21 @@ from asyncrl.types import (
     Manifest,
     PauseMode,
     PublishReport,
-    ReplicaHandle,
     TransferSource,
 )
 from asyncrl.weights.plan import make_manifest
+
+if TYPE_CHECKING:  # publishes are tested without Ray
+    from asyncrl.driver.fleet.replica_pool import ReplicaPool
+    from asyncrl.driver.fleet.trainer_pool import TrainerPool
+    from asyncrl.inference.replica_actor import ReplicaControl
+
+    Replicas = dict[int, ReplicaControl]
 
 logger = logging.getLogger(__name__)
 
 PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "keep", "drain": "drain"}
 
-
-Replicas = dict[int, ReplicaHandle]
 
 BLAME_S = 5.0
 """Time that a sender has, after a receiver has failed, to notice the failure or to finish before it is interrupted."""
@@ -100,8 +102,8 @@ class CheckpointEngine:
     def __init__(
         self,
         config: WeightsConfig,
-        trainer: PublishingTrainer,
-        fleet: PublishTargets,
+        trainer: TrainerPool,
+        fleet: ReplicaPool,
         *,
         interrupt: Interrupt,
         encoding: Encoding = "full",
@@ -132,7 +134,7 @@ class CheckpointEngine:
         self._template: Manifest | None = None
         self._group: Replicas = {}
         self._sources: dict[int, TransferSource] = {}
-        self._has: dict[int, tuple[ReplicaHandle, Digest]] = {}
+        self._has: dict[int, tuple[ReplicaControl, Digest]] = {}
         """With encoding delta: the digest of the weights that each replica has committed."""
         self._distrusted: set[int] = set()
         """Replicas that were replaced because of wrong weights, until their replacement has committed correct ones."""
@@ -219,8 +221,8 @@ class CheckpointEngine:
             publish.encoded = await self._encode(publish)
         num_members = max(1, len(self._fleet.members))
         if self._staged:
-            manifest, sent, good = await self._send(publish, replicas)
-            done, paused_s = await self._adopt(publish, good, manifest, sent)
+            manifest, digest, good = await self._send(publish, replicas)
+            done, paused_s = await self._adopt(publish, good, manifest, digest)
             num_paused = len(good)
         else:
             if self._rolling:
@@ -230,8 +232,8 @@ class CheckpointEngine:
                 return {}
             publish.paused |= paused
             began = time.monotonic()
-            manifest, sent, good = await self._send(publish, paused)
-            done = await self._commit(publish, good, manifest, sent)
+            manifest, digest, good = await self._send(publish, paused)
+            done = await self._commit(publish, good, manifest, digest)
             num_paused, paused_s = len(paused), time.monotonic() - began
             publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
         # A wave pauses only a part of the fleet, and counts as that part.
@@ -270,11 +272,11 @@ class CheckpointEngine:
         """
         left, transfer_s = publish.left(), self._config.transfer_timeout_s
         limit_s = max(left / 2, left - transfer_s) if self._pause_mode == "drain" else min(left / 2, transfer_s)
-        outcomes = await _on_each(replicas, lambda r: r.pause(self._pause_mode, limit_s))
-        return await self._without_failed(publish, replicas, outcomes)
+        outcomes = await _on_each(replicas, lambda r: r.call(limit_s, Replica.pause, self._pause_mode))
+        return await self._answered(publish, replicas, outcomes)
 
-    async def _send(self, publish: _Publish, replicas: Replicas) -> tuple[Manifest, Any, Replicas]:
-        """One transfer; returns what it sent, the sender's digest or exception, and the replicas that received it."""
+    async def _send(self, publish: _Publish, replicas: Replicas) -> tuple[Manifest, Digest | None, Replicas]:
+        """One transfer; returns what it sent, its digest, and the replicas that received it."""
         publish.attempts += 1
         await self._form_group(replicas, publish)
         planned = self._manifest(publish, replicas)
@@ -294,16 +296,19 @@ class CheckpointEngine:
         publish.transfer_s += time.monotonic() - started
         if isinstance(sent, BaseException):
             self._group = {}  # one of several senders failed, and the others were closed
-        return manifest, sent, await self._judge(publish, sent, received, replicas, manifest)
+        good = await self._judge(publish, sent, received, replicas, manifest)
+        return manifest, None if isinstance(sent, BaseException) else sent, good
 
-    async def _commit(self, publish: _Publish, replicas: Replicas, manifest: Manifest, sent: Any) -> Replicas:
-        """Returns those of these replicas, which have received what was `sent`, that serve it."""
+    async def _commit(
+        self, publish: _Publish, replicas: Replicas, manifest: Manifest, digest: Digest | None
+    ) -> Replicas:
+        """Returns those of these replicas, which have received what was sent, that serve it."""
         number, limit_s = manifest.publish_id, min(publish.left(), self._config.transfer_timeout_s)
-        outcomes = await _on_each(replicas, lambda r: r.commit(number, publish.version, _digest(sent), limit_s))
-        return await self._without_failed(publish, replicas, outcomes)
+        outcomes = await _on_each(replicas, lambda r: r.call(limit_s, Replica.commit, number, publish.version, digest))
+        return await self._answered(publish, replicas, outcomes)
 
     async def _adopt(
-        self, publish: _Publish, replicas: Replicas, manifest: Manifest, sent: Any
+        self, publish: _Publish, replicas: Replicas, manifest: Manifest, digest: Digest | None
     ) -> tuple[Replicas, float]:
         """As `_commit`, of weights that were staged; returns also the seconds for which the slowest one stood still."""
         if self._rolling and replicas:
@@ -311,12 +316,14 @@ class CheckpointEngine:
         left_s = publish.left()
         limit_s = left_s if self._pause_mode == "drain" else min(left_s, self._config.transfer_timeout_s)
         number, version, mode = manifest.publish_id, publish.version, self._pause_mode
-        outcomes = await _on_each(replicas, lambda r: r.adopt(number, version, _digest(sent), mode, limit_s))
+        outcomes = await _on_each(
+            replicas, lambda r: r.call(limit_s + GRACE_S, Replica.adopt, number, version, digest, mode, limit_s)
+        )
         wrong = {i: str(o) for i, o in outcomes.items() if isinstance(o, WeightTransferError)}
         for replica_id, why in wrong.items():
             self._blame(publish, replica_id, replicas[replica_id], why, manifest)
         others = {i: r for i, r in replicas.items() if i not in wrong}
-        done = await self._without_failed(publish, others, {i: outcomes[i] for i in others})
+        done = await self._answered(publish, others, {i: outcomes[i] for i in others})
         return done, max((outcomes[i] for i in done), default=0.0)
 
     def _manifest(self, publish: _Publish, replicas: Replicas) -> Manifest:
@@ -357,7 +364,10 @@ class CheckpointEngine:
         """
         sources, group = self._sources, self._group
         receiving = {
-            asyncio.ensure_future(r.receive_weights(manifest, sources[i], timeout_s)): i for i, r in group.items()
+            asyncio.ensure_future(
+                r.call(timeout_s + GRACE_S, Replica.receive_weights, manifest, sources[i], timeout_s)
+            ): i
+            for i, r in group.items()
         }
         sending = asyncio.ensure_future(self._trainer.send_weights(manifest, timeout_s))
         try:
@@ -382,88 +392,69 @@ class CheckpointEngine:
         self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas, manifest: Manifest
     ) -> Replicas:
         """Returns the replicas that have the weights that were sent. Raises the trainer's own failure."""
-        if isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded):
+        if is_trainers(sent):
             raise sent
-        before = dict(replicas)
-        alive = await self._without_failed(publish, replicas, {i: o for i, o in received.items() if _is_gone(o)})
-        late = [o for o in (sent, *received.values()) if isinstance(o, DeadlineExceeded)]
-        if late:  # a health check finds the replica that does not answer at all: the others only waited for it
-            await self._fleet.stats()
-            alive = {i: r for i, r in alive.items() if self._fleet.members.get(i) is r}
-        wrong = {i: why for i in alive if (why := self._fault(sent, received[i])) is not None}
-        for replica_id, why in wrong.items():
+        for replica_id, outcome in received.items():
+            if is_gone(outcome):
+                self._fleet.fail(replica_id, replicas[replica_id], outcome)
+        lost: set[int] = set()
+        if any_late(sent, received):
+            lost = replicas.keys() - (await self._healthy(replicas)).keys()
+        assert self._template is not None, "weights were sent"
+        names, late_left = [spec.name for spec in self._template.tensors], self._config.max_retries - publish.late
+        found = verdict(sent, received, lost, names, late_left=late_left)
+        for replica_id, why in found.wrong.items():
             self._blame(publish, replica_id, replicas[replica_id], why, manifest)
         if isinstance(sent, BaseException):
             logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
-            if not wrong and len(alive) == len(before):
-                publish.late += bool(late)
-                if not late or publish.late > self._config.max_retries:
-                    raise sent
-            return {}
-        return {i: r for i, r in alive.items() if i not in wrong and not isinstance(received[i], BaseException)}
+        if found.error is not None:
+            raise found.error
+        publish.late += found.is_late
+        return {i: replicas[i] for i in replicas if i in found.ok}
 
-    def _fault(self, sent: Any, received: Any) -> str | None:
-        """The fault of this replica; None when it has the weights, or failed because of another process."""
-        if isinstance(received, DeadlineExceeded | TransferEnded):
-            return None if isinstance(sent, BaseException) else str(received)
-        if isinstance(received, BaseException):
-            return f"{type(received).__name__}: {received}"
-        if isinstance(sent, BaseException) or received == sent:
-            return None
-        assert self._template is not None, "weights were sent"
-        pairs = zip(self._template.tensors, sent or (), received or (), strict=False)
-        names = [spec.name for spec, ours, theirs in pairs if ours != theirs]
-        return f"it has other bytes in {', '.join(names[:3]) or 'an unknown tensor'}"
-
-    def _blame(self, publish: _Publish, replica_id: int, control: ReplicaHandle, why: str, manifest: Manifest) -> None:
-        """This replica has other weights than were sent. The next transfer to it is full; that was no fault of
-        differences."""
-        if manifest.encoding == "delta":
+    def _blame(self, publish: _Publish, replica_id: int, control: ReplicaControl, why: str, manifest: Manifest) -> None:
+        """This replica has other weights than were sent."""
+        strikes = publish.strikes.get(replica_id, 0) + 1
+        follows = blamed(
+            is_delta=manifest.encoding == "delta",
+            strikes=strikes,
+            max_retries=self._config.max_retries,
+            is_replacement=replica_id in self._distrusted,
+        )
+        if follows == "full":
             logger.warning("publish of version %s, all weights to replica %d: %s", publish.version, replica_id, why)
-        else:
-            self._strike(publish, replica_id, control, why)
-
-    def _strike(self, publish: _Publish, replica_id: int, control: ReplicaHandle, why: str) -> None:
-        """Counts one wrong transfer. The replica gets a retry, then it is replaced; its replacement's fault ends the
-        run."""
-        strikes = publish.strikes[replica_id] = publish.strikes.get(replica_id, 0) + 1
+            return
+        publish.strikes[replica_id] = strikes
         found = f"replica {replica_id}, transfer {strikes} of this publish: {why}"
         logger.error("publish of version %s: %s", publish.version, found)
-        if strikes <= self._config.max_retries:
-            return
-        if replica_id in self._distrusted:
+        if follows == "stop":
             do = "the trainer and the engine disagree about this tensor, or the memory of this machine is faulty"
             raise WeightTransferError(
                 explain(f"publish version {publish.version} to a replica that was replaced", found, do)
             )
-        self._distrusted.add(replica_id)
-        self._fleet.fail(replica_id, control, WeightTransferError(found))
+        if follows == "replace":
+            self._distrusted.add(replica_id)
+            self._fleet.fail(replica_id, control, WeightTransferError(found))
 
-    async def _without_failed(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
-        """Returns the replicas whose outcome is not an error; hands the others to the fleet.
+    async def _answered(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
+        """Returns the replicas whose outcome of a call is not an error; hands the others to the fleet.
 
         Raises DeadlineExceeded when all of them are late, yet pass a health check, and none serves: the deadline is too
         short.
         """
-        failed = {i: o for i, o in outcomes.items() if isinstance(o, BaseException)}
-        late = [i for i, o in failed.items() if isinstance(o, DeadlineExceeded)]
-        if late and len(late) == len(replicas) and not publish.served:
-            await self._fleet.stats()
-            members = self._fleet.members
-            if all(members.get(i) is replicas[i] for i in late):
-                raise failed[late[0]]
+        failed = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, BaseException)}
+        too_short = bool(failed) and not publish.served and all_late(outcomes.values())
+        if too_short and await self._healthy(replicas) == replicas:
+            raise next(iter(failed.values()))
         for replica_id, outcome in failed.items():
             self._fleet.fail(replica_id, replicas[replica_id], outcome)
         return {i: r for i, r in replicas.items() if i not in failed}
 
-
-def _is_gone(outcome: Any) -> bool:
-    return isinstance(outcome, ProcessDied | GenerationError)
-
-
-def _digest(sent: Any) -> Digest | None:
-    assert not isinstance(sent, BaseException), "only weights that were sent are committed"
-    return sent
+    async def _healthy(self, replicas: Replicas) -> Replicas:
+        """Those of these replicas that pass a health check."""
+        await self._fleet.stats()
+        members = self._fleet.members
+        return {i: r for i, r in replicas.items() if members.get(i) is r}
 
 
 def _names(replicas: Iterable[int]) -> str:

@@ -17,7 +17,7 @@ from asyncrl.trainer.megatron.names import LocalTensor
 from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, DistributedUpdate, Share, wrap
 from asyncrl.trainer.megatron.routing import WatchedRouters
 from asyncrl.trainer.megatron.sizes import ModelSizes
-from asyncrl.trainer.megatron.source import PretrainedModel, Source
+from asyncrl.trainer.megatron.source import PretrainedModel
 from asyncrl.trainer.megatron.stored_state import RankFiles
 from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
 from asyncrl.trainer.recorded_experts import Routers, no_routers
@@ -63,7 +63,7 @@ class TrainedModel(Generic[Output]):
         self.load_weights(source)
 
     @torch.no_grad()
-    def load_weights(self, source: Source) -> None:
+    def load_weights(self, source: PretrainedModel) -> None:
         """Weights and master weights; a head that the source does not have starts at zero."""
         for _, parameter, contents in self.parameters:
             values = torch.zeros(parameter.shape, dtype=torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,13 +18,6 @@ from asyncrl.trainer.megatron.supports import unsupported
 from asyncrl.types import ModelFacts
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-class Source(Protocol):
-    def read_into(self, target: torch.Tensor, contents: LocalTensor) -> None:
-        """Overwrites `target`, a rank's tensor of any dtype and device, with what `contents` says it holds. Raises
-        ConfigError: it is not there, or of another shape."""
-        ...
 
 
 class PretrainedModel:
@@ -61,7 +54,8 @@ class PretrainedModel:
         self._open: dict[Path, Any] = {}
 
     def read_into(self, target: torch.Tensor, contents: LocalTensor) -> None:
-        """See `Source`."""
+        """Overwrites `target`, a rank's tensor of any dtype and device, with what `contents` says it holds. Raises
+        ConfigError: it is not there, or of another shape."""
         target.zero_()
         for block in contents.blocks:
             place = target.narrow(block.dim, block.local, block.length)
