@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, overload
 
-import ray
-
 from asyncrl.errors import DeadlineExceeded, Process, explain
 from asyncrl.remote.line import Line, LineAnswer, LineEnded, connect
 from asyncrl.remote.reply import SLEPT_S, ended, reply
@@ -73,6 +71,8 @@ class ActorClient:
 
     def kill(self) -> None:
         """Ends the process, also a stopped one; its children go with it. Idempotent."""
+        import ray  # here: see `remote.reply`
+
         ray.kill(self.handle)
 
     async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:
