@@ -1,7 +1,7 @@
 """The processes of a run, and which of them restart together.
 
 Three groups fail independently of each other: each replica (`inference.replica_pool`), the rollouter
-(`rollout.supervisor`), and the training side. The training side is the message queue, the trainer ranks and, because
+(`driver.rollouters`), and the training side. The training side is the message queue, the trainer ranks and, because
 its groups belong to the queue's ledger, the rollouter with them. It restarts from the last checkpoint; the replicas
 keep running and get its weights.
 
@@ -28,12 +28,12 @@ from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.pool_settings import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.driver.fleet.rollout_fleet import RolloutFleet
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
 from asyncrl.driver.fleet.run_server_control import RunServerControl
-from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
+from asyncrl.driver.rollouters import RolloutSupervisor
 from asyncrl.driver.run_spec import RunSpec
+from asyncrl.driver.server_keeper import RunServerSupervisor, RunServerTimes
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica

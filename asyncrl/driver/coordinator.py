@@ -19,8 +19,8 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.beside import cancel
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.evaluation_schedule import Evaluations
-from asyncrl.driver.foresight import Foresight
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.next_step import Foresight
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.driver.publisher import Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.remote.bell import Bell
+from asyncrl.remote.tasks import Bell
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import ANYWHERE, Affinity, Router

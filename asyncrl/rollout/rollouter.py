@@ -1,4 +1,4 @@
-"""The rollouter: runs environments over many groups at once. Runs as a Ray actor, which `rollout.supervisor` replaces
+"""The rollouter: runs environments over many groups at once. Runs as a Ray actor, which `driver.rollouters` replaces
 when it dies.
 
 The admission loop starts one task per ticket; the task generates the group and answers the ticket. User code runs in

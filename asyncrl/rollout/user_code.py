@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.remote.bell import Bell
+from asyncrl.remote.tasks import Bell
 from asyncrl.rollout.active_clock import ActiveClock
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.driver.preflight import check_server
+from asyncrl.driver.server_keeper import RunServerSupervisor, RunServerTimes
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.driver.fleet.rollout_fleet import RolloutFleet, together
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
+from asyncrl.driver.rollouters import RolloutSupervisor
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.types import ReplicaRow, ReplicaTable, RolloutStats
 from asyncrl_testing.local import Rows
-from tests.concurrency.test_rollout_supervisor import Scripted
+from tests.concurrency.test_rollouters import Scripted
 
 pytestmark = pytest.mark.concurrency
 

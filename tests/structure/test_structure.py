@@ -101,7 +101,7 @@ LIGHT = {
     "asyncrl.queue.message_queue": HEAVY,
     "asyncrl.rollout.router": HEAVY,
     "asyncrl.rollout.rollouter": HEAVY,
-    "asyncrl.driver.fleet.rollout_supervisor": HEAVY,
+    "asyncrl.driver.rollouters": HEAVY,
     "asyncrl.rewards.reward_worker": HEAVY,
     "asyncrl.audit": HEAVY,
     "asyncrl.driver.cluster.janitor": HEAVY,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
+from asyncrl.driver.rollouters import RolloutSupervisor
 from asyncrl.rollout.at_once import all_at_once
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.remote.bell import Bell
+from asyncrl.remote.tasks import Bell
 from asyncrl_testing.virtual_time import run_virtual
 
 pytestmark = pytest.mark.unit

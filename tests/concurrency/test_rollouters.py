@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
+from asyncrl.driver.rollouters import RolloutSupervisor
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
