@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 import numpy as np
 import ray
+from asyncrl.queue.queue_client import QueueControl
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import load_recipe
@@ -37,7 +38,6 @@ from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.driver.fleet.actor_channels import QueueChannel
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.line import HasLine
 from asyncrl.remote.untraced import untraced

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,30 +23,30 @@ from asyncrl.driver.cluster.nodes import spans, usable_nodes
 from asyncrl.driver.cluster.places import Places
 from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.cores import local_cores
-from asyncrl.driver.fleet.actor_channels import QueueChannel, RolloutControl
 from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.pool_settings import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
-from asyncrl.driver.fleet.rollout_fleet import RolloutFleet
-from asyncrl.driver.fleet.run_server_control import RunServerControl
 from asyncrl.driver.fleet.shared_devices import SharedDevices
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
-from asyncrl.driver.rollouters import RolloutSupervisor
+from asyncrl.driver.rollouters import Rollouters
 from asyncrl.driver.run_spec import RunSpec
-from asyncrl.driver.server_keeper import RunServerSupervisor, RunServerTimes
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.queue.queue_client import QueueControl
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.restart_budget import RestartBudget
 from asyncrl.remote.untraced import untraced
+from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, RUN_SERVER
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import ReplicaTable
+
+if TYPE_CHECKING:
+    from asyncrl.driver.server_keeper import ServerKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ END_TIMEOUT_S = 30.0
 
 
 class Actors:
-    """The actors of a run and the channels to them."""
+    """The actors of a run, their owners, and the clients to call them."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, places: Places, events: EventLog) -> None:
         self._spec = spec
@@ -123,7 +124,7 @@ class Actors:
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
         have forgotten the former rollouter. Raises what a start raises."""
-        ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)]
+        ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S, MessageQueue.ping)]
         if (trainers := self.trainers) is not None:
             trainers.kill()
             ends.append(trainers.ended(END_TIMEOUT_S))
@@ -206,19 +207,21 @@ class Actors:
             self.server.set_replicas(table)
         await self.rollouter.set_replicas(table)
 
-    def _new_server(self) -> RunServerSupervisor:
-        from asyncrl.serving.run_server import RunServer, RunServerSpec  # FastAPI, which few runs need
+    def _new_server(self) -> ServerKeeper:
+        # FastAPI, which few runs need
+        from asyncrl.driver.server_keeper import RunServerTimes, ServerKeeper
+        from asyncrl.serving.run_server import RunServer, RunServerSpec
 
         run, recipe, recovery = self._spec, self._recipe, self._recipe.recovery
         max_lost = recovery.replicas_per_response(recipe.rollout.num_replicas)
         file = run.directory.serving
         spec = RunServerSpec(recipe.model, recipe.rollout, max_lost, file, run.serving_key)
 
-        def spawn(client_id: str) -> RunServerControl:
+        def spawn(client_id: str) -> ActorClient[RunServer]:
             actor = ray.remote(RunServer).options(**self._on_driver)
-            return RunServerControl(actor.remote(spec, client_id), client_id)
+            return ActorClient(actor.remote(spec, client_id), RUN_SERVER)
 
-        return RunServerSupervisor(
+        return ServerKeeper(
             spawn,
             self.replicas.forget_client,
             port=recipe.rollout.serve.port,
@@ -227,7 +230,7 @@ class Actors:
             discovery_file=file,
         )
 
-    def _new_queue(self) -> QueueControl:
+    def _new_queue(self) -> ActorClient[MessageQueue]:
         recipe = self._recipe
         spec = QueueSpec(
             groups_per_step=recipe.batch.groups_per_step,
@@ -244,32 +247,30 @@ class Actors:
             pacing=recipe.pacing,
             hide=self._spec.hide,
         )
-        return QueueControl(ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec))
+        handle = ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec)
+        return ActorClient(handle, MESSAGE_QUEUE, has_line=True)
 
-    def _new_rollouters(self) -> RolloutFleet:
+    def _new_rollouters(self) -> Rollouters:
         run, recipe = self._spec, self._recipe
         files = RolloutFiles(run.directory.samples, run.directory.spans, run.directory.quarantine)
-        count = recipe.rollout.num_rollouters
         spec = RolloutSpec(recipe, run.train, run.held_out, files, run.hide)
         queue = self.queue
 
-        def spawn(client_id: str) -> RolloutControl:
+        def spawn(client_id: str) -> ActorClient[Rollouter]:
             actor = ray.remote(untraced(Rollouter)).options(**self._on_driver)
-            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), client_id), client_id)
+            return ActorClient(actor.remote(spec, queue, client_id), ROLLOUTER)
 
-        return RolloutFleet(
-            [
-                RolloutSupervisor(
-                    spawn,
-                    queue.take_back_all,
-                    self._forget_client,
-                    budget=self._rollouter_budget,
-                    start_timeout_s=recipe.ray.start_timeout_s,
-                    on_event=self._events.write,
-                    place=(index, count),
-                )
-                for index in range(count)
-            ]
+        def take_back(reason: str, client_id: str) -> Awaitable[int]:
+            return queue.call(CALL_TIMEOUT_S, MessageQueue.take_back_all, reason, client_id)
+
+        return Rollouters(
+            spawn,
+            take_back,
+            self._forget_client,
+            count=recipe.rollout.num_rollouters,
+            budget=self._rollouter_budget,
+            start_timeout_s=recipe.ray.start_timeout_s,
+            on_event=self._events.write,
         )
 
     async def _forget_client(self, client_id: str) -> None:

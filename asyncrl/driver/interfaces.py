@@ -10,42 +10,21 @@ from typing import Any, Protocol
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
+from asyncrl.driver.rollouters import Rollouters
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import ActorClient
 from asyncrl.types import (
-    Committed,
-    EvalResult,
-    GroupSummary,
-    LeaseManifest,
-    LeaseWait,
-    LedgerCounts,
-    PartialGroup,
     RankPlan,
     ReplicaHandle,
     ReplicaStats,
     ReplicaTable,
-    RolloutStats,
     RunServerReport,
     TrainMetrics,
     TrajectoryKey,
 )
-
-
-class Queue(Protocol):
-    """The training side of the message queue."""
-
-    async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]: ...
-    async def lease(self, step: int, wait_s: float) -> LeaseManifest | LeaseWait: ...
-    async def commit(self, step: int, *, leases_next: bool = False) -> Committed: ...
-    async def published(self, version: int) -> LedgerCounts: ...
-    async def limit_lag(self, limit: int) -> LedgerCounts: ...
-    async def wait_idle(self, wait_s: float) -> bool: ...
-    async def counts(self) -> LedgerCounts: ...
-    async def capture(self, partials: list[PartialGroup]) -> LedgerCounts: ...
-    async def save(self, directory: Path, timeout_s: float) -> None: ...
-    async def load(self, directory: Path) -> LedgerCounts: ...
-    async def ping(self, timeout_s: float) -> float: ...
 
 
 class Trainers(Protocol):
@@ -57,22 +36,6 @@ class Trainers(Protocol):
     async def save(self, path: Path, timeout_s: float) -> Mapping[str, FileDigest]: ...
     async def load(self, path: Path) -> None: ...
     async def ping(self, timeout_s: float) -> float: ...
-
-
-class RolloutSide(Protocol):
-    async def run(self) -> None: ...
-    async def evaluate(
-        self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None
-    ) -> EvalResult: ...
-    async def stats(self, timeout_s: float) -> RolloutStats: ...
-    async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
-
-
-class Pools(Protocol):
-    """The pools of other models: `driver.model_pools.ModelPools`. False where there are none."""
-
-    def __bool__(self) -> bool: ...
-    async def watch(self) -> None: ...
 
 
 class Replicas(Protocol):
@@ -103,9 +66,9 @@ class Parts:
     coordinator; the error of one ends the run.
     """
 
-    queue: Queue
+    queue: ActorClient[MessageQueue]
     trainers: Trainers
-    rollouter: RolloutSide
+    rollouter: Rollouters
     replicas: Replicas
     weights: CheckpointEngine
     checkpoints: CheckpointStore
@@ -115,5 +78,4 @@ class Parts:
     prompts_digest: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
-    pools: Pools | None = None
     loops: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)

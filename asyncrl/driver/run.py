@@ -255,10 +255,10 @@ class _Run:
             prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
-            pools=actors.pools,
             loops={
                 "number of replicas": actors.fleet_size.watch,
                 "requests of asyncrl-scale": ScaleDesk(self._spec.directory.scale, actors.fleet_size).serve,
+                **({"pools of other models": actors.pools.watch} if actors.pools else {}),
             },
         )
 

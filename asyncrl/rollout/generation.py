@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.remote.tasks import Bell
+from asyncrl.remote.tasks import LimitedEvent
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import ANYWHERE, Affinity, Router
@@ -123,7 +123,7 @@ class _Pending:
     clocks: tuple[ActiveClock, ...]
     sent_at: float = field(default_factory=time.monotonic)
     sampled: bool = False
-    done: Bell = field(default_factory=Bell)
+    done: LimitedEvent = field(default_factory=LimitedEvent)
     reason: FinishReason | None = None
     failure: Exception | None = None
     enough: bool = False
@@ -372,14 +372,14 @@ class GenerationClient:
     async def close(self) -> None:
         for pending in self._pending.values():
             pending.failure = GenerationError("the generation client was closed")
-            pending.done.ring()
+            pending.done.set()
         tasks = [*self._collectors, *self._hand_overs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._pending.values():  # what came meanwhile
             pending.failure = GenerationError("the generation client was closed")
-            pending.done.ring()
+            pending.done.set()
         self._ended.cancel()
 
     async def _attempt(self, request: GenerationRequest, affinity: Affinity, expected: _Expected) -> _Pending:
@@ -423,7 +423,7 @@ class GenerationClient:
     async def _until_done(self, pending: _Pending) -> None:
         """Raises TimeoutError: the response is late, or its replica has streamed nothing for as long."""
         clock = pending.clocks[0]
-        while not pending.done.rung:
+        while not pending.done.is_set:
             look_s, late = clock.look_s(), clock.left_s <= 0
             if not pending.sampled:
                 heard_at = max(pending.sent_at, pending.link.heard_at)
@@ -479,7 +479,7 @@ class GenerationClient:
                 return  # losing it ended these attempts too
             if link.leaves:
                 for pending in filter(None, (self._pending.get(request.request_id) for request in batch)):
-                    pending.done.ring()  # it never had them
+                    pending.done.set()  # it never had them
                 return
             await link.channel.submit(batch)
             link.busy.set()
@@ -542,12 +542,12 @@ class GenerationClient:
                 self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
         if chunk.finish_reason is not None:
             pending.reason = chunk.finish_reason
-            pending.done.ring()
+            pending.done.set()
 
     def _fail(self, request_id: str, failure: Exception) -> None:
         if (pending := self._pending.get(request_id)) is not None:
             pending.failure = failure
-            pending.done.ring()
+            pending.done.set()
 
     def _lose(self, link: _Link, reason: str, *, died: bool = False) -> None:
         """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
@@ -569,7 +569,7 @@ class GenerationClient:
         link.busy.set()  # its collector ends
         for pending in self._pending.values():
             if pending.link is link:
-                pending.done.ring()
+                pending.done.set()
 
     def _unlink(self, link: _Link) -> None:
         """No new request goes to it."""

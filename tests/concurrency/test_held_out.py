@@ -119,7 +119,7 @@ async def test_an_evaluation_ends_at_its_deadline_and_leaves_nothing_on_the_repl
 
 async def test_an_evaluation_of_which_nothing_came_is_no_result(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer) as rollouter:
-        rollouter._trajectory = _raises
+        rollouter._maker.trajectory = _raises
         with pytest.raises(GenerationError, match=r"all 4 prompts failed.*no such"):
             await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table)
 

@@ -43,7 +43,7 @@ PARTS = {
     "environments": {"data", "rewards", "rollout", "sandbox", "serving", "workers"},
     "queue": {"observability"},
     "algorithms": set(),
-    "checkpoint": set(),
+    "checkpoint": {"queue"},
     "trainer": {"algorithms", "weights", "checkpoint", "kernels"},
     "observability": set(),
     "report": {"checkpoint", "observability"},

@@ -22,6 +22,7 @@ from asyncrl.types import LedgerCounts
 from asyncrl.types.guard import GuardState
 from asyncrl.types.lag import LAG_BUCKETS, LAST_OF_BUCKET
 from asyncrl.types.metrics import Metric
+from asyncrl_testing.local import LocalActor
 
 pytestmark = pytest.mark.unit
 
@@ -258,7 +259,7 @@ def loop_of(tmp_path, *overrides):
     def told():
         return [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
 
-    return GuardLoop(recipe, queue, events), queue, told
+    return GuardLoop(recipe, LocalActor(queue), events), queue, told
 
 
 def far(lag_max):
