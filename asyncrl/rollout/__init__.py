@@ -1,5 +1,4 @@
-"""Generates groups: the rollouter, its supervisor, the generation client that resumes interrupted responses, the
-router.
+"""Generates groups: the rollouter, the generation client that resumes interrupted responses, the router.
 
-Runs in: rollouter; driver (supervisor).
+Runs in: rollouter.
 """

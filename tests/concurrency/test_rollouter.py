@@ -388,7 +388,7 @@ async def test_a_group_that_will_be_tried_again_is_not_quarantined(tmp_path, tok
 async def test_the_death_of_the_queue_ends_the_rollouter_with_its_name(tmp_path, tokenizer):
     rig, queue = Rig(tmp_path, tokenizer), Queue()
 
-    async def dead(limit, wait_s):
+    async def dead(limit, wait_s, client_id):
         raise ProcessDied("gone").of(Process("message queue"))
 
     queue.admit = dead

@@ -226,7 +226,7 @@ async def is_stopped(bench, case):
     await bench.stop()
     assert not bench.source.nacks
     running = (await queue.counts()).running
-    assert await queue.take_back_all("it was stopped", "") == running > 0, "its tickets are still out"
+    assert await queue.take_back_all("it was stopped", "rollouter-0") == running > 0, "its tickets are still out"
 
 
 async def is_evaluated(bench, case):

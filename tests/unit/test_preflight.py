@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.config.threads import local_cores
 from asyncrl.driver import preflight
-from asyncrl.driver.cores import local_cores
 from asyncrl.driver.preflight import check_packages, check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
