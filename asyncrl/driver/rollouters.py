@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+POLICY = ""
 GRACE_S = 5.0
 """Time that the call of an evaluation has beyond the rollouter's deadline, so that the rollouter's error arrives."""
 
@@ -41,10 +42,8 @@ class _Incarnation:
     actor: ActorClient[Rollouter]
     client_id: str
     up: bool = False
-    told: ReplicaTable | None = None
-    """The table that it has."""
-    pools: dict[str, ReplicaTable] = field(default_factory=dict)
-    """Of the pools of other models, the tables that it has."""
+    told: dict[str, ReplicaTable] = field(default_factory=dict)
+    """The tables that it has."""
     failure: ProcessDied | None = None
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -91,9 +90,8 @@ class Rollouters:
         self._budget = budget
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
-        self._table = ReplicaTable()
-        self._pools: dict[str, ReplicaTable] = {}
-        """Section of the recipe -> the replicas of that pool of another model."""
+        self._tables = {POLICY: ReplicaTable()}
+        """Section of the recipe -> the replicas of that pool of another model; the policy's under `POLICY`."""
         self._members = tuple(_Member(index, self._new()) for index in range(count))
         self._turns = itertools.cycle(self._members)
         self._evaluations = itertools.count()
@@ -142,7 +140,7 @@ class Rollouters:
             current = member.current
             if not current.up:
                 continue  # it died between its wake and this task's
-            table = self._table if leased is None and len(self._members) > 1 else leased
+            table = self._tables[POLICY] if leased is None and len(self._members) > 1 else leased
             if table is not None:
                 # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
                 table = channels(table, f"{current.client_id}/evaluation-{next(self._evaluations)}")
@@ -157,12 +155,11 @@ class Rollouters:
     async def set_replicas(self, table: ReplicaTable) -> None:
         """Gives the table to the rollouters, and later to each replacement. A rollouter that is not up yet gets it at
         its start; one that dies during the call is replaced."""
-        self._table = table
-        await concurrently(self._tell(member) for member in self._members)
+        await self.set_pool(POLICY, table)
 
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
         """As `set_replicas`, of the pool of another model. `key`: its section of the recipe."""
-        self._pools[key] = table
+        self._tables[key] = table
         await concurrently(self._tell(member) for member in self._members)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
@@ -212,7 +209,8 @@ class Rollouters:
         current = member.current
         started = await self._answer(current, current.actor.call(timeout_s, Rollouter.start))
         await self._introduce(member, current)
-        serving = self._table.those("serving", "held").keys() & self._table.part(member.index, len(self._members))
+        table = self._tables[POLICY]
+        serving = table.those("serving", "held").keys() & table.part(member.index, len(self._members))
         member.stats = replace(started, replicas=tuple(serving))
         current.up = True
         member.ready.set()
@@ -280,18 +278,20 @@ class Rollouters:
     async def _introduce(self, member: _Member, current: _Incarnation) -> None:
         """Sends the tables until the process has the newest ones: another may come during a call."""
         count, call = len(self._members), current.actor.call
-        while current.told is not self._table:
-            table = self._table
-            own = None if count == 1 else table.part(member.index, count)
-            told = channels(table, current.client_id)
-            await self._answer(current, call(CALL_TIMEOUT_S, Rollouter.set_replicas, told, own))
-            current.told = table
-        for key in self._pools:
-            while current.pools.get(key) is not self._pools[key]:
-                table = self._pools[key]
-                told = channels(table, current.client_id)
-                await self._answer(current, call(CALL_TIMEOUT_S, Rollouter.set_pool, key, told))
-                current.pools[key] = table
+
+        def missing() -> str | None:
+            return next((key for key, table in self._tables.items() if current.told.get(key) is not table), None)
+
+        while (key := missing()) is not None:
+            table = self._tables[key]
+            named = channels(table, current.client_id)
+            if key == POLICY:
+                own = None if count == 1 else table.part(member.index, count)
+                work = call(CALL_TIMEOUT_S, Rollouter.set_replicas, named, own)
+            else:
+                work = call(CALL_TIMEOUT_S, Rollouter.set_pool, key, named)
+            await self._answer(current, work)
+            current.told[key] = table
 
     async def _partials(self, member: _Member, timeout_s: float) -> list[PartialGroup]:
         current = member.current

@@ -263,6 +263,25 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
         assert rig.made[1].known == {1: ("another 1", 3)}
 
 
+async def test_a_table_that_comes_while_the_new_one_is_told_of_another_pool_is_told_too():
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Scripted):
+        async def set_pool(self, key, table):
+            if self.number == 1:
+                entered.set()
+                await go_on.wait()
+
+    async with Rig(kind=Slow) as rig:
+        await rig.rollouters.set_pool("judge", rig.rows.table)
+        rig.made[0].die()
+        await asyncio.wait_for(entered.wait(), 20)
+        await rig.rollouters.set_replicas(rig.rows.drop(0))
+        go_on.set()
+        await rig.restarted()
+        assert rig.made[1].known.keys() == {1}
+
+
 @pytest.mark.parametrize("how", ["dead", "hangs"])
 async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_replaced(how):
     async with Rig() as rig:
